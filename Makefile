@@ -27,7 +27,7 @@ demo: $(STAMP)  ## A Llama under FSDP1 on 4 ranks becomes NF4 under FSDP2 on 2
 test: lint  ## Lint, types, and every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-fast: $(STAMP)  ## The quick tests, which start no ranks: under 2 minutes on 2 cores
+test-fast: $(STAMP)  ## The quick tests, which start no ranks: about 2 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --hypothesis-profile=fast -m "not ranks and not slow"
 
 torture: $(STAMP)  ## Attack the promise: N=10000 damaged sources, failing calls, power cuts, flipped bits

@@ -76,8 +76,9 @@ def command(
     try:
         with join(rank_timeout) as ranks:
             plan = _plan(src, options, plan_file)
-            if not dry_run:
-                report = executed(plan, dst, how, out, ranks)
+            with plan.ckpt:
+                if not dry_run:
+                    report = executed(plan, dst, how, out, ranks)
     except ShownElsewhere as stopped:
         Printer.printed = True  # that rank prints the error document
         raise typer.Exit(stopped.exit_code) from stopped
@@ -91,11 +92,8 @@ def command(
 
 def _leave() -> None:
     """End this rank at once: gloo may abort a process whose interpreter shuts down."""
-    from ckptmap.storage.file_systems import close_mounts
-
     sys.stdout.flush()
     sys.stderr.flush()
-    close_mounts()
     os._exit(0)
 
 
@@ -125,7 +123,7 @@ def _saved(src: str, plan_file: str) -> Plan:
     from ckptmap.storage.hub.resolve import locate
 
     plan = replan(plan_file)
-    here = locate(src)
+    here = locate(src, plan.ckpt.files.mounts)
     if here.origin != plan.ckpt.origin or (
         not here.origin and here.path.resolve() != Path(plan.ckpt.path).resolve()
     ):

@@ -8,7 +8,7 @@ import typer
 
 from .printer import Printer
 from .shared_parameters import Json
-from .typed_options import TypedOptions, open_source, takes_options
+from .typed_options import TypedOptions, opened_source, takes_options
 
 EXAMPLES = (
     "ckptmap diff runs/step-2000 out/",
@@ -39,8 +39,8 @@ def command(
     import ckptmap
 
     like = {"like": typed.values["like"]}
-    one, two = open_source(a, typed), open_source(b, TypedOptions(like))
-    report = ckptmap.diff(one, two, values=values)
+    with opened_source(a, typed) as one, opened_source(b, TypedOptions(like)) as two:
+        report = ckptmap.diff(one, two, values=values)
     Printer(json).show(report)
     if not report.equal:
         raise typer.Exit(1)

@@ -41,12 +41,9 @@ class InspectReport:
         self.ckpt = ckpt
         self.keys = keys
         self.notes = list(ckpt.notes)
-        run = ckpt.run()
-        self._dense = {} if run is not None else ckpt.dense()
         infos = ckpt.infos()
         self.looks = dict(zip(infos, each(infos.values(), _plain), strict=True))
-        if run is None:
-            self.looks |= {fqn: _look(ckpt[fqn]) for fqn in infos if fqn not in self._dense}
+        self.looks |= {fqn: _look(ckpt[fqn]) for fqn in ckpt.groups.encoded()}
         self.kinds = self._counts()
         # Not read where keyed by index: naming parameters may build a transformers class.
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
@@ -94,7 +91,9 @@ class InspectReport:
     def _schemes(self) -> list[CatalogEntry]:
         """Return the naming schemes that the keys match."""
         try:
-            config = config_beside(self.ckpt.index.sidecar_dir or self.ckpt.path)
+            config = config_beside(
+                self.ckpt.index.sidecar_dir or self.ckpt.path, self.ckpt.files.mounts
+            )
         except CkptmapError:
             config = None
         try:

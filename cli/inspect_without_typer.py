@@ -13,10 +13,11 @@ from .printer import Printer
 def show(path: str, keys: str, root: str | None, json: bool, like: str | None = None) -> None:
     """Print the report of a checkpoint."""
     import ckptmap
+    from ckptmap.storage.hub.resolve import origins_in_errors
 
     from .inspect_report import InspectReport
 
-    with ckptmap.open(path, root=root, like=like) as ckpt:
+    with ckptmap.open(path, root=root, like=like) as ckpt, origins_in_errors(ckpt.files.mounts):
         Printer(json).show(InspectReport(ckpt, keys))
 
 

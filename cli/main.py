@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 from ckptmap.core import requirements
 from ckptmap.errors import CkptmapError, Interrupted
-from ckptmap.storage.file_systems import MOUNTS, close_mounts
 from ckptmap.storage.resource_limits import resource_error
 
 from .inspect_without_typer import ran_plain_inspect
@@ -95,7 +94,6 @@ def leave() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
-    close_mounts()
     os._exit(code)
 
 
@@ -147,10 +145,10 @@ def _usage(error: Any, args: Sequence[str], out: Printer) -> int:
 
 
 def _expected(error: CkptmapError, args: Sequence[str], out: Printer) -> int:
-    hint = MOUNTS.with_origins(error.hint)
+    hint = error.hint
     if isinstance(error, Interrupted) and args[:1] in (["convert"], ["merge"], ["pull"], ["push"]):
         hint = f"the same command continues it: ckptmap {shlex.join(args)}"
-    out.error(error.code, MOUNTS.with_origins(error.message), hint)
+    out.error(error.code, error.message, hint)
     _trace(error)
     return error.exit_code
 

@@ -144,10 +144,14 @@ def _check(out: Printer, what: str, config: str | None) -> None:
 
 
 def _test(out: Printer, what: str, config: str | None) -> None:
+    from contextlib import closing
+
     from ckptmap.mapping.model_config import read_config
+    from ckptmap.protocols.file_systems import Mounts
     from ckptmap.testing.mappings import MappingKit
 
-    kit = MappingKit(_path(what), None if config is None else read_config(config))
+    with closing(Mounts()) as mounts:
+        kit = MappingKit(_path(what), None if config is None else read_config(config, mounts))
     results = []
     for name, arguments in kit.checks():
         title = name + (f"[{','.join(arguments)}]" if arguments else "")

@@ -92,8 +92,9 @@ def command(
         force=force, adapter_config=adapter_config, leave=tuple(leave or ()), **options,
     )  # fmt: skip
     out, report = Printer(json, quiet), None
-    if not dry_run:
-        report = with_survival(plan, executed(plan, dst, how, out, ALONE))
+    with plan.ckpt:
+        if not dry_run:
+            report = with_survival(plan, executed(plan, dst, how, out, ALONE))
     show(plan, report, out)
     if report is None and plan.unresolved:
         raise typer.Exit(1)

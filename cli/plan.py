@@ -42,10 +42,11 @@ def command(
 
     plan = ckptmap.plan(src, to, options=typed.options(to))
     out = Printer(json)
-    if save is not None:
-        plan.save(save)
-        again = shlex.join(("ckptmap", "convert", "--plan", save, src, "DST"))
-        out.note(f"saved: {save}; run it with: {again}")
-    out.show(plan)
+    with plan.ckpt:
+        if save is not None:
+            plan.save(save)
+            again = shlex.join(("ckptmap", "convert", "--plan", save, src, "DST"))
+            out.note(f"saved: {save}; run it with: {again}")
+        out.show(plan)
     if plan.unresolved:
         raise typer.Exit(1)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, get_type_hints
 
@@ -136,12 +137,15 @@ def takes_options(*names: str, **help: str) -> Callable[[Command], Command]:
     return decorate
 
 
-def open_source(path: str, typed: TypedOptions) -> Checkpoint | str:
-    """Return a checkpoint, opened with the options that name its parts; its path without any."""
+@contextmanager
+def opened_source(path: str, typed: TypedOptions) -> Iterator[Checkpoint | str]:
+    """Give a checkpoint, opened with the options that name its parts; its path without any."""
     root, like, order = (typed.values.get(name) for name in ("source_root", "like", "param_order"))
     if root is None and like is None and order is None:
-        return path
+        yield path
+        return
     import ckptmap
 
     given = None if order is None else read_param_order(order)
-    return ckptmap.open(path, root=root, like=like, param_order=given)
+    with ckptmap.open(path, root=root, like=like, param_order=given) as ckpt:
+        yield ckpt

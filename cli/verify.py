@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 
 from .printer import Printer
 from .shared_parameters import Json
-from .typed_options import TypedOptions, open_source, takes_options
+from .typed_options import TypedOptions, opened_source, takes_options
 
 EXAMPLES = (
     "ckptmap verify out/",
@@ -50,8 +51,9 @@ def command(
     of_source = [typed.values[name] for name in ("source_root", "like", "param_order")]
     if against is None and any(value is not None for value in of_source):
         raise typer.BadParameter("--source-root, --like and --param-order are of --against SRC")
-    src = None if against is None else open_source(against, typed)
-    report = ckptmap.verify(dst, against=src, adapter=adapter, base=typed.values["base"])
+    source = nullcontext(None) if against is None else opened_source(against, typed)
+    with source as src:
+        report = ckptmap.verify(dst, against=src, adapter=adapter, base=typed.values["base"])
     Printer(json).show(report)
     if not report.ok:
         raise typer.Exit(1)

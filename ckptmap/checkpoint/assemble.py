@@ -19,6 +19,7 @@ from ckptmap.optim.index_order import Weight
 from ckptmap.optim.optimizer_reader import Model, OptimizerReader
 from ckptmap.optim.state import key_forms
 from ckptmap.protocols import Group, Index
+from ckptmap.protocols.file_systems import through
 from ckptmap.quantization.unsupported_schemes import missing_scales_note
 from ckptmap.storage.files import Files
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -39,18 +40,21 @@ def assemble(
     """
     refused: list[RefusedLeaf] = []
     strings = string_records(roles.rest, roles.model_root)
-    groups = group_parts(roles.model, index.records, roles.model_root, path, refused, strings)
+    groups = group_parts(
+        roles.model, index.records, roles.model_root, path, refused, strings, files.mounts
+    )
     plain = strip_wrappers(list(groups), path)
     stripped = any(map(is_not, plain, plain.values()))
     if stripped:
         groups = groups.renamed(plain)
     moments = roles.optimizer
     if moments:  # only then: importing all schemes takes longer than inspecting a small file
-        moments = gather_moments(moments, index.records, roles.optimizer_root, registry.schemes())
+        schemes = [through(scheme, files.mounts) for scheme in registry.schemes()]
+        moments = gather_moments(moments, index.records, roles.optimizer_root, schemes)
     read = LeafReader(path, files, refused, roles.optimizer_root or ())
     model = _model(index, roles, groups, plain, weights)
     reader = OptimizerReader(
-        moments, key_forms(), read.optimizer, model, path, index.sidecar_dir
+        moments, key_forms(), read.optimizer, model, path, files.mounts, index.sidecar_dir
     )  # fmt: skip
     notes = [*index.notes, *unread_note(index.unread_files)]
     notes += encoding_notes(groups.encoded())

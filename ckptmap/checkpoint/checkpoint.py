@@ -24,7 +24,7 @@ from ckptmap.errors import MissingKeyError
 from ckptmap.optim.index_order import Order
 from ckptmap.optim.optimizer_reader import OptimizerReader
 from ckptmap.protocols import Group, Index
-from ckptmap.storage.file_systems import Fingerprint
+from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path, StoredTensor, TensorInfo

@@ -6,12 +6,12 @@ These are the step, schedulers, hyper-parameters of the optimizer, and its step 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import plain_paths, state_at
 from ckptmap.core.state_paths import TENSOR, join, unequal
-from ckptmap.optim.state import GROUPS, NAMES, PARAMS
+from ckptmap.optim.state import GROUPS, NAMES, PARAMS, ParamGroup
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path
 
@@ -97,9 +97,7 @@ def optimizer_pairs(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
     yield _other_values(a), _other_values(b), 2
 
 
-def _group_pairs(
-    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
-) -> list[tuple[int, int]]:
+def _group_pairs(a: Sequence[ParamGroup], b: Sequence[ParamGroup]) -> list[tuple[int, int]]:
     """Return pairs of numbers of groups that share a parameter. Where no name is shared, because the
     names are of two schemes, groups of the same number pair."""
     home = {fqn: number for number, group in enumerate(b) for fqn in group[PARAMS]}

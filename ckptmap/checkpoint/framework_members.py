@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
-from typing import Any
 
 from ckptmap import registry
 from ckptmap.core.state_paths import within
@@ -23,8 +22,8 @@ from ckptmap.core.state_tree import holds_tensor, nest
 from ckptmap.errors import SourceError
 from ckptmap.formats.detect import look, refuse_place
 from ckptmap.protocols import Directory, Index, Member, Place
-from ckptmap.storage.file_systems import local_copy
-from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
+from ckptmap.protocols.file_systems import Mounts
+from ckptmap.tensors import Leaf, Opaque, Path, PerRank, PlainValue, StoredTensor
 
 MAX_DOCUMENT_NBYTES = 256 << 20
 """A trainer's log of a long run is a few MB."""
@@ -34,6 +33,7 @@ MAX_DOCUMENT_NBYTES = 256 << 20
 class _Merge:
     """The Index as it grows, member by member."""
 
+    mounts: Mounts
     leaves: dict[Path, Leaf] = field(default_factory=dict)
     records: dict[str, Mapping[str, object]] = field(default_factory=dict)
     files: dict[str, None] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def merge_members(directory: Directory, place: Place) -> Index:
     Raises SourceError where a member is malformed, CKM111 where two hold the same role.
     """
     members = directory.members(place)
-    merge = _Merge(unread_files=list(members.unread_files))
+    merge = _Merge(place.mounts, unread_files=list(members.unread_files))
     for member in members.members:
         if member.role == "extra":
             _add_extra(merge, member)
@@ -74,7 +74,7 @@ def merge_members(directory: Directory, place: Place) -> Index:
             _add_member(merge, member)
     for key, name in members.documents.items():
         file = FilePath(place.path).absolute() / name
-        merge.leaves["extra", key] = _document(file)
+        merge.leaves["extra", key] = _document(file, place.mounts)
         merge.files[str(file)] = None
     for name in members.unread_files:
         file = FilePath(place.path).absolute() / name
@@ -100,12 +100,12 @@ def unread_note(left: Sequence[str]) -> list[str]:
     return [f"left behind: {', '.join(left)}"] if left else []
 
 
-def _member_index(member: Member) -> Index | None:
+def _member_index(member: Member, mounts: Mounts) -> Index | None:
     """Return the member's own Index; None: no container knows it.
 
     Raises SourceError CKM104 for an empty file, which no framework writes.
     """
-    place = look(FilePath(member.path).absolute())
+    place = look(FilePath(member.path).absolute(), mounts)
     if not place.is_dir and not place.head:
         raise SourceError(
             "CKM104",
@@ -119,9 +119,9 @@ def _member_index(member: Member) -> Index | None:
 
 
 def _required_index(merge: _Merge, member: Member) -> Index:
-    index = _member_index(member)
+    index = _member_index(member, merge.mounts)
     if index is None:
-        why = refuse_place(look(FilePath(member.path)), registry.knows)
+        why = refuse_place(look(FilePath(member.path), merge.mounts), registry.knows)
         what = why.message.removeprefix(f"{member.path}: ").removeprefix("is ")
         raise SourceError(
             "CKM111",
@@ -200,7 +200,7 @@ def _with_replica(mine: Leaf, other: Leaf) -> StoredTensor | None:
 
 def _add_extra(merge: _Merge, member: Member) -> None:
     """Add plain values, one leaf a key; values of foreign classes or that differ by rank stay unread."""
-    index = _member_index(member)
+    index = _member_index(member, merge.mounts)
     if member.key and not member.names:
         merge.file_of[member.key] = str(FilePath(member.path).absolute())
     if index is None:
@@ -247,12 +247,13 @@ def _name(member: Member) -> str:
     return f"{member.names[0]}{more}"
 
 
-def _document(file: FilePath) -> Any:
+def _document(file: FilePath, mounts: Mounts) -> PlainValue:
     """Return the value of a JSON file. Raises SourceError CKM101 or CKM103."""
     try:
         if file.stat().st_size > MAX_DOCUMENT_NBYTES:
             raise ValueError(f"{file.stat().st_size} bytes long")
-        return json.loads(local_copy(file).read_bytes())
+        document: PlainValue = json.loads(mounts.local_copy(file).read_bytes())
+        return document
     except OSError as error:
         raise SourceError(
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"

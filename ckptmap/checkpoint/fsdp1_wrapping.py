@@ -17,6 +17,7 @@ from ckptmap.core.state_paths import by_rank
 from ckptmap.formats.detect import find, look
 from ckptmap.mapping.wrappers import ANYWHERE
 from ckptmap.protocols import Index
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.sharded_tensor_spec import is_sharded, read_sharded
 from ckptmap.tensors import Leaf, Region, StoredTensor
 from ckptmap.tensors import Path as Key
@@ -32,12 +33,12 @@ class Units:
     named: bool
 
 
-def units_of(path: str) -> Units | None:
+def units_of(path: str, mounts: Mounts) -> Units | None:
     """Return the wrapped modules of the checkpoint at `path`; None: it shows none. Raises SourceError."""
     file = Path(path)
     if not file.is_dir():
         return None
-    place, _ = find(look(file), registry.knows)
+    place, _ = find(look(file, mounts), registry.knows)
     index = index_of(place)
     flat = {key: leaf for key, leaf in index.leaves.items() if _is_flat(key, leaf)}
     if flat:
@@ -51,13 +52,13 @@ class LikeUnits(Mapping[Key, Sequence[str]]):
     """The wrapped modules by path of the weights: a checkpoint's own, else those of the checkpoint at
     `like`, which is opened when first asked for."""
 
-    def __init__(self, own: Mapping[Key, Sequence[str]], like: str) -> None:
-        self._own, self._like = own, like
+    def __init__(self, own: Mapping[Key, Sequence[str]], like: str, mounts: Mounts) -> None:
+        self._own, self._like, self._mounts = own, like, mounts
 
     def __getitem__(self, key: Key) -> Sequence[str]:
         if key in self._own:
             return self._own[key]
-        units = units_of(self._like)
+        units = units_of(self._like, self._mounts)
         if units is None:
             raise KeyError(key)
         return units.modules

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import LogicalTensors
@@ -17,6 +16,7 @@ from ckptmap.core.state_paths import class_of, described, join, opaques
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
+from ckptmap.protocols.file_systems import Mounts, through
 from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor, TensorInfo
 
 VALUES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
@@ -39,6 +39,7 @@ def group_parts(
     where: str,
     refused: list[RefusedLeaf],
     said: Mapping[str, str],
+    mounts: Mounts,
 ) -> LogicalTensors:
     """Return the logical tensors by stored key, in stored order; add what no scheme knows to `refused`.
 
@@ -51,7 +52,7 @@ def group_parts(
     stored = {join(path): leaf for path, leaf in leaves.items() if isinstance(leaf, StoredTensor)}
     infos = distinct([tensor.info for tensor in stored.values()]).values()
     if len(stored) == len(leaves) and not records and _is_plain(infos):
-        return LogicalTensors(cast("dict[str, Group | StoredTensor]", stored))
+        return LogicalTensors(stored)
     order: dict[str, Group | None] = {}
     for path, leaf in leaves.items():
         key = join(path)
@@ -71,7 +72,7 @@ def group_parts(
     mine = {k.removeprefix(prefix): r for k, r in records.items() if k.startswith(prefix)}
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
     for scheme in registry.schemes():
-        for group, consumed in scheme.group(stored, mine):
+        for group, consumed in through(scheme, mounts).group(stored, mine):
             for key in consumed:
                 del stored[key]
             order[consumed[0]] = group

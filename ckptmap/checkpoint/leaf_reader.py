@@ -43,7 +43,9 @@ class LeafReader:
 
     def tensor(self, path: Path, leaf: Leaf) -> LazyTensor | None:
         """Return a tensor outside the weights; None: it is refused."""
-        groups = group_parts({path: leaf}, {}, (), self.where, self.refused, {}).values()
+        groups = group_parts(
+            {path: leaf}, {}, (), self.where, self.refused, {}, self.files.mounts
+        ).values()
         return next((LazyTensor(group.fqn, group, self.files) for group in groups), None)
 
     def plain(self, leaves: Mapping[Path, Leaf], root: Path = ()) -> Iterator[tuple[Path, object]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import cast
 
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.protocols import Group
@@ -16,86 +15,80 @@ DENSE = Dense()
 class LogicalTensors(Mapping[str, Group]):
     """FQN -> Group, in stored order.
 
-    A dense tensor is held as it is stored, in columns if all tensors are dense, and its Group is
-    made when someone asks for it: 100,000 groups with their dicts of parts are 30 MB and a tenth of
-    a second, and `inspect` asks for few of them.
+    The Group of a dense tensor is made when someone asks for it: 100,000 groups with their dicts of
+    parts are 30 MB and a tenth of a second, and `inspect` asks for few of them.
     """
 
-    __slots__ = ("_held", "run")
+    __slots__ = ("_dense", "_groups", "_infos", "run")
 
-    def __init__(self, held: dict[str, Group | StoredTensor] | PlainTensors) -> None:
+    def __init__(self, held: Mapping[str, Group | StoredTensor] | PlainTensors) -> None:
         self.run = held if isinstance(held, PlainTensors) else None
-        """The columns of all tensors; None: each is held by itself."""
-        self._held = {} if isinstance(held, PlainTensors) else held
+        """The columns of all tensors; None: some tensor is not plain, or shares its bytes."""
+        self._groups: dict[str, Group] = {}
+        self._dense: Mapping[str, StoredTensor]
+        if isinstance(held, PlainTensors):
+            self._dense = held.by_name
+            self._infos = dict(zip(held.names, held.infos, strict=True))
+        else:
+            self._groups = {fqn: one for fqn, one in held.items() if isinstance(one, Group)}
+            self._dense = {fqn: one for fqn, one in held.items() if not isinstance(one, Group)}
+            self._infos = {fqn: one.info for fqn, one in held.items()}
 
     def __getitem__(self, fqn: str) -> Group:
         held = self.held(fqn)
-        if type(held) is Group:
+        if isinstance(held, Group):
             return held
-        return Group(fqn, held.info, DENSE, {"": held})  # type: ignore[dict-item]
+        return Group(fqn, held.info, DENSE, {"": held})
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held if self.run is None else self.run.names)
+        return iter(self._infos)
 
     def __len__(self) -> int:
-        return len(self._held if self.run is None else self.run)
+        return len(self._infos)
 
     def __contains__(self, fqn: object) -> bool:
-        return fqn in self._held if self.run is None else (fqn,) in self.run
+        return fqn in self._infos
 
     def held(self, fqn: str) -> Group | StoredTensor:
         """Return a dense tensor itself, any other as its Group."""
-        return self._held[fqn] if self.run is None else self.run.held(fqn)
+        return self._groups[fqn] if fqn in self._groups else self._dense[fqn]
 
     def dense(self) -> Mapping[str, StoredTensor]:
         """Return the tensors that are one plain tensor each, as stored."""
-        if self.run is not None:
-            return {name: self.run.held(name) for name in self.run.names}
-        held = self._held
-        if any(type(one) is Group for one in held.values()):
-            return {fqn: h for fqn, h in held.items() if not isinstance(h, Group)}
-        return cast("Mapping[str, StoredTensor]", held)
+        return self._dense
 
-    def renamed(self, names: dict[str, str]) -> LogicalTensors:
+    def encoded(self) -> Mapping[str, Group]:
+        """Return the weights that are more than one plain tensor."""
+        return self._groups
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """Return shape and dtype of every weight; no group is made for that."""
+        return self._infos.copy()
+
+    def renamed(self, names: Mapping[str, str]) -> LogicalTensors:
         """Return the same tensors under `names[key]`."""
         if self.run is not None:
             return LogicalTensors(self.run.renamed(names))
-        return LogicalTensors({names[key]: held for key, held in self._held.items()})
+        return LogicalTensors({names[key]: self.held(key) for key in self})
 
     def with_groups(self, groups: Mapping[str, Group]) -> LogicalTensors:
         """Return all tensors, those of `groups` in place of the ones with their names or at the end."""
         return LogicalTensors({**{fqn: self.held(fqn) for fqn in self}, **groups})
 
-    def infos(self) -> dict[str, TensorInfo]:
-        """Return shape and dtype of every weight; no group is made for that."""
-        if self.run is not None:
-            return dict(zip(self.run.names, self.run.infos, strict=True))
-        return {fqn: held.info for fqn, held in self._held.items()}
-
     def sharing(self) -> list[tuple[str, ...]]:
         """Return sets of names that the file itself says are one tensor."""
         if self.run is not None:
             return []
-        found: dict[object, list[str]] = {}
-        for fqn, held in self._held.items():
-            stored = next(iter(held.parts.values()), None) if type(held) is Group else held
-            if stored is None:  # read through others, as a tensor that was decoded to be fused
-                continue
-            share = stored.share  # type: ignore[union-attr]
-            if share is not None and stored.info.numel:
-                found.setdefault(share, []).append(fqn)
-        return [tuple(names) for names in found.values() if len(names) > 1]
-
-    def encoded(self) -> dict[str, Group]:
-        """Return the weights that are more than one plain tensor."""
-        return {fqn: held for fqn, held in self._held.items() if type(held) is Group}
+        names: dict[object, list[str]] = {}
+        for fqn, held in ((fqn, self.held(fqn)) for fqn in self):
+            # A tensor that was decoded to be fused has no parts: it is read through others.
+            stored = next(iter(held.parts.values()), None) if isinstance(held, Group) else held
+            if stored is not None and stored.share is not None and stored.info.numel:
+                names.setdefault(stored.share, []).append(fqn)
+        return [tuple(same) for same in names.values() if len(same) > 1]
 
     def encodings(self) -> tuple[str, ...]:
         """Return the names of their encodings, in order of first use."""
-        if self.run is not None:
-            return (DENSE.name,) if self.run else ()
-        names = (
-            held.encoding.name if type(held) is Group else DENSE.name
-            for held in self._held.values()
-        )
+        groups = self._groups
+        names = (groups[fqn].encoding.name if fqn in groups else DENSE.name for fqn in self)
         return tuple(dict.fromkeys(names))

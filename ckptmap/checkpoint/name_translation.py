@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
 
 from ckptmap.mapping.derived_tensor import DerivedTensor
 from ckptmap.mapping.detect import SchemeChoice
@@ -66,8 +66,8 @@ def _file(scheme: NamingScheme | None) -> dict[str, str] | None:
     return None if scheme is None else {"title": scheme.title, "text": scheme.text}
 
 
-def _plain(value: Any) -> object:
+def _plain(value: object) -> object:
     """Return a fraction as an int or a float, for JSON; any other value as it is."""
-    if hasattr(value, "denominator") and not isinstance(value, bool | int):
+    if isinstance(value, Fraction):
         return int(value) if value.denominator == 1 else float(value)
     return value

@@ -29,6 +29,7 @@ from ckptmap.formats.detect import find, look
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.optim.index_order import Order
 from ckptmap.protocols import Directory, Index, Place
+from ckptmap.protocols.file_systems import Mounts, through
 from ckptmap.sharding.reference_model import (
     CONFIG,
     MANIFEST,
@@ -62,69 +63,93 @@ def open(
     optimizer, one list a group. Raises SourceError where the path is no checkpoint, is malformed,
     or is ambiguous, CKM207 where `param_order` does not fit.
     """
-    located = locate(path)
-    like = None if like is None else locate(like).path
-    with errors_by_given_path(), paused_gc():
-        place, notes = find(look(located.path), registry.knows)
-        known = partial(read_like, like) if like is not None else _own(place)
+    files = Files()
+    try:
+        return open_in(files, path, root=root, like=like, param_order=param_order)
+    except BaseException:
+        files.close()
+        raise
+
+
+def open_in(
+    files: Files,
+    path: str | os.PathLike[str],
+    *,
+    root: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    param_order: Order | None = None,
+) -> Checkpoint:
+    """Open a checkpoint as `open` does, whose bytes are read by `files`.
+
+    A place on the Hub is mounted in `files.mounts`. `Files(mounts=other.files.mounts)` opens a
+    checkpoint whose tensors are read together with those of `other`.
+    """
+    mounts = files.mounts
+    located = locate(path, mounts)
+    like = None if like is None else locate(like, mounts).path
+    with errors_by_given_path(mounts), paused_gc():
+        place, notes = find(look(located.path, mounts), registry.knows)
+        known = partial(read_like, like, mounts) if like is not None else _own(place)
         index = index_of(place)
         notes = (*located.notes, *notes, *index.notes)
-        units = index.units if like is None else LikeUnits(index.units, str(like))
-        ckpt = _opened(place, replace(index, notes=notes, units=units), root, known)
+        units = index.units if like is None else LikeUnits(index.units, str(like), mounts)
+        ckpt = _opened(files, place, replace(index, notes=notes, units=units), root, known)
     return replace(ckpt, origin=located.origin).with_optimizer_order(param_order, like)
 
 
 def open_as(path: str | os.PathLike[str], directory: Directory) -> Checkpoint:
     """Open a directory as this framework's, where it holds several checkpoints."""
-    place = look(locate(path).path)
-    return _opened(place, merge_members(directory, place), None, _own(place))
+    files = Files()
+    place = look(locate(path, files.mounts).path, files.mounts)
+    return _opened(files, place, merge_members(directory, place), None, _own(place))
 
 
 def _own(place: Place) -> Callable[[], Like] | None:
     """Return a reader of the shapes in our own manifest; None: the place has no manifest."""
     if MANIFEST not in place.names:
         return None
-    return partial(like_manifest, FilePath(place.path) / MANIFEST)
+    return partial(like_manifest, FilePath(place.path) / MANIFEST, place.mounts)
 
 
 def _opened(
-    place: Place, index: Index, root: str | None, like: Callable[[], Like] | None
+    files: Files, place: Place, index: Index, root: str | None, like: Callable[[], Like] | None
 ) -> Checkpoint:
     leaves = index.leaves
     if not isinstance(leaves, PlainTensors):  # those are whole, and nothing else
         for way in unflatteners():
+            way = through(way, place.mounts)
             leaves = way.unflatten(leaves, like, strip_wrappers, place.path, index.units)
         leaves = {
             path: leaf if isinstance(leaf, StoredTensor) else _joined(join(path), leaf)
             for path, leaf in leaves.items()
         }
         index = replace(index, leaves=leaves)
-    ckpt = assemble(place.path, index, split_roles(leaves, root, place.path), Files())
-    ckpt.files.seen = fingerprints(index.files)
+    ckpt = assemble(place.path, index, split_roles(leaves, root, place.path), files)
+    ckpt.files.seen = fingerprints(index.files, files.mounts)
     return replace(ckpt, fingerprints=ckpt.files.seen)
 
 
-def read_like(path: str | os.PathLike[str]) -> Like:
+def read_like(path: str | os.PathLike[str], mounts: Mounts) -> Like:
     """Return names and shapes of the model that a checkpoint, or a config.json, describes.
 
     A checkpoint that lists its tensors in no order of the model's (safetensors, DCP of replicas)
     gets the order from the config.json beside it, where there is one that transformers knows.
     """
-    file = locate(path).path
+    file = locate(path, mounts).path
     if file.name == CONFIG:
-        return like_config(file)
+        return like_config(file, mounts)
     config = (file if file.is_dir() else file.parent) / CONFIG
     try:
-        ckpt = open(path)
+        ckpt = open_in(Files(mounts=mounts), path)
     except SourceError as error:
         if error.code == "CKM111" and config.is_file():  # a model without its weights
-            return like_config(config)
+            return like_config(config, mounts)
         raise
     infos = {fqn: ckpt.group(fqn).info for fqn in ckpt}
     ordered = frozenset(in_order(ckpt.path, ckpt.index, ckpt.groups))
     if not ordered and config.is_file():
         try:
-            return like_config(config)
+            return like_config(config, mounts)
         except SourceError:  # no transformers, or not its model: the shapes are still known
             pass
     first: dict[object, str] = {}

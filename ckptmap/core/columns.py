@@ -22,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, ClassVar, Self, TypeVar, overload
+from typing import Any, ClassVar, Protocol, Self, TypeVar, overload
 
 R = TypeVar("R")
+Row = TypeVar("Row", covariant=True)
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -92,10 +93,17 @@ class Columns(Sequence[R]):
         return hash((len(self), *self[:1]))
 
 
+class Rows(Protocol[Row]):
+    """Rows by number."""
+
+    def __getitem__(self, index: int, /) -> Row: ...
+    def __len__(self) -> int: ...
+
+
 class NamedRows(Mapping[str, R]):
     """Rows by name, in order: row i has the name `names[i]`."""
 
-    def __init__(self, names: Sequence[str], rows: Sequence[R]) -> None:
+    def __init__(self, names: Sequence[str], rows: Rows[R]) -> None:
         assert len(names) == len(rows)
         self.names, self.rows = names, rows
 

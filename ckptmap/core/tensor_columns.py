@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self
 
-from ckptmap.core.columns import Columns, distinct, each
+from ckptmap.core.columns import Columns, NamedRows, distinct, each
 from ckptmap.tensors import Extent, Path, Places, StoredTensor, TensorInfo
 
 
@@ -51,28 +51,47 @@ def nbytes_of(infos: Sequence[TensorInfo]) -> list[int]:
     return each(infos, lambda info: info.nbytes)
 
 
+class _Tensors:
+    """Plain tensors by number: tensor i is created on first access, and is then the same object."""
+
+    __slots__ = ("infos", "located", "made")
+
+    def __init__(self, infos: Sequence[TensorInfo], located: Extents | Locator) -> None:
+        self.infos, self.located = infos, located
+        self.made: dict[int, StoredTensor] = {}
+
+    def __getitem__(self, index: int) -> StoredTensor:
+        made = self.made.get(index)
+        if made is None:
+            made = StoredTensor(self.infos[index], partial(self.located.one, index))
+            self.made[index] = made
+        return made
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+
 class PlainTensors(Mapping[Path, StoredTensor]):
     """Plain tensors in stored order, by paths of one segment; no two share bytes.
 
     Tensor i has the name `names[i]` and the shape and dtype `infos[i]`.
     """
 
-    __slots__ = ("_at", "_located", "_made", "infos", "names")
+    __slots__ = ("_rows", "by_name", "infos", "names")
 
     def __init__(
         self, names: Sequence[str], infos: Sequence[TensorInfo], located: Extents | Locator
     ) -> None:
-        assert len(names) == len(infos)
         self.names, self.infos = names, infos
-        self._located: Extents | Locator = located
-        self._at: Mapping[str, int] | None = None
-        self._made: dict[str, StoredTensor] = {}
+        self._rows = _Tensors(infos, located)
+        self.by_name = NamedRows(names, self._rows)
+        """Each tensor by its name."""
 
     def extents(self) -> Extents | None:
         """Return the places of all tensors; None if some tensor is not one extent."""
-        extents = self._located.all()
+        extents = self._rows.located.all()
         if extents is not None:
-            self._located = extents
+            self._rows.located = extents
         return extents
 
     def kinds(self) -> dict[int, TensorInfo]:
@@ -81,29 +100,16 @@ class PlainTensors(Mapping[Path, StoredTensor]):
 
     def renamed(self, names: Mapping[str, str]) -> PlainTensors:
         """Return the same tensors with new names: `names` maps each old name to its new one."""
-        return PlainTensors([names[name] for name in self.names], self.infos, self._located)
-
-    def held(self, name: str) -> StoredTensor:
-        """Return the tensor of this name, the same object every time. Raises KeyError."""
-        made = self._made.get(name)
-        if made is None:
-            index = self._indices()[name]
-            made = StoredTensor(self.infos[index], partial(self._located.one, index))
-            self._made[name] = made
-        return made
-
-    def _indices(self) -> Mapping[str, int]:
-        if self._at is None:
-            self._at = dict(zip(self.names, range(len(self.names)), strict=True))
-        return self._at
+        renamed = [names[name] for name in self.names]
+        return PlainTensors(renamed, self.infos, self._rows.located)
 
     def __getitem__(self, path: Path) -> StoredTensor:
         if len(path) != 1 or type(path[0]) is not str:
             raise KeyError(path)
-        return self.held(path[0])
+        return self.by_name[path[0]]
 
     def __contains__(self, path: object) -> bool:
-        return isinstance(path, tuple) and len(path) == 1 and path[0] in self._indices()
+        return isinstance(path, tuple) and len(path) == 1 and path[0] in self.by_name
 
     def __iter__(self) -> Iterator[Path]:
         return zip(self.names, strict=True)

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from ckptmap.core.rearranged_tensors import ZEROS, Rearranged
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
-from ckptmap.storage.file_systems import FileSystem
+from ckptmap.protocols.file_systems import FileSystem
 from ckptmap.storage.files import Files, verified_copies
 from ckptmap.tensors import Box, StoredTensor
 

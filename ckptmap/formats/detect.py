@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
-from ckptmap.storage.file_systems import read_head
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.resource_limits import or_resource_error
 
 HEAD_NBYTES = 512
@@ -26,15 +26,20 @@ def natural(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(s)) if s.isdigit() else (1, s) for s in re.split(r"(\d+)", name)]
 
 
-def look(path: Path) -> Place:
+def look(path: Path, mounts: Mounts | None = None) -> Place:
     """Return the first bytes, or the entries, of a path. Raise SourceError CKM101 if it cannot be read."""
+    mounts = Mounts() if mounts is None else mounts
     try:
         if path.is_dir():
             names = sorted((entry.name for entry in os.scandir(path)), key=natural)
-            return Place(str(path), True, names=tuple(names))
+            return Place(str(path), True, names=tuple(names), mounts=mounts)
         if path.exists() and not path.is_file():
-            raise SourceError("CKM101", f"{path}: is no regular file", "check the path")
-        return Place(str(path), False, head=read_head(path, HEAD_NBYTES))
+            raise SourceError(
+                "CKM101",
+                f"{path}: is neither a file nor a directory",
+                "give the path of a checkpoint",
+            )
+        return Place(str(path), False, head=mounts.read_head(path, HEAD_NBYTES), mounts=mounts)
     except OSError as error:
         failed = SourceError(
             "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", _way_to(path, error)
@@ -45,12 +50,12 @@ def look(path: Path) -> Place:
 def _way_to(path: Path, error: OSError) -> str:
     """Return the hint for a path that cannot be read: most often a file with a similar name."""
     if isinstance(error, PermissionError):
-        return "check its permissions, and who you are"
+        return f"check its permissions: ls -ld {shlex.quote(str(path))}"
     if not isinstance(error, FileNotFoundError):
         return "check the path"
     if path.is_symlink():
-        return f"it is a symbolic link to {path.readlink()}, which is not there: mend the link"
-    import difflib  # here, because only this error needs it
+        return f"it is a symbolic link to {path.readlink()}, which does not exist: correct the link"
+    import difflib  # imported here: it is slow, and only this error needs it
 
     try:
         beside = [name for name in os.listdir(path.parent) if name != path.name]
@@ -77,10 +82,10 @@ SHARD = re.compile(r".+-\d{5}-of-(\d{5})\.(safetensors|bin)")
 
 
 def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, tuple[str, ...]]:
-    """Return the place itself, or the only checkpoint inside it, with notes that say which.
+    """Return the place itself, or the only checkpoint inside it, with notes that name it.
 
-    Raise SourceError: CKM111 with the candidates if there are several, else the error that says
-    what lies there.
+    Raise SourceError CKM111 with the candidates if there are several, otherwise the error of
+    `refuse_place`.
     """
     _refuse_part(place)
     if is_checkpoint(place):
@@ -88,28 +93,32 @@ def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, t
     if place.is_dir and _mark(place) is None and not adapters_in(place):
         inside = _candidates(place, is_checkpoint)
         if len(inside) == 1:
-            only = look(Path(place.path) / inside[0])
+            only = look(Path(place.path) / inside[0], place.mounts)
             _refuse_part(only)
-            return only, (f"opened {inside[0]}, the only one there", *_one_of_many(only))
+            return only, (
+                f"opened {inside[0]}, the only checkpoint in the directory",
+                *_one_of_many(only),
+            )
     raise refuse_place(place, is_checkpoint)
 
 
 def _refuse_part(place: Place) -> None:
-    """Raise SourceError CKM111 for a part of a checkpoint whose bytes look like a whole one."""
+    """Raise SourceError CKM111 for a part of a checkpoint that looks like a whole checkpoint."""
     path = Path(place.path)
     names = place.names if place.is_dir else (path.name,)
     if any(map(ZERO_PART.fullmatch, names)):
         raise SourceError(
             "CKM111",
-            f"{path}: is {'' if place.is_dir else 'a part of '}a DeepSpeed checkpoint, cut in pieces"
-            " that do not say what they are of",
-            "run its zero_to_fp32.py first: it lies in the directory above",
+            f"{path}: is {'' if place.is_dir else 'a part of '}a DeepSpeed checkpoint, whose files do not"
+            " record the shapes of the whole tensors",
+            "convert it first with its own script, which is in the directory above:"
+            " python zero_to_fp32.py . OUT",
         )
     if not place.is_dir and DCP_PART.fullmatch(path.name):
         raise SourceError(
             "CKM111",
             f"{path}: is one file of a DCP directory",
-            f"name the directory: {shlex.quote(str(path.parent))}",
+            f"give the path of the directory: {shlex.quote(str(path.parent))}",
         )
 
 
@@ -120,7 +129,7 @@ def _one_of_many(place: Place) -> tuple[str, ...]:
         return ()
     parent = Path(place.path).parent
     return (
-        f"this is one of {int(match[1])} files of a model; for all of it name {shlex.quote(str(parent))}",
+        f"this is one of {int(match[1])} files of a model; to open all of them, give {shlex.quote(str(parent))}",
     )
 
 
@@ -129,10 +138,10 @@ def refuse_place(place: Place, is_checkpoint: Callable[[Place], bool]) -> Source
     return _of_directory(place, is_checkpoint) if place.is_dir else _of_file(place)
 
 
-_PYTORCH = "convert a PyTorch checkpoint"
+_PYTORCH = "give a PyTorch checkpoint; ckptmap reads no other framework's files"
 _ORIGINAL = "convert from the original safetensors instead"
 _UNPACK = "unpack it first"
-_BARE = "where you trust it: load it with its own program, and torch.save a dict of tensors"
+_BARE = "if you trust it, load it with its own program and torch.save a dict of tensors"
 FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (b"GGUF", "a GGUF file of llama.cpp", _ORIGINAL),
     (b"ggjt", "a GGML file of llama.cpp", _ORIGINAL),
@@ -145,7 +154,7 @@ FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (b"BZh", "packed with bzip2", _UNPACK),
     *((b"\x80" + bytes([n]), "a bare pickle", _BARE) for n in range(2, 6)),
 )
-"""First bytes of a file -> what it is, and what to do."""
+"""The first bytes of a file, what such a file is, and the next step."""
 
 
 LEGACY_MAGIC = re.compile(
@@ -180,8 +189,8 @@ def legacy(path: str) -> SourceError:
     """Return the error for a file that begins with `LEGACY_MAGIC`."""
     return SourceError(
         "CKM117",
-        f"{path}: is in the torch.save format of before torch 1.6",
-        "load it once and torch.save it with a current torch",
+        f"{path}: is in the torch.save format from before torch 1.6",
+        "load it and save it again with a current torch: torch.save(torch.load(PATH), OUT)",
     )
 
 
@@ -199,14 +208,14 @@ def _of_file(place: Place) -> SourceError:
     if head.lstrip()[:1] == b"{" and path.endswith(".json"):
         return SourceError(
             "CKM103",
-            f"{path}: is a JSON file, which may describe weights and holds none",
-            f"name the directory that it lies in: {shlex.quote(str(Path(path).parent))}",
+            f"{path}: is a JSON file, which holds no weights",
+            f"if it describes weights, give its directory: {shlex.quote(str(Path(path).parent))}",
         )
     if head.lstrip()[:1] in (b"<", b"{", b"["):
         return SourceError(
             "CKM103",
             f"{path}: is text, not weights: it begins {head[:24].decode('latin-1').strip()!r}",
-            "a failed download leaves its error page; download the file again",
+            "the download may have saved an error page; download the file again",
         )
     if LEGACY_MAGIC.match(head):
         return legacy(path)
@@ -216,25 +225,28 @@ def _of_file(place: Place) -> SourceError:
         return SourceError("CKM101", f"{path}: is {what}, which ckptmap does not read", hint)
     if nbytes < 16:
         return SourceError(
-            "CKM104", f"{path}: is {nbytes} bytes long, no checkpoint is", "copy it again"
+            "CKM104",
+            f"{path}: truncated, expected a checkpoint, found {nbytes} bytes",
+            "copy it again",
         )
     return SourceError(
         "CKM101",
-        f"{path}: is no checkpoint that ckptmap knows: it begins {head[:8].hex(' ')}",
-        "expected a torch.save zip, safetensors, or a checkpoint directory",
+        f"{path}: expected a torch.save zip or safetensors, found a file that begins {head[:8].hex(' ')}",
+        "give the path of a checkpoint; `ckptmap doctor` lists the formats",
     )
 
 
 MARKS: tuple[tuple[str, str, str], ...] = (
     (r"\.metadata\.tmp", "an unfinished DCP save (only .metadata.tmp)", "use an earlier checkpoint"),
-    (r"__\d+\.metadata", "a DCP save with metadata a rank (use_collectives=False)", "save it with use_collectives=True"),
-    (r"zero_to_fp32\.py|latest_universal|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "run its zero_to_fp32.py first"),
+    (r"__\d+\.metadata", "a DCP save with one metadata file per rank (use_collectives=False)", "save it again with use_collectives=True"),
+    (r"zero_to_fp32\.py|latest_universal|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "convert it first with its own script: python zero_to_fp32.py . OUT"),
     (r"adapter_config\.json", "a peft adapter without its base weights", "ckptmap merge BASE {} DST"),
-    (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; where there is none, the save did not finish: use an earlier checkpoint"),
+    (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; if there is none, the save did not finish: use an earlier checkpoint"),
     (r".*\.(gguf|ggml)", "GGUF weights", "convert them from the original safetensors"),
     (OTHER_FRAMEWORKS, "a directory of weights of another framework", _PYTORCH),
 )  # fmt: skip
-"""Entry name (whole, as a regex) -> what such a directory is, and what to do; {} is its path."""
+"""A pattern of the whole name of an entry, what a directory with such an entry is, and the next step,
+in which {} becomes the path."""
 
 
 BESIDE_WEIGHTS = re.compile(r"config\.json|tokenizer(_config)?\.(json|model)|vocab\.(json|txt)")
@@ -260,14 +272,14 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
     if inside:
         return SourceError(
             "CKM111",
-            f"{place.path}: holds checkpoints but is none itself: {', '.join(inside[:6])}",
-            f"point at one: {shlex.quote(str(Path(place.path) / inside[-1]))}",
+            f"{place.path}: is not a checkpoint, but holds some: {', '.join(inside[:6])}",
+            f"give the path of one: {shlex.quote(str(Path(place.path) / inside[-1]))}",
         )
     shown = ", ".join(place.names[:6]) + (", ..." if len(place.names) > 6 else "")
     what, hint = "a directory without a checkpoint", "check the path"
     if any(map(BESIDE_WEIGHTS.fullmatch, place.names)):
         what = "a directory of a model's config and tokenizer without its weights"
-        hint = "name the directory that holds the weights too, or fetch them: hf download REPO"
+        hint = "give the directory that holds the weights too, or fetch them: hf download REPO"
     return SourceError("CKM111", f"{place.path}: is {what}; it holds {shown}", hint)
 
 
@@ -286,22 +298,22 @@ def _mark(place: Place) -> tuple[str, str] | None:
 
 
 def _candidates(place: Place, is_checkpoint: Callable[[Place], bool]) -> list[str]:
-    """Return the entries that are checkpoints, and such entries of the folders in the place."""
-    found: list[str] = []
+    """Return the names of the checkpoints in a directory and in the folders inside it."""
+    names: list[str] = []
     for name in place.names[:200]:
         if name.startswith(".") or SIDE_FILES.fullmatch(name):
             continue
         child = Path(place.path) / name
         try:
-            seen = look(child)
+            seen = look(child, place.mounts)
             if is_checkpoint(seen):
-                found.append(name)
+                names.append(name)
             elif seen.is_dir:
-                found += [
+                names += [
                     f"{name}/{n}"
                     for n in seen.names[:50]
-                    if not SIDE_FILES.fullmatch(n) and is_checkpoint(look(child / n))
+                    if not SIDE_FILES.fullmatch(n) and is_checkpoint(look(child / n, place.mounts))
                 ]
         except SourceError:
             continue
-    return found
+    return names

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -32,6 +32,7 @@ from ckptmap.live.options import MAX_MEMORY
 from ckptmap.live.save.save import save
 from ckptmap.live.state_dict.hooks import name_by_live
 from ckptmap.operations.convert import convert
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import locate
 
 if TYPE_CHECKING:
@@ -54,8 +55,10 @@ logger = logging.getLogger(__name__)
 class TrainingArguments(Protocol):
     """What is used of transformers' TrainingArguments."""
 
-    max_steps: int
-    ignore_data_skip: bool
+    @property
+    def max_steps(self) -> int: ...
+    @property
+    def ignore_data_skip(self) -> bool: ...
 
 
 class TrainerState(Protocol):
@@ -67,13 +70,18 @@ class TrainerState(Protocol):
 class Trainer(Protocol):
     """What is used of transformers' Trainer."""
 
-    args: TrainingArguments
-    model: torch.nn.Module
-    model_wrapped: torch.nn.Module
-    optimizer: object
-    lr_scheduler: Scheduler
-    _train_batch_size: int
-
+    @property
+    def args(self) -> TrainingArguments: ...
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def model_wrapped(self) -> torch.nn.Module: ...
+    @property
+    def optimizer(self) -> object: ...
+    @property
+    def lr_scheduler(self) -> Scheduler: ...
+    @property
+    def _train_batch_size(self) -> int: ...
     @property
     def train(self) -> Callable[..., object]: ...
 
@@ -190,9 +198,10 @@ class _TrainerLoader:
 
     def _own(self, name: str) -> None:
         """Call Trainer's own method, for a checkpoint of Trainer's."""
-        place = locate(self._path).path
-        if (place / STATE).is_file():
-            getattr(type(self._trainer), name)(self._trainer, str(place))
+        with closing(Mounts()) as mounts:
+            place = locate(self._path, mounts).path
+            if (place / STATE).is_file():
+                getattr(type(self._trainer), name)(self._trainer, str(place))
 
 
 def callback(

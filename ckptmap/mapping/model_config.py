@@ -5,28 +5,29 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 from ckptmap.errors import PlanError
 from ckptmap.formats.meta.params_json import PARAMS, read_params
-from ckptmap.storage.file_systems import local_copy
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import locate
 
 CONFIG = "config.json"
 MAX_NBYTES = 64 << 20
 
 
-def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
+def read_config(path: str | os.PathLike[str], mounts: Mounts) -> dict[str, object]:
     """Return a config.json, or the one in a directory, on this machine or on the Hub.
 
     Raises PlanError CKM605 where it cannot be read as a JSON object.
     """
-    file = locate(path).path
+    file = locate(path, mounts).path
     file = file / CONFIG if file.is_dir() else file
     try:
         if file.stat().st_size > MAX_NBYTES:
             raise ValueError(f"{file.stat().st_size} bytes")
-        config = json.loads(local_copy(file).read_text(encoding="utf-8"))
+        config = json.loads(mounts.local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError(
             "CKM605",
@@ -42,19 +43,19 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
     return config
 
 
-def config_beside(path: str, asked: str | None = None) -> dict[str, object] | None:
+def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[str, object] | None:
     """Return the config at `asked`, else the one beside a checkpoint, else Meta's params.json there.
 
     The sizes of a params.json are returned under the names of config.json. Returns None where there is
     neither.
     """
     if asked is not None:
-        return read_config(asked)
+        return read_config(asked, mounts)
     place = Path(path)
     folder = place if place.is_dir() else place.parent
     if (folder / CONFIG).is_file():
-        return read_config(folder / CONFIG)
-    params = read_params(folder / PARAMS) if (folder / PARAMS).is_file() else None
+        return read_config(folder / CONFIG, mounts)
+    params = read_params(folder / PARAMS, mounts) if (folder / PARAMS).is_file() else None
     return None if params is None else params.config
 
 
@@ -63,7 +64,8 @@ def as_config(config: object) -> dict[str, object] | None:
     if config is None or isinstance(config, Mapping):
         return None if config is None else dict(config)
     if isinstance(config, str | os.PathLike):
-        return read_config(config)
+        with closing(Mounts()) as mounts:
+            return read_config(config, mounts)
     to_dict = getattr(config, "to_dict", None)
     if callable(to_dict):
         return dict(to_dict())

@@ -22,6 +22,7 @@ from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan as make_plan
 from ckptmap.planning.report import Report
 from ckptmap.planning.saved_plan import with_exact_scales
+from ckptmap.storage.hub.resolve import origins_in_errors
 
 
 @spelled_out(RunOptions, Options)
@@ -44,7 +45,10 @@ def convert(
     """
     options, how = separated(to, keywords, "convert()")
     plan = make_plan(src, to, options=options)
-    return run(plan, dst, how, ranks)
+    if isinstance(src, Checkpoint):
+        return run(plan, dst, how, ranks)
+    with plan.ckpt:
+        return run(plan, dst, how, ranks)
 
 
 def run(
@@ -58,13 +62,14 @@ def run(
     """
     argument_checks.path("dst", dst)
     how = how or RunOptions()
-    try:
-        return _run(plan, dst, how, ranks)
-    except CoarseScales as error:
-        finer = with_exact_scales(plan, error.fqns) if ranks.world_size == 1 else None
-        if finer is None:
-            raise
-        return _run(finer, dst, how, ranks)
+    with origins_in_errors(plan.ckpt.files.mounts):
+        try:
+            return _run(plan, dst, how, ranks)
+        except CoarseScales as error:
+            finer = with_exact_scales(plan, error.fqns) if ranks.world_size == 1 else None
+            if finer is None:
+                raise
+            return _run(finer, dst, how, ranks)
 
 
 def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks) -> Report:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -14,6 +15,7 @@ from ckptmap.checkpoint.open import open
 from ckptmap.core.formatting import counted
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import TensorSummary, fold
+from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path
 
@@ -95,7 +97,16 @@ def diff(
     Values stream in bounded memory. Other entries are compared where both checkpoints have them; a
     plain value inside such an entry that only one has is a difference.
     """
-    one, two = (x if isinstance(x, Checkpoint) else open(x) for x in (a, b))
+    with ExitStack() as opened:
+        one, two = (
+            x if isinstance(x, Checkpoint) else opened.enter_context(open(x)) for x in (a, b)
+        )
+        for ckpt in (one, two):
+            opened.enter_context(origins_in_errors(ckpt.files.mounts))
+        return _diff(one, two, values)
+
+
+def _diff(one: Checkpoint, two: Checkpoint, values: bool) -> DiffReport:
     mine, theirs = _tensors(one), _tensors(two)
     beside, others = map(_beside, (one, two), match_extra_state(one, two))
     both_hold = beside.keys() & others.keys()

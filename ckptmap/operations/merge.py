@@ -112,7 +112,10 @@ def merge(
     made = plan_merge(
         base, adapter, to, force=force, adapter_config=adapter_config, leave=leave, **of_plan
     )
-    return with_survival(made, run(made, dst, how))
+    if isinstance(base, Checkpoint):
+        return with_survival(made, run(made, dst, how))
+    with made.ckpt:
+        return with_survival(made, run(made, dst, how))
 
 
 def plan_merge(
@@ -134,14 +137,19 @@ def plan_merge(
                 "merge first, then convert the merged checkpoint with it",
             )
     ckpt = base if isinstance(base, Checkpoint) else open(base)
-    to = to or own_setup(ckpt)
-    whole = merge_adapter(
-        ckpt, adapter, to, adapter_config, leave, config_from=options.get("config_from")
-    )
-    made = plan(whole, to, optimizer="drop", **options)
-    again = [step for step in _gridded(made) if step.tensor.quantized]
-    if again and not force:
-        raise _refused(again, to)
+    try:
+        to = to or own_setup(ckpt)
+        whole = merge_adapter(
+            ckpt, adapter, to, adapter_config, leave, config_from=options.get("config_from")
+        )
+        made = plan(whole, to, optimizer="drop", **options)
+        again = [step for step in _gridded(made) if step.tensor.quantized]
+        if again and not force:
+            raise _refused(again, to)
+    except BaseException:
+        if ckpt is not base:
+            ckpt.close()
+        raise
     return made
 
 

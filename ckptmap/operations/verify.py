@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -28,9 +29,10 @@ from ckptmap.operations.check_structure import check_structure, chunks_of, nbyte
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity, writes_keeping_codes
 from ckptmap.planning.restored_scales import restored
 from ckptmap.protocols import Write
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.box_reader import row_major_boxes
-from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.files import Files
+from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.storage.resource_limits import SHORT
@@ -109,7 +111,7 @@ def verify(
         if error.code in ("CKM101", SHORT):
             raise
         return VerifyReport(str(path), 0, 0, ("structure",), (str(error),))
-    with ckpt:
+    with ckpt, origins_in_errors(ckpt.files.mounts):
         document = read_manifest(ckpt)
         problems = check_structure(ckpt, document)
         digests = all(chunk[5] for _, chunk in chunks_of(document))
@@ -118,24 +120,39 @@ def verify(
         checks = ["structure", "digests" if digests else NO_DIGESTS]
         errors: dict[str, float] = {}
         if against is not None:
-            source = against if isinstance(against, Checkpoint) else open(against)
-            if base is not None:
-                source, _, _ = restored(source, base)
-            if adapter is not None:
-                merged = document.get("merged", {})
-                source = merge_adapter(
-                    source, adapter, document["setup"], leave=merged.get("leave", ()),
-                    untied=merged.get("untied"),
-                )  # fmt: skip
-            source = _source_named_like(ckpt, source, document)
-            with one_torch_thread(source.merged is not None):  # as it was merged, to the bit
-                values, errors = _compare_with_source(ckpt, source, document)
-            problems += [*values, *_plain_problems(ckpt, source, document["dropped"])]
-            checks.append(f"values against {source.shown}")
+            opened = against if isinstance(against, Checkpoint) else open(against)
+            with opened if opened is not against else nullcontext():
+                shown, wrong, errors = _compared(ckpt, opened, document, adapter, base)
+            problems += wrong
+            checks.append(f"values against {shown}")
         nbytes = sum(chunk[2] for _, chunk in chunks_of(document))
         return VerifyReport(
             ckpt.shown, len(document["tensors"]), nbytes, tuple(checks), tuple(problems), errors
         )
+
+
+def _compared(
+    ckpt: Checkpoint,
+    source: Checkpoint,
+    document: Mapping[str, Any],
+    adapter: str | os.PathLike[str] | None,
+    base: str | os.PathLike[str] | None,
+) -> tuple[str, list[str], dict[str, float]]:
+    """Return the name of the source, the problems, and the errors of quantized tensors by FQN."""
+    with origins_in_errors(source.files.mounts):
+        if base is not None:
+            source, _, _ = restored(source, base)
+        if adapter is not None:
+            merged = document.get("merged", {})
+            source = merge_adapter(
+                source, adapter, document["setup"], leave=merged.get("leave", ()),
+                untied=merged.get("untied"),
+            )  # fmt: skip
+        source = _source_named_like(ckpt, source, document)
+        with one_torch_thread(source.merged is not None):  # as it was merged, to the bit
+            values, errors = _compare_with_source(ckpt, source, document)
+        values = [*values, *_plain_problems(ckpt, source, document["dropped"])]
+        return source.shown, values, errors
 
 
 def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
@@ -143,7 +160,7 @@ def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
     data = None if ckpt.index.manifest is None else ckpt.index.manifest()
     file = Path(ckpt.path) / manifests.NAME
     if data is None and file.is_file():
-        data = local_copy(file).read_bytes()
+        data = ckpt.files.mounts.local_copy(file).read_bytes()
     if data is None:
         raise AnswerNo(
             "CKM403",
@@ -178,7 +195,7 @@ def _digest_problems(
         if nbytes_of(file) != entry["nbytes"] or _digest(ckpt.files, str(file), 0, entry["nbytes"]) != entry["xxh3"]:  # fmt: skip
             yield f"{name}: is not the file that was carried over"
     for name, entry in document["files"].items():
-        if "sha256" in entry and sha256_of(base / name) != entry["sha256"]:
+        if "sha256" in entry and sha256_of(base / name, ckpt.files.mounts) != entry["sha256"]:
             yield f"{name}: sha256 differs from the manifest"
 
 
@@ -191,10 +208,12 @@ def _digest(files: Files, file: str, offset: int, nbytes: int) -> str:
     return digest.hexdigest()
 
 
-def sha256_of(file: Path) -> str:
+def sha256_of(file: Path, mounts: Mounts | None = None) -> str:
+    """Return the SHA-256 of a file; of one in `mounts`, that of its verified local copy."""
     import hashlib
 
-    with local_copy(file).open("rb") as stream:
+    mounts = Mounts() if mounts is None else mounts
+    with mounts.local_copy(file).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

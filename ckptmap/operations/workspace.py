@@ -144,7 +144,7 @@ class Workspace:
         """
         self.journal.close()
         hint = "nothing was published; convert again from a source at rest"
-        require_unchanged(self.plan.fingerprints, hint)
+        require_unchanged(self.plan.fingerprints, self.plan.ckpt.files.mounts, hint)
         self.ranks.barrier()
         if self._work is None:
             return {}

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 
 from ckptmap.mapping.wrappers import ANYWHERE
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.dtensor_spec import is_dtensor, read_placed
 from ckptmap.sharding.flat_range_boxes import InUnit, Slices
 from ckptmap.sharding.reference_model import Plain
@@ -42,6 +42,7 @@ class IndexMeaning:
     counts   what each rank holds, without padding, None: not known
     weights  of a unit whose tensors are known from the model's dict alone, their leaves: two that
              are tied are both there, and once in the flat parameter
+    mounts   the file systems to read weights through that may be tied
     """
 
     key: str
@@ -49,6 +50,7 @@ class IndexMeaning:
     counts: Counts | None
     is_unit: bool = False
     weights: Mapping[str, Leaf] | None = None
+    mounts: Mounts = field(default_factory=Mounts, repr=False, compare=False)
 
     @property
     def numel(self) -> int:
@@ -90,7 +92,9 @@ class IndexMeaning:
         assert self.weights is not None
         mine = self.weights[key]
         return any(
-            _same(mine, self.weights[other]) for one, other in _alike(self.members) if one == key
+            _same(mine, self.weights[other], self.mounts)
+            for one, other in _alike(self.members)
+            if one == key
         )
 
 
@@ -151,7 +155,7 @@ def single_places(weights: Mapping[str, Leaf]) -> list[IndexMeaning]:
 
 
 def unit_places(
-    weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain
+    weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain, mounts: Mounts
 ) -> list[IndexMeaning]:
     """Return the flat parameters by wrapped module, in module order, and parameters that lie in none.
 
@@ -174,7 +178,7 @@ def unit_places(
         else:
             meanings[key] = IndexMeaning(key, {key: (info, 0)}, None)
     return [
-        place or _unit(key, inside[key], weights)
+        place or _unit(key, inside[key], weights, mounts)
         for key, place in meanings.items()
         if place is not None or key in inside
     ]
@@ -184,9 +188,11 @@ def _unit_key(prefix: str) -> str:
     return f"{prefix}.{KEY}" if prefix else KEY
 
 
-def _unit(key: str, infos: Mapping[str, TensorInfo], weights: Mapping[str, Leaf]) -> IndexMeaning:
+def _unit(
+    key: str, infos: Mapping[str, TensorInfo], weights: Mapping[str, Leaf], mounts: Mounts
+) -> IndexMeaning:
     leaves = {name: weights[name] for name in infos}
-    return IndexMeaning(key, dict(_behind_each_other(infos)), None, True, leaves)
+    return IndexMeaning(key, dict(_behind_each_other(infos)), None, True, leaves, mounts)
 
 
 def _parameters(weights: Mapping[str, Leaf]) -> Iterator[tuple[str, TensorInfo, object]]:
@@ -226,7 +232,7 @@ def _behind_each_other(
 # --------------------------------------------------------------------------------- ties
 
 
-def _same(one: Leaf, other: Leaf) -> bool:
+def _same(one: Leaf, other: Leaf, mounts: Mounts) -> bool:
     """Return whether both weights hold the same bytes on every rank.
 
     Checksums in the files are compared in place of the bytes, where the files have them.
@@ -234,7 +240,9 @@ def _same(one: Leaf, other: Leaf) -> bool:
     mine, others = _shards(one), _shards(other)
     if not mine or [part.info for part in mine] != [part.info for part in others]:
         return False
-    return all(_content(a) == _content(b) for a, b in zip(mine, others, strict=True))
+    return all(
+        _content(a, mounts) == _content(b, mounts) for a, b in zip(mine, others, strict=True)
+    )
 
 
 def _shards(leaf: Leaf) -> list[StoredTensor]:
@@ -251,17 +259,12 @@ def _shards(leaf: Leaf) -> list[StoredTensor]:
     return shards
 
 
-def _content(tensor: StoredTensor) -> tuple[int | None, bytes]:
+def _content(tensor: StoredTensor, mounts: Mounts) -> tuple[int | None, bytes]:
     chunk = tensor.chunks[0]
     if chunk.crc32 is not None:
         return chunk.crc32, b""
-    return None, _read(chunk.region.file, chunk.region.offset, chunk.region.nbytes)
-
-
-@lru_cache(maxsize=4)
-def _read(file: str, offset: int, nbytes: int) -> bytes:
-    files = Files()
+    files = Files(mounts=mounts)
     try:
-        return files.read(file, offset, nbytes)
+        return None, files.read(chunk.region.file, chunk.region.offset, chunk.region.nbytes)
     finally:
         files.close()

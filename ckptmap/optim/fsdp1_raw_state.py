@@ -31,6 +31,7 @@ from ckptmap.optim.fsdp1_index_meaning import (
 from ckptmap.optim.index_order import MODEL_ORDER
 from ckptmap.optim.nested_keys import read_nested
 from ckptmap.optim.state import GROUPS, NAMES, PARAMS, STATE, StateKeys, expanded
+from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.sharding.flat_range_boxes import InUnit, Slices, rectangles
 from ckptmap.sharding.reference_model import Like, Plain, Units
 from ckptmap.sharding.sharded_tensor_spec import is_sharded
@@ -47,7 +48,7 @@ from ckptmap.tensors import (
 )
 
 
-class FlatOptimizer:
+class FlatOptimizer(ReadsFiles):
     """Replaces state of flat parameters by state of the parameters in them, keyed by name.
 
     The registry asks it after the unflattener of the weights, whose result it needs.
@@ -77,9 +78,8 @@ class FlatOptimizer:
         if keys is None or not keys.by_index or not _is_flat(inside, keys, weights):
             return leaves
         try:
-            state = _by_name(
-                inside, keys, plain, _readings(weights, units.get(at or (), ()), plain)
-            )
+            readings = _readings(weights, units.get(at or (), ()), plain, self.mounts)
+            state = _by_name(inside, keys, plain, readings)
         except _Unresolved as error:
             state = {(STATE,): StateNote(refused=str(error))}
         kept = {path: leaf for path, leaf in leaves.items() if path[:depth] != root}
@@ -108,13 +108,13 @@ def _weights_root(leaves: Mapping[Path, Leaf], root: Path, units: Units) -> Path
 
 
 def _readings(
-    weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain
+    weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain, mounts: Mounts
 ) -> list[Sequence[IndexMeaning]]:
     """Return the readings of the indices, likeliest first: as flat parameters where units are listed,
     and as single parameters."""
     singles = single_places(weights)
     listed = modules and (any(map(is_cut, weights.values())) or are_whole(weights))
-    return [unit_places(weights, modules, plain), singles] if listed else [singles]
+    return [unit_places(weights, modules, plain, mounts), singles] if listed else [singles]
 
 
 def _by_name(

@@ -288,9 +288,10 @@ def read_record(fqn: str, record: Mapping[str, Any]) -> tuple[LowBit, TensorInfo
     if record.get("version") != VERSION:
         raise malformed(fqn, f"record of version {record.get('version')!r}, expected {VERSION}")
     shape, block, signed = (record.get(name) for name in ("shape", "block_size", "signed"))
-    sizes: list[Any] = list(shape) if isinstance(shape, list | tuple) else [None]
+    given = list(shape) if isinstance(shape, list | tuple) else [None]
+    sizes = [n for n in given if type(n) is int and n >= 0]
     plain = record.get("plain", LOGICAL)
-    fits = all(type(n) is int and n >= 0 for n in sizes) and type(block) is int and block > 0
+    fits = len(sizes) == len(given) and type(block) is int and block > 0
     if not fits or type(signed) is not bool or plain not in ("float32", "bfloat16", "float16"):
         raise malformed(fqn, f"malformed record, found {dict(record)}")
     info = TensorInfo(tuple(sizes), LOGICAL)

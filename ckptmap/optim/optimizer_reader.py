@@ -29,6 +29,7 @@ from ckptmap.optim.state import (
     expanded,
     plain_names,
 )
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.transformers_param_order import find_config, from_config
 from ckptmap.tensors import Leaf, Path, StateNote, TensorInfo
 
@@ -66,6 +67,7 @@ class OptimizerReader:
         make: MakeValue,
         model: Model,
         where: str,
+        mounts: Mounts,
         beside: str | None = None,
     ) -> None:
         whole = expanded(merge_rank_groups(leaves))
@@ -87,6 +89,7 @@ class OptimizerReader:
         self._pickled = any(_is_pickled(path, leaf) for path, leaf in leaves.items())
         self._model = model
         self._where = where
+        self._mounts = mounts
         self._beside = beside or where
         self.given: Order | None = None
         self.like: str | None = None
@@ -193,7 +196,7 @@ class OptimizerReader:
         if config is None:
             return None
         counts = [len(group[PARAMS]) for group in self.raw.groups]
-        order = from_config(config, counts, self._infos)
+        order = from_config(config, self._mounts, counts, self._infos)
         if order is None:
             return None
         try:

@@ -40,7 +40,7 @@ def carried_files(
 
     Raises PlanError CKM203 where config.json could not declare the encodings of the weights.
     """
-    copied, carrier = selection.copied.files, request.setup.carrier
+    copied, carrier = selection.copied.files, request.carrier
     if carrier is None:
         return CarriedFiles(copied, remarks=Remarks(notes=_unused_config(request)))
     infos = [form.info for form in distinct(layout.tensors.forms).values()]

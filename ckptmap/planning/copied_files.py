@@ -16,6 +16,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.framework_members import unread_note
 from ckptmap.core.state_paths import join
 from ckptmap.protocols import CarriedFile, Setup
+from ckptmap.protocols.file_systems import through
 from ckptmap.storage.safe_names import blobs_of, inside
 from ckptmap.storage.sidecar import Sidecar
 from ckptmap.tensors import Path as LeafPath
@@ -65,7 +66,8 @@ def copied_files(
     filing = setup.filing
     if filing is None:
         return CopiedFiles()
-    held = _keys(ckpt)
+    mounts = ckpt.files.mounts
+    filing, held = through(filing, mounts), _keys(ckpt)
     files: dict[str, CarriedFile] = {}
     sources: dict[str, str] = {}
     of_rank: dict[int, str] = {}
@@ -79,7 +81,7 @@ def copied_files(
             of_rank[rank] = file
         directory = str(Path(file).parent)
         inside(directory, Path(file).name, directory, blobs_of(directory))
-        files[name], sources[key] = Sidecar.at(file), file
+        files[name], sources[key] = Sidecar.at(file, mounts), file
     if not setup.sharded or ckpt.world_size == world_size:
         return CopiedFiles(files, sources)
     for rank in range(world_size) if FIRST in of_rank else ():

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.fsdp1_wrapping import units_of
-from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.stored_order import in_order
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.planning.output_sharding import has_units
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.reference_model import CONFIG, MANIFEST, Like, like_config, like_manifest
+from ckptmap.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptmap.planning.options import Options
@@ -66,25 +68,26 @@ def _like(path: Path, mine: Checkpoint) -> Like | None:
 
     Files of flat parameters tell their units and no order, which is then that of `mine`.
     """
+    mounts = mine.files.mounts
     if path.name == CONFIG:
-        return like_config(path)
+        return like_config(path, mounts)
     if (path / CONFIG).is_file():
-        return like_config(path / CONFIG)
-    if path.is_dir() and units_of(str(path)) is not None:
+        return like_config(path / CONFIG, mounts)
+    if path.is_dir() and units_of(str(path), mounts) is not None:
         written = path / MANIFEST
-        return like_manifest(written) if written.is_file() else _of(mine)
-    with open(path) as ckpt:
+        return like_manifest(written, mounts) if written.is_file() else _of(mine)
+    with open_in(Files(mounts=mounts), path) as ckpt:
         return _of(ckpt)
 
 
-def with_units(options: Options, setup: Setup) -> Options:
+def with_units(options: Options, setup: Setup, mounts: Mounts) -> Options:
     """Return the options with the FSDP units of the flat parameters in --like.
 
     Options that name units, and setups without flat parameters, stay as they are.
     """
     if options.like is None or options.fsdp_units or not has_units(setup):
         return options
-    units = units_of(options.like)
+    units = units_of(options.like, mounts)
     if units is None:
         return options
     named = options.use_orig_params or units.named
@@ -98,6 +101,6 @@ def _of(ckpt: Checkpoint) -> Like | None:
     path = Path(ckpt.index.sidecar_dir or ckpt.path)
     config = (path if path.is_dir() else path.parent) / CONFIG
     try:
-        return like_config(config) if config.is_file() else None
+        return like_config(config, ckpt.files.mounts) if config.is_file() else None
     except SourceError:  # no transformers, or not its model
         return None

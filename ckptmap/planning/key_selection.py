@@ -181,7 +181,7 @@ def _ties(request: Request, weights: Sequence[str]) -> dict[str, str]:
 
 def _ties_of_config(request: Request, selected: set[str]) -> dict[str, str]:
     """Return the ties that the config.json beside the weights declares."""
-    carrier, ckpt = request.setup.carrier, request.ckpt
+    carrier, ckpt = request.carrier, request.ckpt
     if carrier is None or (ckpt.translation is not None and not ckpt.translation.in_hub_names):
         return {}  # a config.json has the hub's names; another scheme has ties of its own
     infos = {fqn: info for fqn, info in ckpt.infos().items() if fqn in selected}

@@ -14,6 +14,7 @@ from ckptmap.optim.flat_param_state import flatten_by_unit
 from ckptmap.optim.state import PARAMS, Optimizer
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.protocols import Setup
+from ckptmap.protocols.file_systems import through
 from ckptmap.sharding.transformers_param_order import find_config
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ def _grouped_for_loader(
     listed = [fqn for group in optimizer.groups for fqn in group[PARAMS]]
     infos = {fqn: ckpt[fqn].info for fqn in listed if fqn in ckpt}
     config = find_config(ckpt.index.sidecar_dir or ckpt.path, options.config_from or options.like)
-    order = None if config is None else setup.grouping.groups(config, infos)
+    order = (
+        None if config is None else through(setup.grouping, ckpt.files.mounts).groups(config, infos)
+    )
     if order is None:
         why = "no config.json is there" if config is None else f"{config} does not tell it"
         return optimizer, [

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypedDict
 
 from ckptmap.core import argument_checks
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import local
 from ckptmap.storage.hub.uri import is_hub
 
@@ -119,15 +120,15 @@ class Options:
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def located(self) -> Options:
-        """Return the options with local paths: a path on the Hub becomes its local mirror.
+    def located(self, mounts: Mounts) -> Options:
+        """Return the options with local paths: a path on the Hub becomes its local mirror in `mounts`.
 
         Returns the same object where no option names a path on the Hub.
         """
         paths = {name: getattr(self, name) for name in CHECKPOINT_PATHS}
         if not any(path is not None and is_hub(path) for path in paths.values()):
             return self
-        mirrored: dict[str, Any] = {name: local(path) for name, path in paths.items()}
+        mirrored: dict[str, Any] = {name: local(path, mounts) for name, path in paths.items()}
         return replace(self, **mirrored)
 
     def with_paths_of(self, other: Options) -> Options:

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptmap.checkpoint.module_extra_state import NO_STATES, States, states_of
-from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.split_roles import is_reserved_name
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
 from ckptmap.mapping.wrappers import HEAD, wrap_prefix
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.request import Request
+from ckptmap.storage.files import Files
 from ckptmap.tensors import Path
 
 
@@ -60,7 +61,8 @@ def output_names(request: Request, selection: Selection) -> OutputNames:
 def _weight_names(request: Request) -> dict[str, str]:
     """Return the name in the output of every weight, by plain FQN."""
     if request.options.names_like is not None:
-        with open(request.options.names_like) as like:
+        files = Files(mounts=request.ckpt.files.mounts)
+        with open_in(files, request.options.names_like) as like:
             return {fqn: like.names.get(fqn, fqn) for fqn in request.ckpt}
     prefix = _wrapper_prefix(request)
     return {fqn: prefix + fqn if prefix else fqn for fqn in request.ckpt}

@@ -34,8 +34,8 @@ from ckptmap.planning.options import (
 from ckptmap.planning.remarks import Unresolved
 from ckptmap.planning.report import Report
 from ckptmap.protocols import CarriedFile
+from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.setups import Aim
-from ckptmap.storage.file_systems import Fingerprint
 from ckptmap.version import __version__
 
 SCHEMA = 1

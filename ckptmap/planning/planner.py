@@ -33,7 +33,8 @@ from ckptmap.planning.request import Request
 from ckptmap.planning.source import PlanSource, open_source
 from ckptmap.planning.tensor_layout import tensor_layout
 from ckptmap.planning.weight_encodings import weight_encodings
-from ckptmap.storage.file_systems import MOUNTS
+from ckptmap.setups import Aim
+from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import errors_by_given_path
 
 
@@ -53,10 +54,24 @@ def plan(
     """
     options = options or options_from(to, keywords, "plan()")
     aim = setups.parse(to)
-    located = options.located()
-    with errors_by_given_path():
-        here = with_units(located, aim.setup)
-        opened = open_source(source, here)
+    if isinstance(source, Checkpoint):
+        return _plan_with(source.files, source, aim, options)
+    files = Files()
+    try:
+        return _plan_with(files, source, aim, options)
+    except BaseException:
+        files.close()
+        raise
+
+
+def _plan_with(
+    files: Files, source: str | os.PathLike[str] | Checkpoint, aim: Aim, options: Options
+) -> Plan:
+    """Return the plan; `files` read the source, and what the options name beside it."""
+    located = options.located(files.mounts)
+    with errors_by_given_path(files.mounts):
+        here = with_units(located, aim.setup, files.mounts)
+        opened = open_source(source, here, files)
         with paused_gc():
             made = _planned(opened, Request(opened.ckpt, aim, here))
     if located is options:
@@ -91,5 +106,5 @@ def _planned(source: PlanSource, request: Request) -> Plan:
         ckpt, request.aim, request.options, sharding.world_size, layout.steps, files, encodes,
         [*source.compares, *layout.compares], carried.files, remarks.dropped, layout.tied,
         remarks.unresolved, layout.keys, records, request.fingerprints,
-        tuple(map(MOUNTS.with_origins, notes)),
+        tuple(map(ckpt.files.mounts.with_origins, notes)),
     )  # fmt: skip

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.planning.options import Options
-from ckptmap.protocols import Setup
+from ckptmap.protocols import Carrier, Setup, through
+from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.setups import Aim
-from ckptmap.storage.file_systems import Fingerprint
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,19 @@ class Request:
     def setup(self) -> Setup:
         return self.aim.setup
 
+    @property
+    def carrier(self) -> Carrier | None:
+        """The setup's carrier of files beside the weights, reading through the mounts of the source."""
+        carrier = self.setup.carrier
+        return None if carrier is None else through(carrier, self.ckpt.files.mounts)
+
     @cached_property
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Size and time of change of each file of the source, as they were when it was opened."""
-        seen = self.ckpt.fingerprints
-        return {file: seen.get(file) or Fingerprint.of(file) for file in self.ckpt.index.files}
+        seen, mounts = self.ckpt.fingerprints, self.ckpt.files.mounts
+        return {
+            file: seen.get(file) or Fingerprint.of(file, mounts) for file in self.ckpt.index.files
+        }
 
     @cached_property
     def siblings(self) -> Sequence[str]:

@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.errors import PlanError
 from ckptmap.planning.file_plan import Compare
 from ckptmap.planning.options import Options
 from ckptmap.planning.restored_scales import restored
+from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import errors_by_given_path
 
 UNNAMED = "names stay as they are without --names, which says into which scheme"
@@ -33,19 +34,23 @@ class PlanSource:
     notes: Sequence[str] = ()
 
 
-def open_source(source: str | os.PathLike[str] | Checkpoint, options: Options) -> PlanSource:
+def open_source(
+    source: str | os.PathLike[str] | Checkpoint, options: Options, files: Files
+) -> PlanSource:
     """Return the checkpoint at `source`, or derived from it; an opened one stays as it is.
+
+    `files` are those of the opened one, else the ones that will read it.
 
     Scales are restored before names are translated: codes without scales have another shape than
     their tensor, and schemes of names are recognized by shapes. Raises SourceError and PlanError.
     """
     _require_config(options.config_from)
     if not isinstance(source, Checkpoint):
-        source = open(source, root=options.source_root, like=options.like)
+        source = open_in(files, source, root=options.source_root, like=options.like)
     source = source.with_optimizer_order(options.param_order, options.like or options.config_from)
     compares: Sequence[Compare] = ()
     notes: Sequence[str] = ()
-    with errors_by_given_path():
+    with errors_by_given_path(files.mounts):
         if options.base is not None:
             source, compares, notes = restored(source, options.base)
         if options.names is not None:

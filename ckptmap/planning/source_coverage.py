@@ -16,7 +16,7 @@ from ckptmap.core.tensor_columns import Extents, nbytes_of
 from ckptmap.core.tiling import prove_rows, prove_tiling
 from ckptmap.errors import SourceError
 from ckptmap.planning.file_plan import Compare
-from ckptmap.storage.file_systems import Fingerprint
+from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.tensors import Extent, StoredTensor, TensorInfo
 
 

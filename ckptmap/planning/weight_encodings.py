@@ -92,9 +92,8 @@ def weight_encodings(request: Request, selection: Selection) -> WeightEncodings:
 
 def _stored_dense(ckpt: Checkpoint) -> Mapping[str, TensorInfo]:
     """Return the weights that are one plain tensor each."""
-    if ckpt.run() is not None:
-        return ckpt.infos()
-    return {fqn: stored.info for fqn, stored in ckpt.dense().items()}
+    encoded = ckpt.groups.encoded()
+    return {fqn: info for fqn, info in ckpt.infos().items() if fqn not in encoded}
 
 
 def _dense(infos: Mapping[str, TensorInfo], selection: Selection) -> dict[str, Encoded]:

@@ -16,6 +16,7 @@ from ckptmap.protocols.encodings import (
     Write,
     part_key,
 )
+from ckptmap.protocols.file_systems import FileSystem, Fingerprint, Mounts, ReadsFiles, through
 from ckptmap.protocols.layouts import FlatUnit, Layout, MeshLayout, Placement
 from ckptmap.protocols.reading import (
     Container,
@@ -36,7 +37,9 @@ __all__ = [
     "Directory",
     "Encoder",
     "Encoding",
+    "FileSystem",
     "Filing",
+    "Fingerprint",
     "FlatUnit",
     "Group",
     "Grouping",
@@ -45,12 +48,14 @@ __all__ = [
     "Member",
     "Members",
     "MeshLayout",
+    "Mounts",
     "NamesParts",
     "OutFile",
     "OutState",
     "OutTensor",
     "Place",
     "Placement",
+    "ReadsFiles",
     "Refusal",
     "Scheme",
     "Setup",
@@ -59,4 +64,5 @@ __all__ = [
     "Writer",
     "in_saved_order",
     "part_key",
+    "through",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.tensors import Index, Path
 
 
@@ -18,6 +19,8 @@ class Place:
     head: bytes = b""
     names: tuple[str, ...] = ()
     """The entry names of a directory, in natural order."""
+    mounts: Mounts = field(default_factory=Mounts, repr=False, compare=False)
+    """The file systems to read its files through."""
 
 
 class Container(Protocol):

@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.block_geometry import fits, grid_shape
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
@@ -73,7 +74,7 @@ class Fp8(ScaledEncoding):
         return {"native": "transformers", "scale_name": self.scale_name, "scale_stored": stored}
 
 
-class Fp8Scheme(LinearLayerScheme):
+class Fp8Scheme(ReadsFiles, LinearLayerScheme):
     """Recognizes block-scaled float8, and quantizes the weights of linear layers to it."""
 
     name = "fp8"
@@ -86,7 +87,7 @@ class Fp8Scheme(LinearLayerScheme):
         """Return the groups of weights and scales. Raises SourceError CKM115 where scales do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
-        return [*groups, *_found(stored, mine)]
+        return [*groups, *_found(stored, mine, self.mounts)]
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
         """Return the encoding for the weight of a linear layer that whole tiles cover, else None.
@@ -139,14 +140,14 @@ def _recorded(
 
 
 def _found(
-    stored: Mapping[str, StoredTensor], known: Collection[str]
+    stored: Mapping[str, StoredTensor], known: Collection[str], mounts: Mounts
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Yield the groups of other writers, recognized by a scale's name beside e4m3 codes."""
     pairs = dict(_pairs(stored))
     if not pairs.keys() - set(known):
         return
     dtype = model_dtype(stored, {key for key, _ in pairs.values()})
-    config = quantization_config(stored[next(iter(pairs))])
+    config = quantization_config(stored[next(iter(pairs))], mounts)
     for fqn, (key, name) in pairs.items():
         if fqn in known:
             continue

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 from ckptmap import registry
 from ckptmap.core.state_paths import role_and_fqn
 from ckptmap.errors import SourceError
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.transformers_meta_model import on_meta
-from ckptmap.storage.file_systems import local_copy
 from ckptmap.tensors import Leaf, Path
 
 if TYPE_CHECKING:
@@ -103,13 +103,13 @@ def _natural(part: str) -> tuple[int, str]:
 MANIFEST = "ckptmap.manifest.json"
 
 
-def like_manifest(manifest: FilePath) -> Like:
+def like_manifest(manifest: FilePath, mounts: Mounts) -> Like:
     """Return the tensors that a manifest of ckptmap lists, in their order.
 
     Raises SourceError CKM403 if it cannot be read or lists none.
     """
     try:
-        document = json.loads(local_copy(manifest).read_text(encoding="utf-8"))
+        document = json.loads(mounts.local_copy(manifest).read_text(encoding="utf-8"))
         shapes = {
             fqn: tuple(map(int, about["shape"]))
             for key, about in document["logical"].items()
@@ -126,14 +126,14 @@ def like_manifest(manifest: FilePath) -> Like:
     return Like(str(manifest), shapes, ties=ties)
 
 
-def like_config(config: FilePath) -> Like:
+def like_config(config: FilePath, mounts: Mounts) -> Like:
     """Return the tensors of the transformers model that a config.json describes.
 
     The model is built on the meta device, from a class of the installed transformers, never from
     code that lies beside the config. Raises SourceError CKM101 if there is no such class, or if
     transformers is not installed.
     """
-    model = on_meta(config)
+    model = on_meta(config, mounts)
     return _of_module(model, str(config))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import SourceError
-from ckptmap.storage.file_systems import local_copy
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.process_guards import quiet_torchao
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ MAX_LAYERS = 10_000
 
 
 @quiet_torchao()
-def on_meta(config: Path, max_layers: int = MAX_LAYERS) -> nn.Module:
+def on_meta(config: Path, mounts: Mounts, max_layers: int = MAX_LAYERS) -> nn.Module:
     """Return the model, on meta. Raises SourceError CKM101 if transformers cannot build it from the
     config."""
-    described = _described(config, max_layers)
+    described = _described(config, mounts, max_layers)
     try:
         import torch
         import transformers
@@ -49,9 +49,9 @@ def on_meta(config: Path, max_layers: int = MAX_LAYERS) -> nn.Module:
     return model
 
 
-def _described(config: Path, max_layers: int) -> dict[str, Any]:
+def _described(config: Path, mounts: Mounts, max_layers: int) -> dict[str, Any]:
     try:
-        settings = json.loads(local_copy(config).read_text(encoding="utf-8"))
+        settings = json.loads(mounts.local_copy(config).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise unusable(config, f"is not valid JSON: {error}") from error
     if not isinstance(settings, dict):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import SourceError
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.transformers_meta_model import on_meta
 from ckptmap.tensors import TensorInfo
 
@@ -37,14 +38,14 @@ def find_config(path: str, like: str | None) -> Path | None:
 
 
 def from_config(
-    config: Path, counts: Sequence[int], weights: Mapping[str, TensorInfo]
+    config: Path, mounts: Mounts, counts: Sequence[int], weights: Mapping[str, TensorInfo]
 ) -> list[list[str]] | None:
     """Return the names of the parameters of each group: all in one group, or Trainer's two.
 
     `counts` are the sizes of the groups. None: no such class is installed, or its parameters are not
     these weights.
     """
-    model = _model(config, weights)
+    model = _model(config, mounts, weights)
     if model is None:
         return None
     groups = _in_two(model) if len(counts) != 1 else [[n for n, _ in model.named_parameters()]]
@@ -53,22 +54,26 @@ def from_config(
     return groups if [len(group) for group in groups] == list(counts) else None
 
 
-def decay_groups(config: Path, trained: Mapping[str, TensorInfo]) -> list[list[str]] | None:
+def decay_groups(
+    config: Path, mounts: Mounts, trained: Mapping[str, TensorInfo]
+) -> list[list[str]] | None:
     """Return the trained parameters in Trainer's two groups: with weight decay, without.
 
     None: no such class is installed, or it does not have all of them.
     """
-    model = _model(config, trained)
+    model = _model(config, mounts, trained)
     if model is None:
         return None
     groups = [[name for name in group if name in trained] for group in _in_two(model)]
     return groups if sum(map(len, groups)) == len(trained) else None
 
 
-def _model(config: Path, weights: Mapping[str, TensorInfo]) -> torch.nn.Module | None:
+def _model(
+    config: Path, mounts: Mounts, weights: Mapping[str, TensorInfo]
+) -> torch.nn.Module | None:
     """Return the model on meta; None if it cannot be built, or a weight has another shape."""
     try:
-        model = on_meta(config, max(MIN_LAYERS, len(weights)))
+        model = on_meta(config, mounts, max(MIN_LAYERS, len(weights)))
     except SourceError:  # it then tells no order
         return None
     for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
 """Read bytes of source files: a bounded set of open descriptors, and whole reads or an error.
 
 All bytes of a source are read here. A file may be a placeholder of one that is not on the local
-disk; then a mounted file system gives the bytes, see `ckptmap.storage.file_systems`.
+disk; then a mounted file system gives the bytes, see `ckptmap.protocols.file_systems`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from ckptmap.errors import RunError, SourceError
-from ckptmap.storage.file_systems import MOUNTS, FileSystem, Fingerprint, Mounts
+from ckptmap.protocols.file_systems import FileSystem, Fingerprint, Mounts
 from ckptmap.storage.resource_limits import or_resource_error
 
 MAX_OPEN = 2048
@@ -49,14 +49,16 @@ class Files:
     """An LRU of descriptors, safe to share between threads; a descriptor in use is never closed.
 
     max_open  descriptors held at most; 0: a share of the process's limit
-    mounts    the file systems that give the bytes of placeholders
+    mounts    the file systems that give the bytes of placeholders; those that are passed are the
+              caller's, its own (None) are closed with it
     seen      fingerprints from when headers were read; a file that has another one is refused when
               it is opened
     by_range  read parts of a placeholder's file alone; False: make a verified local copy first
     """
 
-    def __init__(self, max_open: int = 0, mounts: Mounts = MOUNTS) -> None:
-        self.mounts = mounts
+    def __init__(self, max_open: int = 0, mounts: Mounts | None = None) -> None:
+        self.mounts = Mounts() if mounts is None else mounts
+        self._owns_mounts = mounts is None
         self.by_range = True
         self.seen: Mapping[str, Fingerprint] = {}
         self._max_open = max_open or _most_open()
@@ -202,10 +204,14 @@ class Files:
                     entry[1] -= 1
 
     def close(self) -> None:
+        """Close the descriptors; unmount the file systems that are mounted in its own mounts, and
+        remove what they keep on the local disk."""
         with self._lock:
             for fd, _ in self._open.values():
                 os.close(fd)
             self._open.clear()
+        if self._owns_mounts:
+            self.mounts.close()
 
     def __del__(self) -> None:
         for fd, users in self._open.values():  # no lock: no other thread has a reference

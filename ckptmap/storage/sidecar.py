@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ckptmap.storage.file_systems import MOUNTS, Fingerprint, local_copy
+from ckptmap.protocols.file_systems import Fingerprint, Mounts
 
 HELD_NBYTES = 1 << 20
 """Largest sidecar whose content is in the plan. A config is far smaller; what a program registered with
@@ -27,14 +27,21 @@ class Sidecar:
     """Identifies the content; for files on the Hub and small ones it is the same on every machine."""
     content: bytes = b""
     file: str = ""
+    mounts: Mounts = field(default_factory=Mounts, repr=False, compare=False)
+    """The file systems to read `file` through."""
 
     @classmethod
-    def at(cls, file: str) -> Sidecar:
+    def at(cls, file: str, mounts: Mounts) -> Sidecar:
         """Return the sidecar for a file. A file on the Hub is not fetched. Raise OSError."""
-        fingerprint = Fingerprint.of(file)
-        if MOUNTS.placeholder_of(file) is None and fingerprint.nbytes <= HELD_NBYTES:
-            return cls.made(local_copy(file).read_bytes())
-        return cls(fingerprint.nbytes, f"{fingerprint.nbytes} {fingerprint.mtime_ns}", file=file)
+        fingerprint = Fingerprint.of(file, mounts)
+        if mounts.placeholder_of(file) is None and fingerprint.nbytes <= HELD_NBYTES:
+            return cls.made(mounts.local_copy(file).read_bytes())
+        return cls(
+            fingerprint.nbytes,
+            f"{fingerprint.nbytes} {fingerprint.mtime_ns}",
+            file=file,
+            mounts=mounts,
+        )
 
     @classmethod
     def made(cls, content: bytes) -> Sidecar:
@@ -50,6 +57,6 @@ class Sidecar:
         if not self.file:
             yield self.content
             return
-        with local_copy(self.file).open("rb") as stream:
+        with self.mounts.local_copy(self.file).open("rb") as stream:
             while piece := stream.read(PIECE_NBYTES):
                 yield piece

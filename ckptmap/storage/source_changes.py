@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ckptmap.errors import RunError
-from ckptmap.storage.file_systems import Fingerprint
+from ckptmap.protocols.file_systems import Fingerprint, Mounts
 
 
-def fingerprints(files: Iterable[str]) -> dict[str, Fingerprint]:
+def fingerprints(files: Iterable[str], mounts: Mounts) -> dict[str, Fingerprint]:
     """Return the fingerprint of each file; a missing file is left out, and refused when it is read."""
     by_file = {}
     for file in files:
         try:
-            by_file[file] = Fingerprint.of(file)
+            by_file[file] = Fingerprint.of(file, mounts)
         except OSError:
             continue
     return by_file
 
 
-def require_unchanged(before: Mapping[str, Fingerprint], hint: str) -> None:
+def require_unchanged(before: Mapping[str, Fingerprint], mounts: Mounts, hint: str) -> None:
     """Raise RunError CKM308 for the first file whose fingerprint is not the one in `before`."""
-    now = fingerprints(before)
+    now = fingerprints(before, mounts)
     for file, then in before.items():
         current = now.get(file)
         if current != then:

@@ -118,7 +118,7 @@ def empty_file(folder: Path) -> Path:
     return folder / "x.pt"
 
 
-@bad("bytes long, no checkpoint is")
+@bad("truncated, expected a checkpoint, found")
 def seven_bytes(folder: Path) -> Path:
     (folder / "x.pt").write_bytes(b"\1\2\3\4\5\6\7")
     return folder / "x.pt"
@@ -164,7 +164,7 @@ def legacy_save(folder: Path) -> Path:
     return folder / "x.pt"
 
 
-@bad("no checkpoint that ckptmap knows")
+@bad("expected a torch.save zip or safetensors, found a file that begins")
 def random_bytes(folder: Path) -> Path:
     (folder / "x.bin").write_bytes(bytes(range(200, 256)) * 20)
     return folder / "x.bin"
@@ -196,7 +196,7 @@ def plain_zip(folder: Path) -> Path:
     return folder / "x.zip"
 
 
-@bad("holds nothing: an error ended torch.save before it had written the object")
+@bad("holds no object: an error ended torch.save before it had written one")
 def save_that_failed(folder: Path) -> Path:
     with pytest.raises(AttributeError, match="pickle"):
         saved(folder, {**WEIGHTS, "key": lambda step: step})
@@ -262,7 +262,7 @@ def not_unicode(folder: Path) -> Path:
 # ------------------------------------------------------------------------------ index
 
 
-@bad("of 2 shards is not there")
+@bad("of 2 shards, '")
 def listed_shard_absent(folder: Path) -> Path:
     sharded(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
@@ -574,7 +574,7 @@ def deepspeed(folder: Path) -> Path:
     return folder
 
 
-@bad("a DeepSpeed checkpoint, cut in pieces")
+@bad("a DeepSpeed checkpoint, whose files do not record the shapes")
 def deepspeed_step(folder: Path) -> Path:
     """Pointed at below the mark: the names of rank files, and an "optimizer" that is nothing."""
     saved(folder, {"module": WEIGHTS, "optimizer": None}, name="mp_rank_00_model_states.pt")
@@ -612,7 +612,7 @@ def other_directory(folder: Path) -> Path:
     return folder
 
 
-@bad("holds checkpoints but is none itself: run1, run2")
+@bad("is not a checkpoint, but holds some: run1, run2")
 def parent_of_several(folder: Path) -> Path:
     for name in ("run1", "run2"):
         (folder / name).mkdir()
@@ -737,7 +737,7 @@ def test_an_empty_path_is_not_the_working_directory(tmp_path: Path, capsys: Any)
 def test_one_shard_alone_says_that_it_is_one_of_several(tmp_path: Path, capsys: Any) -> None:
     shard = sharded(tmp_path) / "model-00001-of-00002.safetensors"
     assert main(["plan", str(shard), "--to", "full"]) == 0
-    assert f"note: this is one of 2 files of a model; for all of it name {tmp_path}" in (
+    assert f"note: this is one of 2 files of a model; to open all of them, give {tmp_path}" in (
         capsys.readouterr().out
     )
 

@@ -18,7 +18,7 @@ from ckptmap.core.columns import distinct, each
 from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.execution import manifest
-from ckptmap.formats.safetensors.header import Header, _any, _written
+from ckptmap.formats.safetensors.header import Header, _parse_general, _parse_regular
 from ckptmap.formats.torch_save.flat_state_dict import plain_tensors
 from ckptmap.formats.torch_save.reader import open_zip, parse
 from ckptmap.formats.zip.reader import Records
@@ -141,16 +141,16 @@ def test_a_header_as_writers_write_it_is_read_as_any_other(tmp_path: Path) -> No
     save_file(many(), tmp_path / "m.safetensors", {"format": "pt", "a": 'b"}{'})
     whole = (tmp_path / "m.safetensors").read_bytes()
     raw, nbytes = whole[8 : 8 + int.from_bytes(whole[:8], "little")], len(whole)
-    one, other = _written(raw, nbytes, "x"), _any(raw, nbytes, "x")
+    one, other = _parse_regular(raw, nbytes, "x"), _parse_general(raw, nbytes, "x")
     assert one is not None and one.tensors == other.tensors and one.metadata == other.metadata
     assert one.data_start == other.data_start
     chance = random.Random(1)
     for _ in range(300):
         damaged = bytearray(raw)
         damaged[chance.randrange(len(raw))] = chance.choice(b'0159{}[],:"\\ xU\x7f\xc3')
-        quick = outcome(partial(_written, bytes(damaged), nbytes, "x"))
+        quick = outcome(partial(_parse_regular, bytes(damaged), nbytes, "x"))
         if quick is not None:
-            general = outcome(partial(_any, bytes(damaged), nbytes, "x"))
+            general = outcome(partial(_parse_general, bytes(damaged), nbytes, "x"))
             if isinstance(quick, Header):
                 assert isinstance(general, Header) and quick.tensors == general.tensors
             else:
@@ -170,10 +170,10 @@ def test_a_tensor_of_columns_is_made_when_asked_for(container: str, tmp_path: Pa
         dcp_save(state, checkpoint_id=path, no_dist=True)
     with ckptmap.open(path) as ckpt:
         run = ckpt.run()
-        assert run is not None and not run._made
+        assert run is not None and not run._rows.made
         assert set(ckpt) == set(state) and ("layers.1.w",) in run and "layers.1.w" not in run
         assert torch.equal(ckpt["layers.7.w"].read(), state["layers.7.w"])
-        assert len(run._made) == 1
+        assert len(run._rows.made) == 1
         with pytest.raises(ckptmap.errors.MissingKeyError, match="no tensor 'nope'"):
             ckpt["nope"]
 

@@ -481,25 +481,29 @@ def test_the_only_checkpoint_below_is_opened_and_named(
 ) -> None:
     with ckptmap.open(framework_directories / "trainer_w1") as ckpt:
         assert ckpt.path.endswith("checkpoint-2")
-        assert ckpt.notes[0] == "opened checkpoint-2, the only one there"
+        assert ckpt.notes[0] == "opened checkpoint-2, the only checkpoint in the directory"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "global_step_2").symlink_to(framework_directories / "verl_w2")
     with ckptmap.open(tmp_path / "run") as ckpt:
-        assert ckpt.notes[0] == "opened global_step_2/actor, the only one there"
+        assert ckpt.notes[0] == "opened global_step_2/actor, the only checkpoint in the directory"
 
 
 def test_several_checkpoints_below_are_listed(framework_directories: Path, tmp_path: Path) -> None:
     source = framework_directories / "trainer_w1" / "checkpoint-2"
     for step in (2, 10):
         (tmp_path / f"checkpoint-{step}").symlink_to(source)
-    with pytest.raises(SourceError, match=r"none itself: checkpoint-2, checkpoint-10") as caught:
+    with pytest.raises(
+        SourceError, match=r"is not a checkpoint, but holds some: checkpoint-2, checkpoint-10"
+    ) as caught:
         ckptmap.open(tmp_path)
     assert caught.value.code == "CKM111"
 
 
 def test_several_models_are_refused_with_a_way_on(framework_directories: Path) -> None:
     path = framework_directories / "accelerate_two_models_w1"
-    with pytest.raises(SourceError, match=r"several models .* also model_1\.safetensors") as caught:
+    with pytest.raises(
+        SourceError, match=r"expected one model, found several, model_1\.safetensors among"
+    ) as caught:
         ckptmap.open(path)
     assert caught.value.code == "CKM205"
     way = caught.value.hint.rpartition(": ")[2]
@@ -600,7 +604,9 @@ def test_roles_of_several_saves(copied: Any) -> None:
     for rank in (0, 1):
         old = path / f"optim_world_size_2_rank_{rank}.pt"
         old.rename(path / f"optim_world_size_3_rank_{rank}.pt")
-    with pytest.raises(SourceError, match="several saves: of 2 and of 3 ranks") as caught:
+    with pytest.raises(
+        SourceError, match="expected rank files of one save, found some of 2 and some of 3 ranks"
+    ) as caught:
         ckptmap.open(path)
     assert caught.value.code == "CKM110"
 

@@ -27,6 +27,7 @@ from ckptmap.checkpoint.lora.merged_tensor import MAGNITUDE, A, B, Merged, Norms
 from ckptmap.errors import ArgumentError, PlanError, RunError, SourceError
 from ckptmap.operations.merge import MergeReport, merge, plan_merge
 from ckptmap.protocols import Group
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, TensorInfo
@@ -190,7 +191,9 @@ def test_a_square_conv1d_is_known_by_its_kin(tmp_path: Path) -> None:
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     targets = [*CONV1D, "lm_head"]
     wrapped = saved(tmp_path, model, target_modules=targets, fan_in_fan_out=True)
-    assert read_config(tmp_path / "adapter" / "adapter_config.json").fan_in_fan_out is False
+    assert (
+        read_config(tmp_path / "adapter" / "adapter_config.json", Mounts()).fan_in_fan_out is False
+    )
     merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     check(tmp_path / "out", merged_by_peft(wrapped))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptmap.errors import SourceError
-from ckptmap.storage.file_systems import MOUNTS, Fingerprint, Mounts
+from ckptmap.protocols.file_systems import Fingerprint, Mounts, ReadsFiles, through
 from ckptmap.storage.files import Files
 
 
@@ -55,7 +55,6 @@ def test_files_read_what_is_mounted_in_the_mounts_that_they_are_given() -> None:
     assert (first, second) == (b"01", b"789")
     assert Fingerprint.of("/bucket/w.bin", mounts).nbytes == 10
     assert mounts.with_origins("/bucket/w.bin: bad") == "mem://x/w.bin: bad"
-    assert MOUNTS.file_system_of("/bucket/w.bin") is None, "those of the process are others"
     with pytest.raises(SourceError, match=r"w\.bin: cannot be read"):
         Files().read("/bucket/w.bin", 0, 1)
     mounts.close()
@@ -63,12 +62,42 @@ def test_files_read_what_is_mounted_in_the_mounts_that_they_are_given() -> None:
     assert not mounts
 
 
-def test_empty_mounts_are_not_those_of_the_process() -> None:
-    MOUNTS.mount("/elsewhere", InMemory("/elsewhere/f", b"abc"))
-    try:
-        assert Fingerprint.of("/elsewhere/f").nbytes == 3
-        with pytest.raises(FileNotFoundError, match="elsewhere"):
-            Fingerprint.of("/elsewhere/f", Mounts())
-    finally:
-        MOUNTS.unmount("/elsewhere")
-    assert not MOUNTS.file_system_of("/elsewhere/f")
+def test_two_files_do_not_see_each_others_mounts() -> None:
+    """Both have a placeholder of one name: each reads its own."""
+    one, two, none = Files(), Files(), Files()
+    one.mounts.mount("/bucket", InMemory("/bucket/f", b"abc"))
+    two.mounts.mount("/bucket", InMemory("/bucket/f", b"defg"))
+    assert one.read("/bucket/f", 0, 3) == b"abc"
+    assert two.read("/bucket/f", 0, 4) == b"defg"
+    assert Fingerprint.of("/bucket/f", one.mounts).nbytes == 3
+    assert two.mounts.read_head("/bucket/f", 2) == b"de"
+    with pytest.raises(FileNotFoundError, match="bucket"):
+        Fingerprint.of("/bucket/f", none.mounts)
+
+
+def test_files_close_the_mounts_that_they_made() -> None:
+    store, files = InMemory("/bucket/f", b"abc"), Files()
+    files.mounts.mount("/bucket", store)
+    Files(mounts=files.mounts).close()
+    assert files.mounts
+    assert not store.is_closed, "those of another Files stay"
+    files.close()
+    assert not files.mounts
+    assert store.is_closed
+
+
+def test_an_adapter_reads_through_the_mounts_that_it_is_given() -> None:
+    class Reads(ReadsFiles):
+        def head(self) -> bytes:
+            return self.mounts.read_head("/bucket/f", 3)
+
+    class ReadsNone:
+        """An adapter of the protocols alone."""
+
+    mounts, adapter, plain = Mounts(), Reads(), ReadsNone()
+    mounts.mount("/bucket", InMemory("/bucket/f", b"abc"))
+    assert through(adapter, mounts).head() == b"abc"
+    assert not adapter.mounts, "the registered one stays as it was"
+    with pytest.raises(FileNotFoundError, match="bucket"):
+        adapter.head()
+    assert through(plain, mounts) is plain

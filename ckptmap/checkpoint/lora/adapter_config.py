@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.errors import SourceError
-from ckptmap.storage.file_systems import local_copy
+from ckptmap.protocols.file_systems import Mounts
 
 _NESTED = re.compile(r"\)[*+{]|(?:[*+{].*){5}")
 """A repeated group, or much repetition: what makes a search take time without end, and no module's
@@ -70,11 +70,11 @@ class LoraConfig:
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
-def read_config(file: Path) -> LoraConfig:
+def read_config(file: Path, mounts: Mounts) -> LoraConfig:
     """Return the settings of the file. Raises SourceError CKM320 unless they are of a LoRA that can be
     merged."""
     try:
-        text = json.loads(local_copy(file).read_text(encoding="utf-8"))
+        text = json.loads(mounts.local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SourceError(
             "CKM320", f"{file}: cannot be read as JSON: {error}", "copy or save the adapter again"
@@ -135,9 +135,9 @@ def _refuse_variants(file: Path, text: Mapping[str, object]) -> None:
 
 
 def _value(
-    file: Path, text: Mapping[str, Any], name: str, kinds: tuple[type, ...], default: Any
+    file: Path, text: Mapping[str, object], name: str, kinds: tuple[type, ...], default: Any
 ) -> Any:
-    value = text.get(name)
+    value: Any = text.get(name)
     value = default if value is None else value
     sound = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
     if not sound or (int in kinds and not 0 < abs(value) < math.inf) or (name == "r" and value < 1):

@@ -20,9 +20,11 @@ from shlex import quote
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_config import LoraConfig, read_config
-from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.open import open_in
 from ckptmap.errors import SourceError
 from ckptmap.formats.detect import ADAPTER_CONFIG, adapters_in, look
+from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import locate
 from ckptmap.storage.lazy_tensor import LazyTensor
 
@@ -111,16 +113,18 @@ class Adapter:
 
 
 def open_adapter(
-    path: str | os.PathLike[str], config: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    mounts: Mounts,
+    config: str | os.PathLike[str] | None = None,
 ) -> Adapter:
     """Return the adapter at `path`: a peft directory, or a checkpoint with the config beside it.
 
-    `config` is its adapter_config.json, where that lies elsewhere. Raises SourceError CKM101 where
+    It is read through `mounts`. `config` is its adapter_config.json, where that lies elsewhere. Raises SourceError CKM101 where
     nothing is at the path; CKM320 where there is no config, or it asks for what cannot be merged;
     CKM322 where a half is missing.
     """
-    place = locate(path).path
-    seen = look(place)
+    place = locate(path, mounts).path
+    seen = look(place, mounts)
     weights = next((place / name for name in WEIGHTS if (place / name).is_file()), place)
     several = adapters_in(seen) if seen.is_dir else []
     if seen.is_dir and weights is place and not registry.knows(seen):
@@ -132,17 +136,17 @@ def open_adapter(
             if several
             else "give the directory that peft's save_pretrained wrote",
         )
-    file = _config_file(place, config)
-    ckpt = open(weights)
-    settings = read_config(file)
+    file = _config_file(place, mounts, config)
+    ckpt = open_in(Files(mounts=mounts), weights)
+    settings = read_config(file, mounts)
     lows, trained, left = _assign_tensors(ckpt, settings)
     files = (*ckpt.index.files, str(file.absolute()))
     return Adapter(str(path), settings, lows, trained, left, files, ckpt, tuple(several))
 
 
-def _config_file(place: Path, given: str | os.PathLike[str] | None) -> Path:
+def _config_file(place: Path, mounts: Mounts, given: str | os.PathLike[str] | None) -> Path:
     if given is not None:
-        path = locate(given).path
+        path = locate(given, mounts).path
         return path / CONFIG if path.is_dir() else path
     folder = place if place.is_dir() else place.parent
     for candidate in (folder / CONFIG, folder.parent / CONFIG):

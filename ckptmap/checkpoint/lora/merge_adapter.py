@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -108,9 +107,9 @@ def merge_adapter(
     """
     ckpt = base if isinstance(base, Checkpoint) else open(base)
     scheme = setups.parse(to).scheme if to is not None else None
-    with errors_by_given_path():
+    with errors_by_given_path(ckpt.files.mounts):
         if not isinstance(adapter, Adapter):
-            adapter = open_adapter(adapter, adapter_config)
+            adapter = open_adapter(adapter, ckpt.files.mounts, adapter_config)
         adapter = adapter.without(leave)
         if untied is None:
             tied = tied_in(ckpt, config_from)
@@ -357,5 +356,5 @@ def _is_frozen(lazy: LazyTensor) -> bool:
 
 
 def _share(group: Group) -> object:
-    stored: Any = group.parts.get("") if group.encoding == DENSE else None
+    stored = group.parts.get("") if group.encoding == DENSE else None
     return None if stored is None else stored.share

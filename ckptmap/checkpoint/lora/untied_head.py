@@ -17,7 +17,6 @@ from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
-from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 EMBEDDINGS = frozenset(
@@ -105,7 +104,7 @@ def _config(
             place = asked / "config.json" if asked.is_dir() else asked
         else:
             place = Path(ckpt.index.files[0]).parent / "config.json"
-        config = json.loads(local_copy(place).read_text())
+        config = json.loads(ckpt.files.mounts.local_copy(place).read_text())
     except (OSError, ValueError, IndexError):
         return None
     return config if isinstance(config, dict) else None

@@ -1,7 +1,7 @@
 """Read the items of DCP data files (`__R_0.distcp`).
 
-Each item is a complete torch.save archive of one chunk or value, at (offset, length) in its file.
-Parsing an item with all checks takes about 60 us. In one save, items of chunks of the same shape
+An item is a complete torch.save archive of one chunk or one value, at (offset, length) in its file;
+`.metadata` tells both numbers. Parsing an item with all checks takes about 60 us. In one save, items of chunks of the same shape
 and dtype differ only in data, checksums and torch's content id. So the first item of such a kind is
 parsed in full. The bytes of the others, except these three, are compared with it (about 12 us).
 """
@@ -18,7 +18,7 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.metadata_records import Item
 from ckptmap.formats.safetensors.file import looks_like_safetensors
 from ckptmap.formats.torch_save.reader import Loaded, load
-from ckptmap.storage.file_systems import Fingerprint
+from ckptmap.protocols.file_systems import Fingerprint, Mounts
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Opaque, Region, StoredTensor, TensorInfo
 
@@ -28,23 +28,24 @@ ENTRY = b"PK\x01\x02"
 ENTRY_NBYTES = 46
 SMALL_NBYTES = 16 << 10
 BLOCK_NBYTES = 256 << 10
-"""Items of up to SMALL_NBYTES bytes are read in blocks of BLOCK_NBYTES."""
+"""Items of up to SMALL_NBYTES bytes that follow each other are read in blocks of BLOCK_NBYTES bytes."""
 PLAIN_OVERHEAD = range(900, 2300)
 """Bytes of a plain tensor's item that are not data: 1513 to 1577 with torch 2.13, about 1100 with
 older releases. A tensor subclass of several storages, or another alignment, is outside the range."""
 
 AS_SAFETENSORS = (
-    "is safetensors, as FileSystemWriter(serialization_format=SAFETENSORS) writes, and its place"
-    " in .metadata that of all tensors of the file: torch does not read it either"
+    "expected a torch.save archive, found safetensors, as"
+    " FileSystemWriter(serialization_format=SAFETENSORS) writes; .metadata has no place for the single"
+    " tensors of such a file, and torch cannot load it either"
 )
 SAVE_TO_READ = (
-    "save it again without serialization_format, or with HuggingFaceStorageWriter(PATH,"
+    "save again without serialization_format, or with HuggingFaceStorageWriter(PATH,"
     " save_distributed=True)"
 )
 TOGETHER = 256
 """Number of items whose headers are read by one call of `Files.read_each`."""
 
-Found: TypeAlias = tuple[Region, int | None]
+Located: TypeAlias = tuple[Region, int | None]
 """The region of a chunk, and its CRC-32; None if the writer left the CRC-32 out."""
 Part: TypeAlias = tuple[str, Item, tuple[int, ...]]
 """The file, the item and the sizes of a chunk."""
@@ -52,8 +53,8 @@ Part: TypeAlias = tuple[str, Item, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The bytes that all items of one kind share: `head` before the data, and after the data the runs
-    `fixed` (start, bytes)."""
+    """The bytes that all items of one kind share: `head` before the data, and the runs `fixed` (start,
+    bytes) of the tail after the data."""
 
     head: bytes
     tail_nbytes: int
@@ -68,7 +69,7 @@ class _Kind:
         """Return the bytes of head and tail together."""
         return len(self.head) + self.tail_nbytes
 
-    def found(self, raw: bytes | bytearray, at: int, file: str, item: Item) -> Found | None:
+    def locate(self, raw: bytes | bytearray, at: int, file: str, item: Item) -> Located | None:
         """Return the region and CRC-32 of an item, whose head and tail are in `raw` from `at` on; None if
         it is of another kind."""
         tail = at + len(self.head)
@@ -85,12 +86,12 @@ class _Kind:
 class Items:
     """Reads items from the files of one checkpoint, and remembers the kinds that it has parsed.
 
-    Tensors hold on to it to find their chunks later. Its file descriptors are closed with the last
-    tensor.
+    Tensors keep a reference to it, because they read their items later. Its files are closed when the
+    last of these tensors is collected.
     """
 
-    def __init__(self) -> None:
-        self._files = Files()
+    def __init__(self, mounts: Mounts) -> None:
+        self._files = Files(mounts=mounts)
         self._block: tuple[str, int, bytes] = ("", 0, b"")
         weakref.finalize(self, self._files.close)
         self._kinds: dict[tuple[object, ...], _Kind] = {}
@@ -108,16 +109,18 @@ class Items:
             return True
         return isinstance(self._learned(file, item, key, info.dtype, info.shape), StoredTensor)
 
-    def region(self, file: str, item: Item, key: str, dtype: str, sizes: tuple[int, ...]) -> Found:
+    def region(
+        self, file: str, item: Item, key: str, dtype: str, sizes: tuple[int, ...]
+    ) -> Located:
         """Return the region and CRC-32 of a chunk that `.metadata` declares as `sizes` of `dtype`.
 
         Raise SourceError CKM112 if the item holds something else.
         """
         kind = self._kinds.get((dtype, sizes, item.nbytes))
         if kind is not None:
-            found = self._same_kind(kind, file, item)
-            if found is not None:
-                return found
+            located = self._same_kind(kind, file, item)
+            if located is not None:
+                return located
         tensor = self._learned(file, item, key, dtype, sizes)
         if not isinstance(tensor, StoredTensor):
             raise _mismatch(file, item, key, f"{dtype}{list(sizes)}", _described(tensor))
@@ -126,18 +129,17 @@ class Items:
         chunk = tensor.chunks[0]
         return chunk.region, chunk.crc32
 
-    def regions(self, parts: Sequence[Part], key: str, dtype: str) -> list[Found]:
+    def regions(self, parts: Sequence[Part], key: str, dtype: str) -> list[Located]:
         """Return the regions and CRC-32 of all chunks of a tensor. Raise SourceError as `region`."""
-        found = [
-            self.region(*part[:2], key, dtype, part[2]) for part in parts[:1]
-        ]  # the first alone: mostly it teaches the kind of all others
+        # The first item is read alone: most often, all others are of the kind that is learned from it.
+        located = [self.region(*part[:2], key, dtype, part[2]) for part in parts[:1]]
         for at in range(1, len(parts), TOGETHER):
             some = parts[at : at + TOGETHER]
             kinds = [self._kinds.get((dtype, sizes, item.nbytes)) for _, item, sizes in some]
             alike = self._alike(some, kinds)
             for (file, item, sizes), same in zip(some, alike, strict=True):
-                found.append(same or self.region(file, item, key, dtype, sizes))
-        return found
+                located.append(same or self.region(file, item, key, dtype, sizes))
+        return located
 
     def _learned(
         self, file: str, item: Item, key: str, dtype: str, sizes: tuple[int, ...]
@@ -163,15 +165,15 @@ class Items:
                 raise SourceError("CKM109", f"{where}: {AS_SAFETENSORS}", SAVE_TO_READ) from error
             raise SourceError(error.code, f"{where}: {text}", error.hint) from error
 
-    def _same_kind(self, kind: _Kind, file: str, item: Item) -> Found | None:
+    def _same_kind(self, kind: _Kind, file: str, item: Item) -> Located | None:
         """Return the region and CRC-32 if the item is of this kind; None if it must be parsed."""
         head = self._read(file, item.offset, len(kind.head), item)
         tail_at = item.offset + item.nbytes - kind.tail_nbytes
-        return kind.found(head + self._read(file, tail_at, kind.tail_nbytes, item), 0, file, item)
+        return kind.locate(head + self._read(file, tail_at, kind.tail_nbytes, item), 0, file, item)
 
     def _alike(
         self, parts: Sequence[Part], kinds: Sequence[_Kind | None]
-    ) -> Iterator[Found | None]:
+    ) -> Iterator[Located | None]:
         """Yield what `_same_kind` returns, for many items. Their heads and tails are read together."""
         raw = bytearray(sum([kind.nbytes for kind in kinds if kind is not None]))
         reads, at, view = [], 0, memoryview(raw)
@@ -184,7 +186,7 @@ class Items:
         self._files.read_each(reads)
         at = 0
         for (file, item, _), kind in zip(parts, kinds, strict=True):
-            yield None if kind is None else kind.found(raw, at, file, item)
+            yield None if kind is None else kind.locate(raw, at, file, item)
             at += 0 if kind is None else kind.nbytes
 
     def _read(self, file: str, offset: int, nbytes: int, item: Item) -> bytes:
@@ -203,15 +205,15 @@ class Items:
 
     def _nbytes(self, file: str) -> int:
         if file not in self._sizes:
-            self._sizes[file] = Fingerprint.of(file).nbytes
+            self._sizes[file] = Fingerprint.of(file, self._files.mounts).nbytes
         return self._sizes[file]
 
 
 def _learn(
     files: Files, loaded: Loaded, item: Item, region: Region, crc32: int | None
 ) -> _Kind | None:
-    """Return the kind of a parsed item; None if the item has no CRC-32, several storages, or another
-    central directory than torch writes."""
+    """Return the kind of a parsed item; None if the item has no CRC-32, has several storages, or has a
+    central directory that torch does not write."""
     names = [name for name in loaded.records if name.startswith("data/")]
     if crc32 is None or len(names) != 1:
         return None
@@ -259,15 +261,15 @@ def _described(value: object) -> str:
     return repr(value)[:80] if hasattr(value, "class_name") else type(value).__name__
 
 
-def _mismatch(file: str, item: Item, key: str, declared: str, found: str) -> SourceError:
-    if found is UNRESOLVED:
+def _mismatch(file: str, item: Item, key: str, declared: str, held: str) -> SourceError:
+    if held is UNRESOLVED:
         return SourceError(
-            "CKM112", f"{file}: item {key!r} at byte {item.offset}: is {found}", RESOLVED
+            "CKM112", f"{file}: item {key!r} at byte {item.offset}: is {held}", RESOLVED
         )
     return SourceError(
         "CKM112",
         f"{file}: item {key!r} at byte {item.offset}: .metadata declares {declared}, "
-        f"the item holds {found}",
+        f"the item holds {held}",
         "torch saves such directories from uneven FSDP + TP shards (_StridedShard, "
         "pytorch#161368); save again from even shards or as a full state dict",
     )

@@ -1,4 +1,5 @@
-"""Define the records that stand for torch's classes when the pickle `.metadata` is read.
+"""Define the records that stand in for torch's classes while the pickle `.metadata` is read, so that
+no class of torch is imported or called.
 
 Each record keeps only the fields that the reader uses. Source: torch/distributed/checkpoint,
 metadata.py and filesystem.py.
@@ -36,10 +37,14 @@ class _Record(metaclass=_Sealed):
 
 
 class Root(_Record):
+    """Stands for `Metadata`, the whole file."""
+
     __slots__ = ("planner_data", "state_dict_metadata", "storage_data")
 
 
 class Tensor(_Record):
+    """Stands for `TensorStorageMetadata`: shape, dtype and chunks of one tensor."""
+
     __slots__ = ("chunks", "properties", "size")
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -48,10 +53,14 @@ class Tensor(_Record):
 
 
 class Bytes(_Record):
+    """Stands for `BytesStorageMetadata`: one value that is not a tensor."""
+
     __slots__ = ()
 
 
 class ChunkBox(_Record):
+    """Stands for `ChunkStorageMetadata`: offsets and sizes of one chunk, in elements."""
+
     __slots__ = ("offsets", "sizes")
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -59,6 +68,8 @@ class ChunkBox(_Record):
 
 
 class Key(_Record):
+    """Stands for `MetadataIndex`: the flat key of a tensor or value, and the offsets of one chunk."""
+
     __slots__ = ("fqn", "index", "offset")
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -67,6 +78,8 @@ class Key(_Record):
 
 
 class StorageInfo(_Record):
+    """Stands for `_StorageInfo`: the file and byte range of one item."""
+
     __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -76,6 +89,8 @@ class StorageInfo(_Record):
 
 
 class Properties(_Record):
+    """Stands for `TensorProperties`; its state is a tuple that begins with the dtype."""
+
     __slots__ = ("dtype",)
 
     def __setstate__(self, state: object) -> None:
@@ -98,4 +113,5 @@ ALLOW: Mapping[tuple[str, str], object] = {
 }
 
 MARKS = (1, 2, 3)
-"""Fqn, offset and length in an entry that stands for many others: see `metadata_compaction`."""
+"""Placeholders for FQN, offset and length in an entry that stands for many others: see
+`metadata_compaction`."""

@@ -26,7 +26,7 @@ from ckptmap.formats.pickle.template import opcodes
 BATCH_NBYTES = 1 << 18
 """Bytes of entries that are matched at once: their columns stay in the CPU cache."""
 LOOK_NBYTES = 1 << 20
-"""Bytes in which the next entry must lie."""
+"""Bytes within which the next entry must begin."""
 
 _TEXT = 0x8C
 _GET = rb"(?:h.|j....)"
@@ -146,7 +146,7 @@ def _memos(piece: bytes) -> int:
 
 
 class _Places:
-    """The entries of storage_data that were taken out, as columns of opcodes."""
+    """The entries that were taken out of storage_data, as columns of opcodes."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[bytes, ...], int] = {}
@@ -164,10 +164,10 @@ class _Places:
         ):
             out.append(text[at:start])
             _, heads, fqns, middles, offsets, links, lengths, tails = zip(*entries, strict=True)
-            found = list(zip(heads, middles, links, tails, strict=True))
-            for form in set(found).difference(self._numbers):
+            forms = list(zip(heads, middles, links, tails, strict=True))
+            for form in set(forms).difference(self._numbers):
                 self._add(form)
-            numbers = list(map(self._numbers.__getitem__, found))
+            numbers = list(map(self._numbers.__getitem__, forms))
             self.forms += numbers
             self.fqns += fqns
             self.offsets += offsets

@@ -5,8 +5,8 @@
              planner_data: {flat key: path tuple},
              storage_data: {MetadataIndex{fqn, offset}: _StorageInfo{relative_path, offset, length}}}
 
-torch reads the file with `pickle.load`, which calls what the file names. This module imports and
-calls nothing of it. Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 1.13
+torch reads the file with `pickle.load`, which calls any function that the file names. This module
+imports and calls nothing that the file names. Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 1.13
 to 2.13.
 """
 
@@ -44,7 +44,8 @@ from ckptmap.formats.pickle import reader as pickle_read
 from ckptmap.tensors import ITEMSIZE, Opaque, Path, TensorInfo
 
 LONG_NBYTES = 1 << 16
-"""Bytes of a pickle from which on it pays to shorten it (`metadata_compaction`)."""
+"""Pickles of at least this many bytes are read faster when they are shortened first
+(`metadata_compaction`)."""
 MAX_DIMS = 64
 MAX_NUMEL = 2**63 - 1
 
@@ -52,8 +53,8 @@ MAX_NUMEL = 2**63 - 1
 def read_metadata(data: bytes, where: str) -> Metadata:
     """Return the records of a `.metadata` file. `where` is its name in errors.
 
-    Raise SourceError CKM106 for a pickle that is malformed or names something that only an attack
-    calls, CKM109 for a file that is empty, of another class, or contradicts itself.
+    Raise SourceError CKM106 for a pickle that is malformed or names a function that only an attack
+    calls, CKM109 for a file that is empty, holds an object of another class, or contradicts itself.
     """
     if not data:
         raise SourceError(
@@ -62,11 +63,12 @@ def read_metadata(data: bytes, where: str) -> Metadata:
             "use an earlier checkpoint, or save again",
         )
     with paused_gc():
-        found = None
+        metadata = None
         if len(data) >= LONG_NBYTES:
-            with suppress(SourceError):  # the whole pickle, read next, has the same fault
-                found = _read_short(data, where)
-        return found or _Reader(where).metadata(pickle_read.load(data, where, allow=ALLOW))
+            # The whole pickle has the same fault. It is read next, and its error has the right offset.
+            with suppress(SourceError):
+                metadata = _read_short(data, where)
+        return metadata or _Reader(where).metadata(pickle_read.load(data, where, allow=ALLOW))
 
 
 def _read_short(data: bytes, where: str) -> Metadata | None:
@@ -81,7 +83,7 @@ def _read_short(data: bytes, where: str) -> Metadata | None:
     loaded = pickle_read.load(short.pickle, where, allow=ALLOW, of_nbytes=len(data))
     reader = _Reader(where)
     if type(loaded) is not tuple or [*map(type, loaded)][1:] != [tuple] * 4:
-        reader._bad("what is alike, found something else")
+        reader._bad("the shortened pickle, expected the metadata and four tuples")
     root, *taken = loaded
     return reader.metadata(root, short.forms, *taken)
 
@@ -101,14 +103,14 @@ class _Rows:
     lengths: Sequence[int]
 
     def items(self) -> dict[tuple[str, Offsets | None], Item]:
-        """Return (fqn, offsets of the chunk; None for a value) -> item."""
-        found = {}
+        """Return a dict from (FQN, offsets of the chunk, or None for a value) to the item."""
+        items = {}
         for fqn, at, offset, nbytes in zip(
             self.fqns, self.like, self.offsets, self.lengths, strict=True
         ):
             offsets, (file, _, _, transforms) = self.forms[at]
-            found[fqn, offsets] = Item(file, offset, nbytes, transforms)
-        return found
+            items[fqn, offsets] = Item(file, offset, nbytes, transforms)
+        return items
 
     def whole(self, infos: Mapping[str, TensorInfo]) -> Whole | None:
         """Return the tensors `infos` in columns; None unless each has one entry, of one whole chunk."""
@@ -132,15 +134,19 @@ class _Rows:
 
 
 def _other_root(root: object, where: str) -> SourceError:
-    found = root.class_name if isinstance(root, Opaque) else type(root).__name__
-    hint = "expected torch.distributed.checkpoint.metadata.Metadata"
-    if found.startswith("bytecheckpoint."):
+    if isinstance(root, Opaque):
+        name = root.class_name
+    else:
+        name = "dict" if isinstance(root, dict) else type(root).__name__
+    hint = "save again with torch.distributed.checkpoint.save, or open another directory"
+    if name.startswith("bytecheckpoint."):
         hint = "ByteCheckpoint is another format; merge it with its own merge_bcp first"
-    return SourceError("CKM109", f"{where}: is a {found}, not DCP metadata", hint)
+    expected = "torch.distributed.checkpoint.metadata.Metadata"
+    return SourceError("CKM109", f"{where}: expected {expected}, found {name}", hint)
 
 
 class _Reader:
-    """Checks the unpickled objects, and makes records of them. Raises SourceError CKM109."""
+    """Checks the unpickled objects, and turns them into records. Its methods raise SourceError CKM109."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -165,7 +171,7 @@ class _Reader:
                 return Metadata(whole, {}, paths)
             items = rows.items()
             if len(items) != len(rows.fqns):
-                self._bad("storage_data, some entry is there twice")
+                self._bad("storage_data, holds an entry twice")
         tensors: dict[str, TensorEntry] = {}
         values: dict[str, Item] = {}
         for key, entry in entries.items():
@@ -174,7 +180,7 @@ class _Reader:
             elif type(entry) is Bytes:
                 values[key] = self._item_of(items, key, None)
             else:
-                self._bad(f"entry {key!r}, expected a tensor's or a value's, found {_what(entry)}")
+                self._bad(f"entry {key!r}, expected a tensor or bytes, found {_what(entry)}")
         return Metadata(tensors, values, paths)
 
     def _dict(self, value: object, name: str) -> dict[Any, object]:
@@ -186,13 +192,13 @@ class _Reader:
         items: dict[tuple[str, Offsets | None], Item] = {}
         for key, place in storage.items():
             if type(key) is not Key or type(place) is not StorageInfo:
-                self._bad(f"storage_data, found {_what(key)}: {_what(place)}")
+                self._bad(f"storage_data, expected an item, found {_what(key)}: {_what(place)}")
             fqn, offsets = key.fqn, key.offset
             if type(fqn) is not str:
-                self._bad(f"storage_data, malformed MetadataIndex of {_what(fqn)}")
+                self._bad(f"storage_data, expected a MetadataIndex with an FQN, found {_what(fqn)}")
             index = (fqn, None if offsets is None else self._ints(offsets, fqn))
             if index in items:
-                self._bad(f"storage_data, {fqn!r} at {_what(index[1])} is there twice")
+                self._bad(f"storage_data, holds {fqn!r} at {_what(index[1])} twice")
             items[index] = self._item(fqn, place)
         return items
 
@@ -209,7 +215,7 @@ class _Reader:
         keys, places = forms[::2], forms[1::2]
         kinds = [{*map(type, column)} for column in (keys, places, fqns, offsets, lengths)]
         if kinds != [{Key}, {StorageInfo}, {str}, {int}, {int}] or len(keys) != len(places):
-            self._bad("storage_data, entries that are not alike")
+            self._bad("storage_data, entries of one form differ in other fields too")
         read = [
             (self._ints(key.offset, "a chunk"), self._item("a chunk", place))
             for key, place in zip(keys, places, strict=True)
@@ -218,11 +224,11 @@ class _Reader:
             (key.fqn, *item[1:3]) == MARKS for key, (_, item) in zip(keys, read, strict=True)
         )
         if not marked or any(type(key.index) is not int for key in keys):
-            self._bad("storage_data, entries that are not alike")
+            self._bad("storage_data, entries of one form differ in other fields too")
         if {len(fqns), len(offsets), len(lengths)} != {len(like)} or max(like) >= len(read):
             self._bad("storage_data, columns of different lengths")
         if min(min(offsets), min(lengths)) < 0 or max(map(add, offsets, lengths)) > MAX_NUMEL:
-            self._bad("storage_data, an impossible range")
+            self._bad("storage_data, a byte range below 0 or beyond 2**63")
         return _Rows(
             [*read, *((at, item) for (_, at), item in items.items())],
             [*like, *range(len(read), len(read) + len(items))],
@@ -248,9 +254,9 @@ class _Reader:
     def _item(self, fqn: str, place: StorageInfo) -> Item:
         file, offset, nbytes = place.relative_path, place.offset, place.length
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
-            self._bad(f"storage of {fqn!r}, malformed _StorageInfo: {_what(file)}")
+            self._bad(f"storage of {fqn!r}, expected a file and its range, found {_what(file)}")
         if offset < 0 or nbytes < 0 or offset + nbytes > MAX_NUMEL:
-            self._bad(f"storage of {fqn!r}, impossible range {_what(offset)}+{_what(nbytes)}")
+            self._bad(f"storage of {fqn!r}, impossible: {_what(nbytes)} bytes from {_what(offset)}")
         transforms = place.transform_descriptors
         if not transforms:
             return Item(file, offset, nbytes)
@@ -282,13 +288,13 @@ class _Reader:
         info = self._info(key, entry.properties, entry.size)
         ndim = len(info.shape)
         boxes = []
-        found = entry.chunks
-        for chunk in found if type(found) is list else self._list(found, f"chunks of {key!r}"):
+        chunks = entry.chunks
+        for chunk in chunks if type(chunks) is list else self._list(chunks, f"chunks of {key!r}"):
             if type(chunk) is not ChunkBox:
-                self._bad(f"chunk of {key!r}, found {_what(chunk)}")
+                self._bad(f"chunk of {key!r}, expected ChunkStorageMetadata, found {_what(chunk)}")
             offsets, sizes = self._ints(chunk.offsets, key), self._ints(chunk.sizes, key)
             if len(offsets) != ndim or len(sizes) != ndim:
-                self._bad(f"chunk of {key!r}: {_what(offsets)}+{_what(sizes)} in {info}")
+                self._bad(f"chunk of {key!r}, not of {ndim} dims: {_what(offsets)}+{_what(sizes)}")
             boxes.append((offsets, sizes))
         return info, boxes
 
@@ -305,11 +311,11 @@ class _Reader:
         for n in shape:
             numel *= n or 1
         if numel > MAX_NUMEL or len(shape) > MAX_DIMS:
-            self._bad(f"tensor {key!r}: impossible shape {_what(shape)}")
+            self._bad(f"tensor {key!r}: shape {_what(shape)} has too many dims or elements")
         return self._infos.setdefault((name, *shape), TensorInfo(shape, name))
 
     def _ints(self, value: object, key: str) -> tuple[int, ...]:
-        """Return sizes as a plain tuple, since a Size would be written as a torch.Size again."""
+        """Return sizes or offsets as a plain tuple, since a Size would be written as a torch.Size again."""
         if type(value) is tuple:
             for n in value:
                 if type(n) is not int or n < 0:
@@ -353,7 +359,7 @@ class _Reader:
                 self._bad(f"planner_data[{key!r}], expected a path, found {_what(path)}")
             for segment in path:
                 if type(segment) is not int and not (type(segment) is str and _is_text(segment)):
-                    self._bad(f"planner_data[{key!r}], a segment is {_what(segment)}")
+                    self._bad(f"planner_data[{key!r}], expected text or int: {_what(segment)}")
             paths[key] = tuple(ListIndex(s) if type(s) is int else s for s in path)
         self._check_distinct(paths)
         return paths
@@ -365,13 +371,13 @@ class _Reader:
         for key, path in paths.items():
             other = home.setdefault(path, key)
             if other != key:
-                self._bad(f"planner_data, {other!r} and {key!r} have one path {_what(path)}")
+                self._bad(f"planner_data, {other!r} and {key!r} have the same path {_what(path)}")
 
     def _bad(self, what: str) -> NoReturn:
         raise SourceError(
             "CKM109",
             f"{self.where}: bad DCP metadata: {what}",
-            "the save is damaged, or of a torch that ckptmap does not know",
+            "copy the file again, or save again; ckptmap reads what torch 1.13 to 2.13 writes",
         )
 
 

@@ -1,6 +1,7 @@
-"""The contents of a DCP `.metadata` file as records: the chunks of each tensor, and their places.
+"""Define the records that the `.metadata` file of a DCP directory is read into and written from.
 
-An `Item` is the byte range of one chunk, or one value, in a data file: a torch.save archive.
+They hold the shape, dtype and chunks of each tensor, and for each chunk or plain value an `Item`: a
+byte range of a data file (`__R_I.distcp`), which holds one torch.save archive.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class Item(NamedTuple):
     offset: int
     nbytes: int
     transforms: tuple[str, ...] = ()
-    """Names of the stream transforms (compression) of the bytes, outermost last: `stream.zstd/1`."""
+    """Names of the stream transforms (compression) of the bytes, outermost last, as `stream.zstd/1`."""
 
 
 class TensorEntry(NamedTuple):
-    """A tensor: its info, and (offsets, sizes, item) of each chunk."""
+    """A tensor: its info, and of each chunk its offsets and sizes (elements), and its item."""
 
     info: TensorInfo
     chunks: tuple[tuple[Offsets, Offsets, Item], ...]
@@ -34,7 +35,10 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeEntries(Columns[TensorEntry]):
-    """Tensors of one chunk and at least one element, as columns."""
+    """Tensors of one chunk and at least one element each, as columns.
+
+    `offsets` and `lengths` are the byte ranges of their items.
+    """
 
     infos: Sequence[TensorInfo]
     files: Sequence[str]

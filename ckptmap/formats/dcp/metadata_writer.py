@@ -1,4 +1,4 @@
-"""Write the `.metadata` file of a DCP directory, a pickle, opcode by opcode and without torch.
+"""Write the `.metadata` file of a DCP directory: a pickle, written opcode by opcode and without torch.
 
 The fields are those of torch's `Metadata` (torch/distributed/checkpoint/metadata.py, filesystem.py).
 """
@@ -58,6 +58,7 @@ class _Emitter:
             self._out += (f"c{module}\n{name}\n".encode(), put, b"0")
 
     def emit(self, metadata: Metadata) -> bytes:
+        """Return the whole pickle. An emitter is used once."""
         out = self._out
         out += (self._new("Metadata"), self._text("state_dict_metadata"), b"}(")
         for key, entry in metadata.tensors.items():

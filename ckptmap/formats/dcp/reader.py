@@ -1,4 +1,12 @@
-"""Read DCP directories (`torch.distributed.checkpoint.save`): `.metadata` and `__R_I.distcp` files."""
+"""Read the directories that `torch.distributed.checkpoint.save` (DCP) writes.
+
+    .metadata       a pickle: shape, dtype and chunks of every tensor, and the place of every chunk
+    __R_I.distcp    data file I of rank R: items, each a torch.save archive of one chunk or one value
+
+Opening a directory reads `.metadata`, all plain values, and those few tensor items that may hold a
+tensor subclass. The header of any other item is read when its tensor is. Source:
+torch/distributed/checkpoint/filesystem.py, torch 1.13 to 2.13.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +28,7 @@ from ckptmap.formats.dcp.item_reader import PLAIN_OVERHEAD, Items
 from ckptmap.formats.dcp.metadata_reader import read_metadata
 from ckptmap.formats.dcp.metadata_records import Item, Metadata, TensorEntry, Whole
 from ckptmap.protocols import Index, Place
-from ckptmap.storage.file_systems import local_copy
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.safe_names import inside
 from ckptmap.tensors import (
     Box,
@@ -39,20 +47,23 @@ from ckptmap.tensors import (
 
 METADATA = ".metadata"
 RECORD_SUFFIX = ".__ckptmap__"
-"""`P.__ckptmap__` is ckptmap's encoding record of tensor P, not a value of the state dict."""
+"""The item `P.__ckptmap__` is the record of how ckptmap quantized tensor P, not a value of the state
+dict."""
 
 SIDE_FILE = re.compile(r"[^.].*\.(pt|pth|bin|pkl|ckpt|safetensors)")
-"""Files that a training loop may write beside the shards (a scheduler, random states). The format does
-not tell what they are."""
+"""Files that a training loop may write beside the shards (a scheduler, random states). `.metadata` does
+not describe them."""
 RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 MAX_METADATA_NBYTES = 1 << 30
 SMALL_NBYTES = 16 << 10
-"""Items of tensors up to this size may be as long for a subclass as for a plain tensor."""
+"""Bytes up to which an item of a tensor subclass may be as long as one of a plain tensor, so that the
+length does not tell them apart."""
 MAX_SAMPLES = 32
+"""Number of small items that are read to learn whether a directory holds tensor subclasses."""
 
 
 class Dcp:
-    """Reads a DCP directory; tensors stay where they are until their chunks are asked for."""
+    """Reads a DCP directory. No byte of a tensor's data is read before its chunks are used."""
 
     name = "dcp"
 
@@ -61,13 +72,19 @@ class Dcp:
         return place.is_dir and METADATA in place.names
 
     def index(self, place: Place) -> Index:
-        """Raises SourceError: CKM104, 105, 106, 109, 112 (shapes), 115 (records), 116."""
+        """Return every leaf of the state dict, tensors as chunks of the data files.
+
+        Raise SourceError CKM101 if `.metadata` cannot be read, CKM104 for a truncated data file, CKM105
+        or CKM106 for a damaged item, CKM109 for malformed metadata or a missing data file, CKM112 for
+        an item of another shape than its metadata, CKM115 for a malformed encoding record, CKM116 for
+        a data file outside the directory.
+        """
         root = str(FilePath(place.path).absolute())
         where = str(FilePath(root) / METADATA)
         with paused_gc():
-            metadata = read_metadata(_metadata_bytes(root, place.names), where)
+            metadata = read_metadata(_metadata_bytes(root, place.names, place.mounts), where)
             files = _data_files(root, metadata, where)
-            leaves, records = _Leaves(files, where).read(metadata)
+            leaves, records = _Leaves(files, where, place.mounts).read(metadata)
         used = {FilePath(file).name for file in files.values()}
         return Index(
             self.name,
@@ -86,16 +103,22 @@ FIRST_RANK = "__0_"
 
 
 def _by_first_rank(stored: StoredTensor) -> bool:
-    """Did rank 0 write a part of it? The metadata list first what rank 0 wrote, in the order of its
-    dict, then what only others did, who were given replicated tensors by their size."""
+    """Return True if rank 0 wrote a chunk of the tensor.
+
+    `.metadata` lists the tensors of rank 0 first, in the order of its state dict. Tensors that only
+    other ranks wrote come after them, in an order that says nothing: torch spreads replicated tensors
+    over the ranks by size.
+    """
     return any(FilePath(chunk.region.file).name.startswith(FIRST_RANK) for chunk in stored.chunks)
 
 
-def _metadata_bytes(root: str, names: Sequence[str]) -> bytes:
+def _metadata_bytes(root: str, names: Sequence[str], mounts: Mounts) -> bytes:
     if METADATA not in names:
-        why = "the save died before it finished" if ".metadata.tmp" in names else "not there"
+        why = "; the save died before it finished" if ".metadata.tmp" in names else ""
         raise SourceError(
-            "CKM109", f"{root}: no {METADATA}: {why}", "use an earlier checkpoint, or save again"
+            "CKM109",
+            f"{root}: the file {METADATA} is missing{why}",
+            "use an earlier checkpoint, or save again",
         )
     path = FilePath(root) / METADATA
     try:
@@ -104,9 +127,9 @@ def _metadata_bytes(root: str, names: Sequence[str]) -> bytes:
             raise SourceError(
                 "CKM109",
                 f"{path}: {nbytes} bytes, expected at most {MAX_METADATA_NBYTES}",
-                "this is no DCP metadata",
+                "this is not the metadata of a DCP directory; copy the directory again, or save again",
             )
-        return local_copy(path).read_bytes()
+        return mounts.local_copy(path).read_bytes()
     except OSError as error:
         raise SourceError(
             "CKM101", f"{path}: cannot be read: {error.strerror}", "check its permissions"
@@ -121,7 +144,7 @@ def _data_files(root: str, metadata: Metadata, where: str) -> dict[str, str]:
         if not os.path.isfile(path):
             raise SourceError(
                 "CKM109",
-                f"{where}: data file {name!r} is named but not there",
+                f"{where}: lists the data file {name!r}, which is missing",
                 "copy the files of all ranks into one directory",
             )
         nbytes = os.stat(path).st_size
@@ -157,8 +180,9 @@ def _reach(ends: dict[str, int], item: Item, where: str) -> None:
     if item.transforms:
         raise SourceError(
             "CKM109",
-            f"{where}: data in {item.file!r} went through {', '.join(item.transforms)}",
-            "ckptmap reads plain items only; save without _extensions",
+            f"{where}: data in {item.file!r} is transformed by {', '.join(item.transforms)},"
+            " expected plain torch.save archives",
+            "load it with torch, and save it again without `_extensions`",
         )
     end = item.offset + item.nbytes
     if end > ends.get(item.file, -1):
@@ -166,8 +190,7 @@ def _reach(ends: dict[str, int], item: Item, where: str) -> None:
 
 
 def _world(used: set[str]) -> int:
-    """Return the number of ranks, from the names of data files. The last ranks may have written none;
-    then it is too small."""
+    """Return the number of ranks by the data files; too small if the last ranks wrote none."""
     ranks = [int(match[1]) for match in map(RANK_FILE.fullmatch, used) if match]
     return 1 + max(ranks, default=0)
 
@@ -177,20 +200,21 @@ def _notes(names: Sequence[str], used: set[str]) -> tuple[str, ...]:
     if not stale:
         return ()
     more = f" and {len(stale) - 1} more" if len(stale) > 1 else ""
-    return (f"left aside, of an earlier save into this directory: {stale[0]}{more}",)
+    return (f"not read, because an earlier save into this directory wrote it: {stale[0]}{more}",)
 
 
 class _Leaves:
     """Turns metadata entries into leaves; reads the few items whose contents decide the leaves."""
 
-    def __init__(self, files: Mapping[str, str], where: str) -> None:
+    def __init__(self, files: Mapping[str, str], where: str, mounts: Mounts) -> None:
         self._files = files
         self._where = where
-        self._items = Items()
+        self._items = Items(mounts)
 
     def read(
         self, metadata: Metadata
     ) -> tuple[Mapping[Path, Leaf], dict[str, Mapping[str, object]]]:
+        """Return the leaves by path, and the encoding records by FQN."""
         run = None if metadata.values or metadata.paths else Whole.of(metadata.tensors)
         if run is not None and self._is_plain(metadata, run):
             return PlainTensors(run.names, run.rows.infos, _Places(self, run)), {}
@@ -198,7 +222,7 @@ class _Leaves:
         records: dict[str, Mapping[str, object]] = {}
         unusual = {key for key, entry in metadata.tensors.items() if _is_unusual(entry)}
         cuts = self._cuts(metadata, unusual | _samples(metadata))
-        if cuts:  # then small ones may be subclasses too, and their sizes do not tell
+        if cuts:  # then small items may hold subclasses too, and their lengths do not tell
             small = {k for k, e in metadata.tensors.items() if _is_small(e)} - unusual
             cuts |= self._cuts(metadata, small)
         for key, entry in metadata.tensors.items():
@@ -268,15 +292,15 @@ class _Leaves:
         if wrong is not None:
             raise SourceError(
                 "CKM112",
-                f"{self._where}: tensor {key!r}: {wrong}, expected to fill {info}",
-                "a rank's part is missing; save it again",
+                f"{self._where}: tensor {key!r}: {wrong}, expected chunks that tile {info}",
+                "a rank's chunk is missing; save again, or use an earlier checkpoint",
             )
         held = [chunk for chunk in entry.chunks if 0 not in chunk[1]]
         parts = [(self._files[item.file], item, sizes) for _, sizes, item in held]
-        found = self._items.regions(parts, key, info.dtype)
+        located = self._items.regions(parts, key, info.dtype)
         chunks = [
             Chunk(Box(offsets, sizes), *place)
-            for (offsets, sizes, _), place in zip(held, found, strict=True)
+            for (offsets, sizes, _), place in zip(held, located, strict=True)
         ]
         if not chunks and entry.chunks:  # an empty tensor: one chunk of no bytes
             offsets, sizes, item = entry.chunks[0]
@@ -288,25 +312,29 @@ class _Leaves:
 
 @dataclass(frozen=True)
 class _Places:
-    """The places of tensors of one chunk. The start of the data is known only from each item."""
+    """The places of tensors of one chunk each. Each item is read to learn where its data starts."""
 
     leaves: _Leaves
     run: Whole
 
     def one(self, index: int) -> Places:
+        """Return the place of the data of tensor `index`."""
         rows = self.run.rows
         item = Item(rows.files[index], rows.offsets[index], rows.lengths[index])
         return self.leaves.place(self.run.names[index], rows.infos[index], item)
 
     def all(self) -> Extents | None:
-        found = list(map(self.one, range(len(self.run))))
-        places = [place for place in found if isinstance(place, Extent)]
-        return Extents.of(places) if len(places) == len(found) else None
+        """Return the places of all tensors in columns; None if one is not contiguous."""
+        places = list(map(self.one, range(len(self.run))))
+        extents = [place for place in places if isinstance(place, Extent)]
+        return Extents.of(extents) if len(extents) == len(places) else None
 
 
 class _DcpTensor(StoredTensor):
-    """A tensor that reads the headers of its items on access, to find the data in them. For a tensor
-    of one chunk only the item is kept: there may be 100,000."""
+    """A tensor that reads the headers of its items on first access, to find the data in them.
+
+    For a tensor of one chunk, only the item is kept and not its metadata entry: there may be 100,000.
+    """
 
     __slots__ = ("_entry", "_key", "_leaves")
 
@@ -322,6 +350,7 @@ class _DcpTensor(StoredTensor):
 
     @property
     def place(self) -> Places:
+        """Return the place of the tensor's data. The first use reads the headers of its items."""
         place: Places | None = self._place
         if place is None:
             entry = self._entry
@@ -347,8 +376,11 @@ def _is_small(entry: TensorEntry) -> bool:
 
 
 def _samples(metadata: Metadata) -> set[str]:
-    """Return one small tensor of each of the first few kinds. If all tensors of a subclass are small,
-    their item sizes do not tell, and one of these does."""
+    """Return one small tensor of each of the first MAX_SAMPLES kinds (shape, dtype, item length).
+
+    If all tensors of a subclass are small, their item lengths are those of plain tensors. Reading one
+    item of each kind tells.
+    """
     kinds: dict[tuple[TensorInfo, int], str] = {}
     for key, entry in metadata.tensors.items():
         if entry.chunks and entry.chunks[0][2].nbytes < SMALL_NBYTES:
@@ -362,7 +394,7 @@ def _record(value: object, key: str) -> Mapping[str, object]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise SourceError(
             "CKM115",
-            f"{key}: the encoding record, expected a dict, found {type(value).__name__}",
-            "convert the original again",
+            f"item {key!r}: expected an encoding record, a dict of names, found {type(value).__name__}",
+            "convert the original checkpoint again",
         )
     return value

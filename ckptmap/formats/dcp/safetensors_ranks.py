@@ -1,16 +1,16 @@
-"""Are the shards of all ranks here? What DCP in safetensors form itself tells, which is not much.
+"""Infer from the shards of DCP in safetensors form whether those of the last rank are missing.
 
-torch writes neither how many ranks there were nor a tensor's shape (hf_storage.py, torch 2.13: the
-header has `saved_offsets` alone, an index is written for consolidated files only). What is left:
+torch stores neither the number of ranks nor the shape of a tensor (hf_storage.py, torch 2.13: a
+header holds `saved_offsets` alone, and only consolidated files get an index). Three signs are left:
 
-- a tensor that ends inside a rank's part, or before the last rank, bounds the ranks: 1001 rows in
-  parts of 501 and 500 are of 2 ranks, neither more nor less;
-- the consolidated files that torch writes around `sharded/` have the shapes;
-- norms have as many elements as the matrices that they feed have columns, and only rows are cut: if
-  the last rank's file is missing, all norms are shorter, and the matrices' columns are not.
+- A tensor whose last chunk is shorter than the others, or that has fewer chunks than there are ranks,
+  bounds the number of ranks: 1001 rows in chunks of 501 and 500 were written by exactly 2 ranks.
+- The consolidated files that torch writes around `sharded/` hold the shapes (`safetensors_reader`).
+- A norm has as many elements as the next matrix has columns, and Shard(0) cuts only rows. So if the
+  last rank's file is missing, all norms are too short, and the matrices' columns are not.
 
-Where every tensor is cut evenly and nothing contradicts it, a missing last rank cannot be told from
-a save of one rank less, and a note says so.
+If every tensor is cut evenly and nothing contradicts, a save that lost its last rank looks like one
+of fewer ranks. The reader then adds a note.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ckptmap.tensors import Chunk, TensorInfo
 
 MIN_NORMS = 2
-"""Vectors that must agree before they speak against the matrices."""
+"""Number of norms that must agree before they count as a contradiction of the matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A tensor that ranks 0, 1, ... hold `step` rows each of; `ends`: there are no more rows."""
+    """A tensor of `count` rows, of which ranks 0, 1, ... hold `step` each, the last one the rest.
+
+    `ends` is True if the chunks prove that no further row exists.
+    """
 
     count: int
     step: int
     ends: bool
 
     def ranks(self) -> tuple[int, int | None]:
-        """Fewest and most ranks that torch.chunk gives such parts for; None: any number."""
+        """Return the fewest and the most ranks for which `torch.chunk` cuts like this; None: no bound."""
         fewest = -(-self.count // self.step)
         if not self.ends or self.step == 1:
             return fewest, None
@@ -50,7 +53,8 @@ class Rows:
 
 
 def rows_of(info: TensorInfo, parts: Sequence[Part], ranks: int) -> Rows | None:
-    """None where it is cut in another way than by rows, a rank each, as Shard(0) over one mesh dim."""
+    """Return how the tensor is cut; None unless it is cut as Shard(0) over one mesh dimension: by rows,
+    one chunk for each rank."""
     ordered = sorted(parts, key=lambda part: part.rank)
     if not info.shape or [part.rank for part in ordered] != list(range(len(parts))):
         return None
@@ -64,25 +68,26 @@ def rows_of(info: TensorInfo, parts: Sequence[Part], ranks: int) -> Rows | None:
 
 
 def is_proven(rows: Iterable[Rows], ranks: int) -> bool:
-    """Can they be of no more ranks than these?"""
-    most = [found.ranks()[1] for found in rows]
+    """Return True if one of the tensors cannot be of more than `ranks` ranks."""
+    most = [cut.ranks()[1] for cut in rows]
     return min((n for n in most if n is not None), default=0) == ranks
 
 
 def contradiction(
     infos: Mapping[str, TensorInfo], rows: Mapping[str, Rows]
 ) -> tuple[str, int] | None:
-    """(a norm, the columns of most matrices) where norms lack exactly one rank's part of them."""
+    """Return the key of a norm and the number of columns of most matrices, if all norms are shorter than
+    that by at most one rank's chunk; None otherwise."""
     columns = Counter(info.shape[1] for info in infos.values() if len(info.shape) == 2)
     norms = {
-        key: found
-        for key, found in rows.items()
-        if len(infos[key].shape) == 1 and key.endswith("weight") and not found.ends
+        key: cut
+        for key, cut in rows.items()
+        if len(infos[key].shape) == 1 and key.endswith("weight") and not cut.ends
     }
     if len(norms) < MIN_NORMS or not columns or any(n.count in columns for n in norms.values()):
         return None
-    wide = columns.most_common(1)[0][0]
-    for found in norms.values():
-        if not found.count < wide <= found.count + found.step or len(set(norms.values())) > 1:
+    width = columns.most_common(1)[0][0]
+    for norm in norms.values():
+        if not norm.count < width <= norm.count + norm.step or len(set(norms.values())) > 1:
             return None
-    return next(iter(norms)), wide
+    return next(iter(norms)), width

@@ -1,6 +1,7 @@
-"""Writes DCP in safetensors form, as torch's HuggingFaceStorageWriter does with save_distributed.
+"""Write one safetensors file per rank, as torch's DCP does with
+`HuggingFaceStorageWriter(save_distributed=True)`.
 
-    rank R's boxes -> shard-(R+1)-model-00001-of-00001.safetensors
+    chunks of rank R -> shard-(R+1)-model-00001-of-00001.safetensors
     `__metadata__`: {"DCP_SHARDING_INFO": json {fqn: {"saved_offsets": [...]}}, "DCP_VERSION": "1.0"}
 
 `dcp.load(..., storage_reader=HuggingFaceStorageReader(path))` reads it at any world size.
@@ -34,9 +35,10 @@ Entry = tuple[str, OutTensor, Box]
 
 
 class DcpHfWriter:
-    """One file a rank that has chunks; keys are path segments joined with dots.
+    """Writes one file for each rank that has chunks. A key is the path segments joined with dots.
 
-    Tied tensors are stored under both names, as DCP does. Records go into the first file.
+    Tied tensors are stored under both names, as DCP stores them. Encoding records go into the
+    `__metadata__` of the first file.
     """
 
     name = "dcp-hf"
@@ -44,8 +46,10 @@ class DcpHfWriter:
     shares_storage = False
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Raises PlanError CKM114 for two tensors of one key, CKM203 for a dtype safetensors has
-        not."""
+        """Return the files in the order of ranks.
+
+        Raise PlanError CKM114 if two tensors have one key, CKM203 for a dtype that safetensors lacks.
+        """
         assert not state.extra, "safetensors has no place for what is not a tensor"
         with paused_gc():
             ranks = _by_rank(state.tensors)
@@ -61,7 +65,11 @@ def _by_rank(tensors: Sequence[OutTensor]) -> dict[int, list[Entry]]:
     for tensor in tensors:
         key = ".".join(map(str, tensor.path))
         if key in seen:
-            raise PlanError("CKM114", f"two tensors would be written as {key!r}", "drop one")
+            raise PlanError(
+                "CKM114",
+                f"two tensors would be written as {key!r}",
+                "drop or rename one of them",
+            )
         seen.add(key)
         for rank, box in tensor.chunks:
             ranks.setdefault(rank, []).append((key, tensor, box))
@@ -69,7 +77,8 @@ def _by_rank(tensors: Sequence[OutTensor]) -> dict[int, list[Entry]]:
 
 
 def _file(rank: int, entries: list[Entry], records: Mapping[str, Mapping[str, object]]) -> OutFile:
-    """Largest element size first, so that every tensor is aligned for who maps the file."""
+    """Return the file of a rank. Its tensors come by falling element size, so that each is aligned in a
+    file that is mapped into memory."""
     entries = sorted(entries, key=lambda entry: -entry[1].info.itemsize)
     sharding = {key: {OFFSETS: list(box.offsets)} for key, _, box in entries}
     metadata = {SHARDING: json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"}

@@ -1,4 +1,10 @@
-"""Write DCP directories that plain `torch.distributed.checkpoint.load` reads at any world size."""
+"""Write DCP directories that plain `torch.distributed.checkpoint.load` reads at any world size.
+
+    __R_0.distcp    the chunks of rank R, each a torch.save archive that starts at a multiple of 64 bytes
+    .metadata       shape, dtype and chunks of every tensor, and the place of every chunk; last
+
+Source: torch/distributed/checkpoint/filesystem.py and default_planner.py, torch 2.3 to 2.13.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +17,18 @@ from ckptmap.core.state_paths import ListIndex, counts
 from ckptmap.errors import PlanError
 from ckptmap.formats.dcp.metadata_records import Item, Metadata, TensorEntry
 from ckptmap.formats.dcp.metadata_writer import emit_metadata
-from ckptmap.formats.pickle.writer import StorageTensor, dump, way_out
+from ckptmap.formats.pickle.writer import StorageTensor, drop_hint, dump
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.protocols import OutFile, OutState, Setup, Slot
 from ckptmap.tensors import Box, Path, TensorInfo
 
 RECORD_SUFFIX = ".__ckptmap__"
 _SEGMENTS = frozenset({str, ListIndex})
-"""Kinds of path segments that a DCP directory knows."""
+"""Types of path segments that `.metadata` keeps as they are; other integers become strings."""
 ROOT = "archive"
-"""The folder in each item, as torch names it when it saves to a stream."""
+"""The folder inside the zip of each item: the name that torch takes when it saves to a stream."""
 ALIGN = 64
-"""Items, and so their data, start at multiples of it (bytes). torch packs items without alignment."""
+"""Items, and the data in them, start at multiples of ALIGN bytes. torch packs items without alignment."""
 
 FSDP1 = Setup(
     "fsdp1",
@@ -43,12 +49,12 @@ FSDP2 = Setup(
 
 
 class DcpWriter:
-    """One `__R_0.distcp` a rank that has chunks, and `.metadata` last.
+    """Writes one `__R_0.distcp` for each rank that has chunks, and `.metadata` last.
 
-    Flat keys are paths joined with dots; the paths are kept beside them. Tied tensors are stored
-    under both names, as torch does. Plain values and encoding records go into rank 0's file, dicts
-    and lists of dicts among them leaf by leaf, as torch flattens them, so that
-    `dcp.load({"optimizer": optimizer.state_dict()})` finds what it looks for.
+    A flat key is a path joined with dots; `.metadata` keeps the path too. Tied tensors are stored
+    under both names, as torch stores them. Plain values and encoding records go into rank 0's file.
+    Dicts, and lists of dicts, are written leaf by leaf, as torch flattens them, so that
+    `dcp.load({"optimizer": optimizer.state_dict()})` finds its keys.
     """
 
     name = "dcp"
@@ -56,15 +62,18 @@ class DcpWriter:
     shares_storage = False
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Raises PlanError CKM114 for two entries of one flat key or one inside another, CKM203
-        for a value that is not plain."""
+        """Return the data files in the order of ranks, then `.metadata`.
+
+        Raise PlanError CKM114 if two entries have one flat key or one entry is inside another, CKM203
+        for a value that a pickle of plain values cannot hold.
+        """
         with paused_gc():
             return _Draft().files(state)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The torch.save archive of a contiguous tensor; `head` is the bytes before its data."""
+    """The torch.save archive of a contiguous chunk. `head` is the bytes before its data."""
 
     layout: ZipLayout
     data_nbytes: int
@@ -88,12 +97,15 @@ class _RankFile:
     values: list[tuple[int, bytes]] = field(default_factory=list)
 
     def place(self, nbytes: int) -> Item:
+        """Append an item of this size at the next multiple of ALIGN, and return its byte range."""
         start = self.nbytes + -self.nbytes % ALIGN
         self.nbytes = start + nbytes
         return Item(self.name, start, nbytes)
 
 
 class _Draft:
+    """Collects the items of all ranks, and the records of `.metadata` that list them."""
+
     def __init__(self) -> None:
         self._ranks: dict[int, _RankFile] = {}
         self._tensors: dict[str, TensorEntry] = {}
@@ -101,6 +113,7 @@ class _Draft:
         self._paths: dict[str, Path] = {}
 
     def files(self, state: OutState) -> list[OutFile]:
+        """Return the data files and `.metadata`. A draft is used once."""
         for tensor in state.tensors:
             key = self._key(tensor.path)
             cuts = [(box, self._item(rank, tensor.path, tensor.info.dtype, box))
@@ -126,7 +139,7 @@ class _Draft:
                 f"{key!r} would be written twice: as {self._paths[key]} and as {path}",
                 "drop or rename one of them",
             )
-        # As torch does with integer keys of dicts: an integer in a path counts in a list.
+        # An integer in a stored path is an index of a list; torch turns integer keys of dicts into strings.
         known = _SEGMENTS.issuperset(map(type, path))
         self._paths[key] = path if known else tuple(str(s) if counts(s) else s for s in path)
         return key
@@ -151,14 +164,15 @@ class _Draft:
         try:
             raw = _archive(dump(value, name=key))
         except TypeError as error:
-            raise PlanError("CKM203", str(error), way_out(error)) from error
+            raise PlanError("CKM203", str(error), drop_hint(error)) from error
         file = self._rank(0)
         item = self._values[key] = file.place(len(raw))
         file.values.append((item.offset, raw))
 
 
 def _require_leaves(paths: set[Path]) -> None:
-    """Nothing lies inside a tensor or a value: flat keys would hold that, torch's nested dicts not."""
+    """Raise PlanError CKM114 if a path is both a leaf and a dict around other leaves. Flat keys could
+    hold that; the nested dicts that torch loads could not."""
     above = {path[:-1] for path in paths if len(path) > 1}
     while above:
         for path in above & paths:
@@ -171,10 +185,10 @@ def _require_leaves(paths: set[Path]) -> None:
 
 
 def _flattened(path: Path, value: object) -> Iterator[tuple[Path, object]]:
-    """Leaves as torch's `traverse_state_dict` makes them, where nothing is lost by it.
+    """Yield the leaves of a value, as torch's `traverse_state_dict` does.
 
-    Kept whole, unlike there: empty dicts, which would vanish, and dicts of other keys than
-    strings, which would come back as strings.
+    Unlike there, an empty dict, which would vanish, and a dict with keys other than strings, which
+    would come back as strings, are leaves.
     """
     if isinstance(value, Mapping) and value and all(type(key) is str for key in value):
         for key, item in value.items():
@@ -203,7 +217,7 @@ def _plain(record: Mapping[str, object]) -> dict[str, object]:
 
 @lru_cache(maxsize=4096)
 def _form(dtype: str, sizes: tuple[int, ...]) -> _Form:
-    """Cached: most chunks of a model have one of a few shapes."""
+    """Return the archive of a chunk. It is cached: most chunks of a model have one of a few shapes."""
     info = TensorInfo(sizes, dtype)
     strides, step = [], 1
     for size in reversed(sizes):

@@ -7,7 +7,7 @@
     model.safetensors | pytorch_model.bin, optimizer.bin    DDP, one process
     scheduler.bin sampler.bin scaler.pt custom_checkpoint_I.pkl random_states_R.pkl    beside each
 
-R is a rank, I the number of an object. Source: accelerate 1.15, accelerator.py `save_state`,
+R is a rank, I the number of an object. Each part is read by the reader of its own format. Source: accelerate 1.15, accelerator.py `save_state`,
 checkpointing.py, utils/fsdp_utils.py.
 """
 
@@ -29,7 +29,7 @@ _RNG = re.compile(r"random_states_(\d+)\.pkl")
 
 
 class Accelerate:
-    """The members of the directory: one model, its optimizer, and extra values (a second optimizer,
+    """Names the parts of the directory: one model, its optimizer, and extra values (a second optimizer,
     schedulers, samplers, the scaler, custom objects)."""
 
     name = "accelerate"
@@ -48,8 +48,8 @@ class Accelerate:
         if several:
             raise SourceError(
                 "CKM205",
-                f"{place.path}: several models were saved together, also {several[0]}",
-                f"open one of them by itself: {quote(f'{place.path}/{several[0]}')}",
+                f"{place.path}: expected one model, found several, {several[0]} among them",
+                f"open each of them by its own path: {quote(f'{place.path}/{several[0]}')}",
             )
         models, optimizers = parts.weights(place), parts.optimizers(place)
         return Members(

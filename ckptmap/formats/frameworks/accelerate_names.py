@@ -1,7 +1,7 @@
-"""The file names of accelerate, in its own directories and in those of transformers' Trainer.
+"""Find files by the names that accelerate gives them, in its own directories and in those of
+transformers' Trainer.
 
-transformers' Trainer saves FSDP models and optimizers with accelerate's own functions, so both
-have these files. Source: accelerate 1.15, utils/fsdp_utils.py and checkpointing.py.
+The Trainer saves FSDP models and optimizers with accelerate's functions, so both write these files. Source: accelerate 1.15, utils/fsdp_utils.py and checkpointing.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ SECOND_MODEL = re.compile(
     r"pytorch_model_fsdp_[1-9]\d*(\.bin|_rank\d+\.bin)?"
     r"|model_[1-9]\d*\.safetensors|pytorch_model_[1-9]\d*\.bin"
 )
-"""Second and later models of `save_state`: it numbers FSDP models from 0; else the first has no number."""
+"""The second and later models of one `save_state`. It numbers FSDP models from 0; of other models, the
+first has no number."""
 
 _RANK_MODEL = re.compile(r"pytorch_model_fsdp(_0)?_rank\d+\.bin")
 _RANK_OPTIMIZER = re.compile(r"optimizer_0_rank\d+\.bin")
@@ -30,8 +31,8 @@ def matching(pattern: re.Pattern[str], place: Place) -> tuple[str, ...]:
 
 
 def weights(place: Place) -> list[Member]:
-    """Return every copy of the weights. The copy that FSDP's own loading reads is first."""
-    found = [
+    """Return every copy of the weights. The one that accelerate loads under FSDP is first."""
+    copies = [
         _directory(place, "pytorch_model_fsdp_0", "model", "model"),
         _ranks(place, _RANK_MODEL, "model"),
         _file(place, "pytorch_model_fsdp.bin", "model"),
@@ -39,18 +40,18 @@ def weights(place: Place) -> list[Member]:
         _file(place, "pytorch_model.bin", "model"),
         _ranks(place, _HF_BIN, "model"),
     ]
-    return [member for member in found if member is not None]
+    return [member for member in copies if member is not None]
 
 
 def optimizers(place: Place) -> list[Member]:
     """Return every copy of the optimizer's state; an empty list if there is none."""
-    found = [
+    copies = [
         _directory(place, "optimizer_0", "optimizer", "optimizer"),
         _ranks(place, _RANK_OPTIMIZER, "optimizer"),
         _file(place, "optimizer.bin", "optimizer"),
         _file(place, "optimizer.pt", "optimizer"),
     ]
-    return [member for member in found if member is not None]
+    return [member for member in copies if member is not None]
 
 
 def extras(place: Place, pattern: re.Pattern[str]) -> list[Member]:

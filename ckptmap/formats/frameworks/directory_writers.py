@@ -26,6 +26,7 @@ from ckptmap.core.state_tree import nest
 from ckptmap.errors import PlanError
 from ckptmap.formats.frameworks.extra_files import STATE, AccelerateFiling, TrainerFiling
 from ckptmap.protocols import CarriedFile, Carrier, Filing, OutFile, OutState, OutTensor, Setup
+from ckptmap.protocols.file_systems import ReadsFiles, through
 from ckptmap.sharding.transformers_param_order import decay_groups
 from ckptmap.tensors import Box, Path, TensorInfo
 
@@ -50,23 +51,25 @@ class _Part:
     root: Path = ()
 
 
-class RegisteredHfCarrier:
+class RegisteredHfCarrier(ReadsFiles):
     """Passes each call on to the carrier of the `hf` setup, which the registry finds at the call."""
 
     def ties(self, *args: Any) -> Mapping[str, str]:
-        return _hf_carrier().ties(*args)
+        """Return what `HfCarrier.ties` returns."""
+        return through(_hf_carrier(), self.mounts).ties(*args)
 
     def files(self, *args: Any) -> tuple[Mapping[str, CarriedFile], list[str]]:
-        return _hf_carrier().files(*args)
+        """Return what `HfCarrier.files` returns."""
+        return through(_hf_carrier(), self.mounts).files(*args)
 
     def stem(self, carried: Mapping[str, CarriedFile]) -> None:
         """Return None: Trainer reads weights under the names that the `hf` writer gives by itself."""
 
 
 def _hf_carrier() -> Carrier:
-    found = next(setup.carrier for setup in registry.setups() if setup.name == "hf")
-    assert found is not None
-    return found
+    carrier = next(setup.carrier for setup in registry.setups() if setup.name == "hf")
+    assert carrier is not None, "the setup `hf` has one"
+    return carrier
 
 
 ACCELERATE = Setup(
@@ -93,11 +96,12 @@ ACCELERATE_FULL = Setup(
 )
 
 
-class DecayGroups:
-    """Trainer's two parameter groups: those with weight decay, and norms and biases without it."""
+class DecayGroups(ReadsFiles):
+    """Trainer's two parameter groups: weights with decay, and norms and biases without it."""
 
     def groups(self, config: FilePath, infos: Mapping[str, TensorInfo]) -> list[list[str]] | None:
-        return decay_groups(config, infos)
+        """Return the FQNs of both groups, in Trainer's order; None if the config's model is unknown."""
+        return decay_groups(config, self.mounts, infos)
 
 
 TRAINER = Setup(
@@ -171,6 +175,7 @@ class TrainerWriter(_DirectoryWriter):
     filing = TrainerFiling()
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        """Return the files of all parts, with a trainer_state.json in any case."""
         extra = dict(state.extra)
         if not any(path[:2] == (EXTRA, STATE) for path in extra):
             extra[EXTRA, STATE] = dict(NEW_RUN)
@@ -186,8 +191,8 @@ def _placed(
 ) -> list[OutFile]:
     """Return the files of one part.
 
-    The first `depth` segments of a path name the part. The part's writer gets paths without them,
-    and the slots of its files get the full paths of the plan back.
+    The first `depth` segments of a path name the part. The part's writer is given paths without them.
+    Then each slot of its files is given the full path again, by which the plan knows it.
     """
     paths = [(*part.root, *tensor.path[depth:]) for tensor in tensors]
     inner = dict(zip(paths, (tensor.path for tensor in tensors), strict=True))

@@ -19,7 +19,7 @@ from collections.abc import Collection
 
 from ckptmap import registry
 from ckptmap.formats.torch_save.reader import load
-from ckptmap.protocols import OutState
+from ckptmap.protocols import OutState, ReadsFiles
 from ckptmap.storage.files import Files
 from ckptmap.storage.sidecar import Sidecar
 
@@ -31,10 +31,11 @@ _RNG = re.compile(r"rng_state(_\d+)?")
 STEP = "step"
 
 
-class AccelerateFiling:
+class AccelerateFiling(ReadsFiles):
     """The file names of accelerate's `save_state`."""
 
     def file_of(self, key: str) -> str | None:
+        """Return the name of the file that holds an extra value; None if accelerate has none for it."""
         if key == "scaler":
             return "scaler.pt"
         if _NUMBERED.fullmatch(key):
@@ -42,8 +43,9 @@ class AccelerateFiling:
         return f"{key}.pkl" if _ALWAYS.fullmatch(key) else None
 
     def rank_of(self, key: str) -> int | None:
-        found = _RANDOM.fullmatch(key)
-        return int(found[1]) if found else None
+        """Return the rank whose random states the value is; None for a value of all ranks."""
+        match = _RANDOM.fullmatch(key)
+        return int(match[1]) if match else None
 
     def new_rank(self, rank: int, first: str) -> tuple[str, Sidecar] | None:
         """Return a `random_states_R.pkl` that holds the count of steps only; None if rank 0's file
@@ -52,7 +54,11 @@ class AccelerateFiling:
         All ranks need the same count, because they accumulate gradients by it. A new rank gets no
         random state, since another rank's would repeat its numbers. `load_state` accepts that.
         """
-        tree = load(Files(), first).tree
+        files = Files(mounts=self.mounts)
+        try:
+            tree = load(files, first).tree
+        finally:
+            files.close()
         step = tree.get(STEP) if isinstance(tree, dict) else None
         if not isinstance(step, int):
             return None
@@ -65,25 +71,26 @@ class AccelerateFiling:
 
     def notes(self, keys: Collection[str], before: int, after: int) -> list[str]:
         """Return notes on random states, which each rank has for itself, and on the states of data
-        loaders, which count the batches that each rank drew."""
-        found = []
+        loaders, which count the batches that each rank drew. `before` and `after` are numbers of ranks."""
+        notes = []
         if any(map(_RANDOM.fullmatch, keys)):
-            found.append(
+            notes.append(
                 f"random states: of ranks 0 to {min(before, after) - 1}, there were {before}"
             )
         loaders = [key for key in keys if key.startswith("dl_state_dict")]
         if loaders:
-            found.append(
+            notes.append(
                 f"{', '.join(loaders)}: counts what each of {before} ranks had drawn, not of {after}; "
                 f"leave it behind with --drop 'dl_state_dict*' to begin the epoch anew"
             )
-        return found
+        return notes
 
 
 class TrainerFiling:
     """The file names of Trainer. The trainer's own state is JSON."""
 
     def file_of(self, key: str) -> str | None:
+        """Return the name of the file that holds an extra value; None if Trainer has none for it."""
         if key == STATE:
             return f"{STATE}.json"
         if key in ("scheduler", "scaler"):
@@ -93,10 +100,13 @@ class TrainerFiling:
         return f"{key}.pth" if _RNG.fullmatch(key) else None
 
     def rank_of(self, key: str) -> int | None:
-        return None  # the output is for one process or DDP, of a number of ranks not known here
+        """Return None: the number of DDP ranks that will load the output is not known."""
+        return None
 
     def new_rank(self, rank: int, first: str) -> tuple[str, Sidecar] | None:
+        """Return None: Trainer starts without the random states of a rank."""
         return None
 
     def notes(self, keys: Collection[str], before: int, after: int) -> list[str]:
+        """Return no note: no value counts the ranks."""
         return []

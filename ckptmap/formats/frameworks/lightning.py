@@ -23,7 +23,7 @@ _DCP = re.compile(r"\.metadata|.+\.distcp")
 
 
 class Lightning:
-    """The members of the directory: the DCP files, and the values of meta.pt as extra values."""
+    """Names the parts of the directory: the DCP files, and `meta.pt`, whose values are extra values."""
 
     name = "lightning"
 
@@ -32,5 +32,6 @@ class Lightning:
         return place.is_dir and {".metadata", META} <= {*place.names}
 
     def members(self, place: Place) -> Members:
+        """Return the DCP files and `meta.pt`."""
         saved = Member(place.path, "all", names=matching(_DCP, place))
         return Members((saved, Member(str(Path(place.path) / META), "extra")))

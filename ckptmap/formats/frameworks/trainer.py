@@ -25,7 +25,7 @@ _FOREIGN = re.compile(r"adapter_config\.json|zero_to_fp32\.py")
 
 
 class Trainer:
-    """The members of the directory: weights and optimizer, and as extra values the scheduler, the
+    """Names the parts of the directory: weights and optimizer, and as extra values the scheduler, the
     scaler and the trainer's own state."""
 
     name = "trainer"

@@ -25,14 +25,14 @@ _CONFIG = "huggingface"
 
 
 class Verl:
-    """The members of the directory: the rank files of each role. Config and tokenizer lie in the
-    folder `huggingface`."""
+    """Names the parts of the directory: the rank files of each role (model, optimizer, extra state).
+    Config and tokenizer lie in the folder `huggingface`."""
 
     name = "verl"
 
     def claims(self, place: Place) -> bool:
-        """Return True for rank files of weights with some other file of verl's beside them. Rank files
-        of weights alone may be any program's: the reader of rank files opens those."""
+        """Return True for rank files of weights with some other file of verl beside them. Any program
+        may have written rank files of weights alone; the reader of rank files opens those."""
         beside = (_CONFIG, *(f"{name}.json" for name in _DOCUMENTS))
         more = any(name in place.names for name in beside) or matching(_OPTIMIZER, place)
         return place.is_dir and bool(matching(_MODEL, place) and (more or matching(_EXTRA, place)))
@@ -63,11 +63,11 @@ class Verl:
 
 def _check_worlds(place: Place, members: tuple[Member, ...]) -> None:
     names = [name for member in members for name in member.names]
-    worlds = sorted({int(found[1]) for name in names if (found := _WORLD.search(name))})
+    worlds = sorted({int(match[1]) for name in names if (match := _WORLD.search(name))})
     if len(worlds) > 1:
         raise SourceError(
             "CKM110",
-            f"{place.path}: rank files of several saves: of {' and of '.join(map(str, worlds))}"
-            " ranks",
+            f"{place.path}: expected rank files of one save, found some of"
+            f" {' and some of '.join(map(str, worlds))} ranks",
             "move each save into a directory of its own",
         )

@@ -1,6 +1,7 @@
-"""Copy the files beside the weights of a Hugging Face directory: config, tokenizer, chat templates.
+"""Choose the files beside the weights of a Hugging Face directory that are copied to the output:
+config, tokenizer, chat templates and the like.
 
-transformers loads the output only with these files. The config also states which embeddings are
+transformers loads the output only with these files. `config.json` also states which embeddings are
 tied, and how the weights are quantized. So it is changed to describe the weights that are written.
 """
 
@@ -15,7 +16,7 @@ from ckptmap.formats.huggingface import tied_heads
 from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
 from ckptmap.formats.safetensors.file import LFS_MAGIC
 from ckptmap.protocols import CarriedFile, Declared
-from ckptmap.storage.file_systems import local_copy
+from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.storage.safe_names import blobs_of, inside
 from ckptmap.storage.sidecar import Sidecar
 from ckptmap.tensors import TensorInfo
@@ -73,7 +74,7 @@ def _is_inside(file: Path) -> bool:
     return bool(inside(directory, file.name, directory, blobs_of(directory)))
 
 
-class HfCarrier:
+class HfCarrier(ReadsFiles):
     """Copies the siblings of the weights, and reads from config.json which embeddings are tied.
 
     siblings   paths of the files and folders beside the source's weights
@@ -84,7 +85,7 @@ class HfCarrier:
         self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
     ) -> dict[str, str]:
         """Return output embedding -> input embedding, if config.json ties them and both are stored."""
-        if not states_tied(_config(_files(siblings, beside))):
+        if not states_tied(_config(_files(siblings, beside, self.mounts), self.mounts)):
             return {}
         outputs = [fqn for fqn in infos if fqn.endswith(OUTPUT_EMBEDDINGS)]
         inputs = [fqn for fqn in infos if fqn.endswith(INPUT_EMBEDDINGS)]
@@ -106,11 +107,11 @@ class HfCarrier:
         quantized   the `quantization_config` that the weights need
         untied      output embeddings that are no longer tied to the input embedding
         """
-        found = _files(siblings, beside)
-        carried = {name: Sidecar.at(file) for name, file in found.items()}
-        notes = [f"goes along as it is: {n}" for n in found if "/" in n and n.endswith(WEIGHTS)]
+        copied = _files(siblings, beside, self.mounts)
+        carried = {name: Sidecar.at(file, self.mounts) for name, file in copied.items()}
+        notes = [f"copied unchanged: {n}" for n in copied if "/" in n and n.endswith(WEIGHTS)]
         notes += [
-            f"{name}: is a Git LFS pointer, not the file itself, and goes along as it is; fetch it in the"
+            f"{name}: is a Git LFS pointer, not the file itself, and is copied unchanged; fetch it in the"
             " source: git lfs pull"
             for name, file in carried.items()
             if file.content.startswith(LFS_MAGIC)
@@ -118,9 +119,9 @@ class HfCarrier:
         if CONFIG not in carried and OPEN_CLIP in carried:
             return carried, notes
         if CONFIG not in carried:
-            notes.append("no config.json is beside the weights; give one with --config-from PATH")
+            notes.append("the weights have no config.json; give one with --config-from PATH")
             return carried, notes
-        content, before = carried[CONFIG].read(), _config(found)
+        content, before = carried[CONFIG].read(), _config(copied, self.mounts)
         after = _declaring(before, dtypes, quantized, bool(untied))
         if after != before:
             content = (json.dumps(after, indent=2) + "\n").encode()
@@ -140,73 +141,77 @@ class HfCarrier:
         return DIFFUSERS_STEM if isinstance(config, dict) and config.keys() >= DIFFUSERS else None
 
 
-def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
+def _files(siblings: Sequence[str], beside: str | None, mounts: Mounts) -> dict[str, str]:
     """Return name -> path of the files to copy. Raise PlanError CKM101 if the directory `beside` has
     no config.json."""
     if beside is not None and Path(beside).is_dir():
         if not (Path(beside) / CONFIG).is_file():
-            raise PlanError("CKM101", f"{beside}: has no config.json", "check --config-from")
+            raise PlanError(
+                "CKM101",
+                f"{beside}: has no config.json",
+                "give a directory with one, or the file itself: --config-from PATH",
+            )
         siblings = [str(file) for file in Path(beside).iterdir()]
-    found = {Path(file).name: file for file in sorted(siblings) if _belongs(Path(file))}
-    found |= {
+    files = {Path(file).name: file for file in sorted(siblings) if _belongs(Path(file))}
+    files |= {
         f"{TEMPLATES}/{file.name}": str(file)
         for folder in map(Path, siblings)
         if folder.name == TEMPLATES and folder.is_dir() and _is_inside(folder)
         for file in sorted(folder.iterdir())
         if _belongs(file)
     }
-    found |= _of_modules(Path(found[MODULES])) if MODULES in found else {}
+    files |= _of_modules(Path(files[MODULES]), mounts) if MODULES in files else {}
     if beside is not None and Path(beside).is_file():
-        found[CONFIG] = beside
-    code = {name for name in found if name.endswith(CODE)}
-    if code and not any(map(_names_code, found.values())):
-        found = {name: file for name, file in found.items() if name not in code}
-    return found
+        files[CONFIG] = beside
+    code = {name for name in files if name.endswith(CODE)}
+    if code and not any(_names_code(file, mounts) for file in files.values()):
+        files = {name: file for name, file in files.items() if name not in code}
+    return files
 
 
-def weights_of_modules(root: str) -> tuple[str, ...]:
+def weights_of_modules(root: str, mounts: Mounts) -> tuple[str, ...]:
     """Return the weight files in the folders that modules.json of `root` lists.
 
     sentence-transformers loads them with the model, but they are not tensors of the checkpoint.
     Raise SourceError CKM116 for a folder that leads out of `root`.
     """
     listing = Path(root) / MODULES
-    found = _of_modules(listing) if _belongs(listing) else {}
-    return tuple(name for name in found if "/" in name and name.endswith(WEIGHTS))
+    files = _of_modules(listing, mounts) if _belongs(listing) else {}
+    return tuple(name for name in files if "/" in name and name.endswith(WEIGHTS))
 
 
-def _of_modules(listing: Path) -> dict[str, str]:
+def _of_modules(listing: Path, mounts: Mounts) -> dict[str, str]:
     """Return name -> path of all files in the folders that a modules.json lists.
 
     Raise SourceError CKM116 for a path out of its directory."""
     directory = str(listing.parent)
     try:
-        entries = json.loads(local_copy(str(listing)).read_bytes())
+        entries = json.loads(mounts.local_copy(listing).read_bytes())
     except (ValueError, RecursionError):  # not a modules.json of sentence-transformers
         return {}
     paths = [e.get("path") for e in entries if isinstance(e, dict)] if type(entries) is list else []
-    found = {}
+    files = {}
     for path in (path for path in paths if isinstance(path, str) and path):
         for file in sorted(Path(inside(directory, path, str(listing))).rglob("*")):
             name = file.relative_to(directory).as_posix()
             if file.is_file():
-                found[name] = inside(directory, name, str(listing), blobs_of(str(file.parent)))
-    return found
+                files[name] = inside(directory, name, str(listing), blobs_of(str(file.parent)))
+    return files
 
 
-def _names_code(file: str) -> bool:
+def _names_code(file: str, mounts: Mounts) -> bool:
     """Return True for a config that names Python files beside it as code of the model or tokenizer.
 
     Without such a config, scripts in the directory are the user's own, and a push must not upload
     them.
     """
-    return file.endswith(CONFIG) and AUTO_MAP in local_copy(file).read_bytes()
+    return file.endswith(CONFIG) and AUTO_MAP in mounts.local_copy(file).read_bytes()
 
 
-def _config(files: Mapping[str, str]) -> dict[str, object]:
+def _config(files: Mapping[str, str], mounts: Mounts) -> dict[str, object]:
     if CONFIG not in files:
         return {}
-    content = local_copy(files[CONFIG]).read_bytes()
+    content = mounts.local_copy(files[CONFIG]).read_bytes()
     if content.startswith(LFS_MAGIC):
         raise SourceError(
             "CKM102",
@@ -216,13 +221,13 @@ def _config(files: Mapping[str, str]) -> dict[str, object]:
     try:
         config = json.loads(content.decode("utf-8"))
     except ValueError as error:
-        raise PlanError("CKM103", f"{files[CONFIG]}: is no JSON: {error}", REPAIR) from error
+        raise PlanError("CKM103", f"{files[CONFIG]}: is not JSON: {error}", REPAIR) from error
     return config if isinstance(config, dict) else {}
 
 
 def _quantization(config: Mapping[str, object]) -> dict[str, object] | None:
-    found = config.get(QUANTIZATION)
-    return found if isinstance(found, dict) else None
+    settings = config.get(QUANTIZATION)
+    return settings if isinstance(settings, dict) else None
 
 
 def _declaring(
@@ -233,17 +238,18 @@ def _declaring(
     Their dtype replaces `dtype` or `torch_dtype`, if the config has such a key. Their
     `quantization_config` replaces the present one. With `untied`, no embedding is tied any more.
     """
-    found = dict(config)
+    changed = dict(config)
     if len(dtypes) == 1:
-        found |= dict.fromkeys({"dtype", "torch_dtype"} & found.keys(), next(iter(dtypes)))
-    present = found.get(QUANTIZATION)
-    wanted = quantized.config(_quantization(found), tied_heads.of_config(found))
+        changed |= dict.fromkeys({"dtype", "torch_dtype"} & changed.keys(), next(iter(dtypes)))
+    present = changed.get(QUANTIZATION)
+    wanted = quantized.config(_quantization(changed), tied_heads.of_config(changed))
     if wanted != present:
-        found.pop(QUANTIZATION, None)
-        found |= {} if wanted is None else {QUANTIZATION: dict(wanted)}
+        changed.pop(QUANTIZATION, None)
+        if wanted is not None:
+            changed[QUANTIZATION] = dict(wanted)
     if untied:
-        found[TIED] = False
-        inner = found.get("text_config")
+        changed[TIED] = False
+        inner = changed.get("text_config")
         if isinstance(inner, dict):
-            found["text_config"] = {**inner, TIED: False}
-    return found
+            changed["text_config"] = {**inner, TIED: False}
+    return changed

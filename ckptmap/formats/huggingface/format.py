@@ -1,4 +1,11 @@
-"""A Hugging Face model directory: safetensors shards, their index, config and tokenizer."""
+"""Open and write a Hugging Face model directory: safetensors shards and the index that lists them.
+
+    model-00001-of-00002.safetensors    tensors; a model of one shard is model.safetensors, without index
+    model.safetensors.index.json        {"weight_map": {tensor name: shard file name}}
+    config.json, tokenizer files        copied beside the output (`carrier`)
+
+Source: transformers `save_pretrained`, and the "Format" of huggingface/safetensors.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +29,7 @@ from ckptmap.formats.huggingface.shard_index import (
 from ckptmap.formats.safetensors import torchao_metadata
 from ckptmap.formats.safetensors.file import RECORDS, records_of, refuse_text, stored_tensors
 from ckptmap.formats.safetensors.header import Header, emit, parse
-from ckptmap.protocols import Index, OutFile, OutState, OutTensor, Place, Setup, Slot
+from ckptmap.protocols import Index, Mounts, OutFile, OutState, OutTensor, Place, Setup, Slot
 from ckptmap.storage.files import Files
 from ckptmap.storage.safe_names import blobs_of, inside
 from ckptmap.tensors import Box
@@ -33,11 +40,13 @@ ONE_FILE = "model.safetensors"
 """The file that transformers prefers to any index beside it."""
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 DCP_SHARD = re.compile(r"shard-\d+-.+\.safetensors")
-"""torch's HuggingFaceStorageWriter: parts of tensors under whole tensors' names."""
+"""A file of torch's HuggingFaceStorageWriter: it holds one rank's chunks, under the names of whole
+tensors (`formats.dcp.safetensors_reader`)."""
 OTHER_FORM = re.compile(
     r"((diffusion|open_clip)_)?pytorch_model([-.]\w+)*\.bin|(tf|flax|rust)_model([-.]\w+)*\.(h5|msgpack|ot)"
 )
-"""Weights in other formats, which libraries ignore beside safetensors; they may be of an earlier save."""
+"""Weights in other formats. Libraries ignore them beside safetensors; an earlier save may have left
+them."""
 UNFINISHED = re.compile(r".*\.(incomplete|part|partial|tmp|crdownload|aria2)[^.]*")
 
 HF = Setup(
@@ -52,7 +61,7 @@ HF = Setup(
 
 
 class HfDirectory:
-    """Reads a directory of safetensors shards; the index says which belong."""
+    """Reads a directory of safetensors shards; the index lists those that belong to the model."""
 
     name = "hf"
 
@@ -61,31 +70,36 @@ class HfDirectory:
         return place.is_dir and bool(_index_names(place.names) or _without_index(place.names))
 
     def index(self, place: Place) -> Index:
-        """Raises SourceError CKM108 where index and shards disagree, CKM116 where a name or link
-        leads out of the directory, and what a malformed shard raises."""
+        """Return the tensors of all shards, their encoding records, and notes on files that are not read.
+
+        Raise SourceError CKM108 if index and shards disagree or a shard is missing, CKM116 if a name or
+        link leads out of the directory, CKM102 to CKM104 or CKM107 for a malformed shard, CKM115 for
+        malformed encoding records.
+        """
         root = str(FilePath(place.path).absolute())
         index_file = _pick_index(place)
         notes: list[str] = []
         with paused_gc():
             if index_file is None:
                 shards = _complete_set(place)
-                leaves, records, files = _read_shards(root, shards, root)
+                leaves, records, files = _read_shards(root, shards, root, place.mounts)
             else:
-                listed = parse_index(str(FilePath(root) / index_file))
+                listed = parse_index(str(FilePath(root) / index_file), place.mounts)
                 shards = list(dict.fromkeys(listed.weight_map.values()))
                 where = str(FilePath(root) / index_file)
                 if _is_stale(place, where, shards):
                     shards = [ONE_FILE]
-                    leaves, records, files = _read_shards(root, shards, root)
+                    leaves, records, files = _read_shards(root, shards, root, place.mounts)
                     notes.append(
-                        f"left aside, of an earlier save, its shards are gone: {index_file}"
+                        f"not read, because all shards that it lists are gone: {index_file}"
                     )
                 else:
-                    leaves, records, files = _read_shards(root, shards, where, listed.weight_map)
+                    leaves, records, files = _read_shards(
+                        root, shards, where, place.mounts, listed.weight_map)  # fmt: skip
                     notes += _compare(leaves, listed.weight_map, listed.total_nbytes, where)
                     files = (*files, where)
-        notes += _left_aside(place.names, shards)
-        missing = weights_of_modules(root) if MODULES in place.names else ()
+        notes += _unread(place.names, shards)
+        missing = weights_of_modules(root, place.mounts) if MODULES in place.names else ()
         unread = (*filter(OTHER_FORM.fullmatch, place.names), *missing)
         return Index(
             self.name,
@@ -103,14 +117,15 @@ def _index_names(names: Iterable[str]) -> list[str]:
 
 
 def _without_index(names: Iterable[str]) -> list[str]:
-    """Return the files that may be the weights if there is no index; empty: another format."""
-    found = [n for n in names if n.endswith(SUFFIX) and not DCP_SHARD.fullmatch(n)]
-    numbered = [name for name in found if SHARD.fullmatch(name)]
-    if ONE_FILE in found:
+    """Return the files that may be the weights if there is no index. Return an empty list if the
+    directory is of another format."""
+    files = [n for n in names if n.endswith(SUFFIX) and not DCP_SHARD.fullmatch(n)]
+    numbered = [name for name in files if SHARD.fullmatch(name)]
+    if ONE_FILE in files:
         return [ONE_FILE]
     if numbered:
         return numbered
-    return found if len(found) == 1 and "adapter_config.json" not in names else []
+    return files if len(files) == 1 and "adapter_config.json" not in names else []
 
 
 def _pick_index(place: Place) -> str | None:
@@ -121,24 +136,25 @@ def _pick_index(place: Place) -> str | None:
         return "model" + INDEX_SUFFIX
     raise SourceError(
         "CKM108",
-        f"{place.path}: several indexes, expected one: {', '.join(indexes)}",
-        "move the others away",
+        f"{place.path}: expected one index, found {len(indexes)}: {', '.join(indexes)}",
+        "move all but one of them to another directory",
     )
 
 
 def _is_stale(place: Place, where: str, shards: Sequence[str]) -> bool:
-    """Is the index left over? save_pretrained removes shards of an earlier save, and not their index.
-    Raises SourceError CKM108 where both are weights: which of them is meant, readers disagree on."""
+    """Return True if the index is of an earlier save: save_pretrained removes its shards, but not the
+    index. Raise SourceError CKM108 if shards of the index and `model.safetensors` are both here,
+    because libraries differ in which of them they load."""
     if ONE_FILE not in place.names or ONE_FILE in shards:
         return False
-    there = [shard for shard in shards if (FilePath(place.path) / shard).is_file()]
-    if there:
+    present = [shard for shard in shards if (FilePath(place.path) / shard).is_file()]
+    if present:
         raise SourceError(
             "CKM108",
-            f"{where}: lists {there[0]!r}, and {ONE_FILE!r} is there too: two saves, of which"
-            " transformers loads that of one file, others that of the index; expected one",
-            "move the one that is not meant away, or name"
-            f" {quote(str(FilePath(place.path) / ONE_FILE))} itself",
+            f"{where}: expected one save, found two saves: the index lists {present[0]!r}, and"
+            f" {ONE_FILE!r}, which transformers loads, is here too",
+            "move the weights of one save to another directory, or give the path"
+            f" {quote(str(FilePath(place.path) / ONE_FILE))}",
         )
     return True
 
@@ -153,8 +169,8 @@ def _complete_set(place: Place) -> list[str]:
     if len(sets) > 1:
         raise SourceError(
             "CKM108",
-            f"{place.path}: shards of {len(sets)} sets and no index, expected one set",
-            "put each set in a directory of its own",
+            f"{place.path}: expected an index or one set of shards, found shards of {len(sets)} sets",
+            "move each set into a directory of its own",
         )
     stem, count = sets.pop()
     wanted = [shard_name(stem, i + 1, count) for i in range(count)] if count > 1 else names
@@ -168,8 +184,8 @@ def _require_all(root: str, shards: Sequence[str], where: str) -> None:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise SourceError(
             "CKM108",
-            f"{where}: {absent[0]!r}{more} of {len(shards)} shards is not there",
-            "finish the download: nothing is converted from a part of a model",
+            f"{where}: of {len(shards)} shards, {absent[0]!r}{more} is missing",
+            "finish the download; a model is converted only if all of its shards are here",
         )
 
 
@@ -177,8 +193,9 @@ Contents = tuple[PlainTensors, dict[str, Mapping[str, object]], tuple[str, ...]]
 
 
 def _read_shards(
-    root: str, shards: Sequence[str], where: str, weight_map: Mapping[str, str] | None = None
-) -> Contents:
+    root: str, shards: Sequence[str], where: str, mounts: Mounts,
+    weight_map: Mapping[str, str] | None = None,
+) -> Contents:  # fmt: skip
     """Return leaves, records and files of all shards; leaves are in the order of the shards."""
     also = blobs_of(root)
     paths = [inside(root, shard, where, also) for shard in shards]
@@ -186,7 +203,7 @@ def _read_shards(
     headers: list[Header] = []
     records: dict[str, Mapping[str, object]] = {}
     home: dict[str, str] = {}
-    files = Files()
+    files = Files(mounts=mounts)
     try:
         for shard, file in zip(shards, paths, strict=True):
             refuse_text(files, file)
@@ -218,13 +235,14 @@ def _merge_records(
         if known == record:
             continue
         theirs = [r.get("scheme") == torchao_metadata.SCHEME for r in (known, record)]
-        if theirs == [True, False]:  # every shard has torchao's, the one that holds it has ours
+        # Every shard repeats torchao's records; the shard that holds the tensor has ckptmap's.
+        if theirs == [True, False]:
             into[fqn] = record
         elif theirs != [False, True]:
             raise SourceError(
                 "CKM115",
                 f"{file}: the encoding record of {fqn!r} differs from another shard's",
-                "these shards are of different conversions; convert the original again",
+                "these shards are of different conversions; convert the original checkpoint again",
             )
 
 
@@ -232,7 +250,7 @@ def _twice(where: str, key: str, first: str, second: str) -> SourceError:
     return SourceError(
         "CKM108",
         f"{where}: tensor {key!r} is stored in {first!r} and in {second!r}, expected one of them",
-        "move the shard that does not belong away",
+        "move the shard that is of another save to another directory",
     )
 
 
@@ -264,18 +282,18 @@ def _compare(
     unlisted = [key for key in leaves.names if key not in weight_map]
     if unlisted:
         notes.append(f"the index does not list {len(unlisted)} stored tensors: {unlisted[0]}")
-    found = sum(info.nbytes for info in leaves.infos)
-    if total_nbytes is not None and total_nbytes != found:
-        notes.append(f"the index gives total_size {total_nbytes}, the shards hold {found}")
+    held = sum(info.nbytes for info in leaves.infos)
+    if total_nbytes is not None and total_nbytes != held:
+        notes.append(f"the index gives total_size {total_nbytes}, the shards hold {held}")
     return notes
 
 
-def _left_aside(names: Sequence[str], shards: Sequence[str]) -> list[str]:
-    """Return the files that look like weights and are not part of the checkpoint."""
+def _unread(names: Sequence[str], shards: Sequence[str]) -> list[str]:
+    """Return notes on the files that look like weights and are not part of the checkpoint."""
     stale = [n for n in names if n.endswith(SUFFIX) and n not in shards]
     unfinished = [n for n in names if UNFINISHED.fullmatch(n)]
-    notes = [f"left aside, not in the index: {name}" for name in stale]
-    return notes + [f"left aside, an unfinished download: {name}" for name in unfinished]
+    notes = [f"not read, because no index lists it: {name}" for name in stale]
+    return notes + [f"not read, because its download is unfinished: {name}" for name in unfinished]
 
 
 # -------------------------------------------------------------------------------- writing
@@ -284,13 +302,14 @@ def _left_aside(names: Sequence[str], shards: Sequence[str]) -> list[str]:
 class HfWriter:
     """Writes safetensors shards and their index.
 
-    Keys are path segments joined with dots. A tensor that is an alias is not written: who wants
-    both names of a tie written passes them without `alias_of`. `state.extra` has no place here and
-    must be empty. With `records` of payloads that only ckptmap reads the files are named `ckptmap*`
-    instead of `model*`: transformers then finds no weights and says so, where under `model*` it
-    would take the model for one whose weights are missing and initialise them at random. A record
-    with `"native"` is of a form that a library of that name reads by itself. `state.stem` stands in
-    the place of `model` where the library that loads them has a name of its own.
+    A key is the path segments joined with dots. A tensor with `alias_of` is not written; to write both
+    names of a tie, pass both without it. `state.extra` must be empty: safetensors holds only tensors.
+
+    The files are named `model*`, or `{state.stem}*` for a library that expects another name. If
+    `state.records` has encodings that only ckptmap reads, they are named `ckptmap*`. Then transformers
+    raises an error because it finds no weights. Under `model*`, it would find no weight that it knows,
+    and initialise all of them at random. A record with the key "native" names the library that reads
+    its encoding, and does not count.
     """
 
     name = "hf"
@@ -298,8 +317,8 @@ class HfWriter:
     shares_storage = False
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Data files in shard order, then the index where there is more than one. Raises
-        PlanError CKM114 for two tensors of one key, CKM203 for a dtype safetensors has not."""
+        """Return the shards in order, then the index if there are several. Raise PlanError CKM114 if two
+        tensors have one key, CKM203 for a dtype that safetensors lacks."""
         with paused_gc():
             return self._files(state)
 
@@ -341,8 +360,8 @@ def _shard_file(
     records: Mapping[str, Mapping[str, object]],
     about: Mapping[str, str],
 ) -> OutFile:
-    """Largest element size first, so that every tensor is aligned for who maps the file. `about`
-    is what a library wants in the header of every shard."""
+    """Return one shard. Its tensors come by falling element size, so that each is aligned in a file that
+    is mapped into memory. `about` is metadata that a library expects in every shard."""
     entries = sorted(entries, key=lambda entry: -entry[1].info.itemsize)
     metadata = {"format": "pt", **about}
     held = _held(records, [key for key, _ in entries]) if records else {}
@@ -361,8 +380,8 @@ def _shard_file(
 def _held(
     records: Mapping[str, Mapping[str, object]], keys: Sequence[str]
 ) -> dict[str, Mapping[str, object]]:
-    """Records of tensors of which a part may be among the keys: `a.b.weight` for `a.b.weight.nf4`,
-    and for `a.b.SCB`."""
+    """Return the records of tensors that have a part among the keys: that of `a.b.weight` for the key
+    `a.b.weight.nf4` or `a.b.SCB`."""
     paths = {path for key in keys for path in _paths(key)}
     return {
         fqn: record

@@ -1,4 +1,4 @@
-"""Compute the names that transformers 5 gives to modules in memory, if they differ from the file's.
+"""Compute the names that transformers 5 gives to modules in memory if they differ from those on disk.
 
     language_model.model.layers.0.mlp.up_proj    -> model.language_model.layers.0.mlp.up_proj
     vit.encoder.layer.0.attention.attention.key  -> vit.layers.0.attention.k_proj
@@ -17,9 +17,11 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way of renaming: `rules` (pattern, replacement) are applied one after the other, if some key
-    of the checkpoint matches `sign`."""
+class Renaming:
+    """How transformers renames the modules of one model family.
+
+    If a key of the checkpoint matches `sign`, the `rules` (pattern, replacement) are applied in turn.
+    """
 
     sign: re.Pattern[str]
     rules: tuple[tuple[re.Pattern[str], str], ...]
@@ -30,8 +32,8 @@ class Way:
         return name
 
 
-def _way(sign: str, *rules: tuple[str, str]) -> Way:
-    return Way(re.compile(sign), tuple((re.compile(pattern), put) for pattern, put in rules))
+def _renaming(sign: str, *rules: tuple[str, str]) -> Renaming:
+    return Renaming(re.compile(sign), tuple((re.compile(pattern), put) for pattern, put in rules))
 
 
 _TOWER = r"(?:language_model|(?:vision|audio|image|video)_tower|vision_model|visual)\."
@@ -46,20 +48,20 @@ _FLAT_BLOCK = (
     (r"\.output\.dense$", ".mlp.fc2"),
     (r"\.mlp\.weights_out$", ".mlp.down_proj"),
 )
-WAYS = (
-    _way(_VIT, *_FLAT_BLOCK),  # ViT and its kin, DINOv2
-    _way(_VIT, (r"(^|\.)encoder\.layer\.(?=\d)", r"\1layers.")),  # ViT and its kin
-    _way(_VIT, (r"\.mlp\.weights_in$", ".mlp.gate_proj")),  # DINOv2's SwiGLU, cut in two
-    _way(_VIT, (r"\.mlp\.weights_in$", ".mlp.up_proj")),
-    _way(_SWIN, *_FLAT_BLOCK),
-    _way(r"(?:^|\.)layer\.\d+\.attention\.q_proj\.", (r"(^|\.)layer\.", r"\1model.layer.")),  # DINOv3
-    _way(r"^embed_out\.", (r"^embed_out$", "lm_head")),  # GPT-NeoX
-    _way(r"^backbone\.layers\.\d+\.mixer\.", (r"^backbone\.", "model.")),  # Nemotron-H
-    _way(r"^thinker\.", (r"^thinker\.", "")),  # Qwen2.5-Omni
+RENAMINGS = (
+    _renaming(_VIT, *_FLAT_BLOCK),  # ViT and its kin, DINOv2
+    _renaming(_VIT, (r"(^|\.)encoder\.layer\.(?=\d)", r"\1layers.")),  # ViT and its kin
+    _renaming(_VIT, (r"\.mlp\.weights_in$", ".mlp.gate_proj")),  # DINOv2's SwiGLU, cut in two
+    _renaming(_VIT, (r"\.mlp\.weights_in$", ".mlp.up_proj")),
+    _renaming(_SWIN, *_FLAT_BLOCK),
+    _renaming(r"(?:^|\.)layer\.\d+\.attention\.q_proj\.", (r"(^|\.)layer\.", r"\1model.layer.")),  # DINOv3
+    _renaming(r"^embed_out\.", (r"^embed_out$", "lm_head")),  # GPT-NeoX
+    _renaming(r"^backbone\.layers\.\d+\.mixer\.", (r"^backbone\.", "model.")),  # Nemotron-H
+    _renaming(r"^thinker\.", (r"^thinker\.", "")),  # Qwen2.5-Omni
     # CLIP and SigLIP, alone or as the tower of another model
-    _way(r"(?:^|_tower\.)vision_model\.", (r"(^|_tower\.)vision_model\.", r"\1")),
+    _renaming(r"(?:^|_tower\.)vision_model\.", (r"(^|_tower\.)vision_model\.", r"\1")),
     # models of several towers, which the loader puts into `model`, heads taken out of them
-    _way(
+    _renaming(
         rf"^(?:thinker\.)?(?:[^.]+\.)?{_TOWER}",
         (r"^model\.(?!language_model\.|(?:vision|audio|image|video)_tower\.|visual\.)", "."),
         (r"^language_model\.(?:model\.)?", "."),
@@ -71,17 +73,18 @@ WAYS = (
 
 
 def loaded_as(keys: Collection[str]) -> Callable[[str], list[str]]:
-    """Return a function for the checkpoint of these keys: name of a module -> the other names that the
-    module may have in memory."""
-    ways = [way for way in WAYS if any(map(way.sign.search, keys))]
+    """Return a function for a checkpoint of these keys. It returns, for a module's name on disk, the
+    other names that the module may have in memory."""
+    renamings = [each for each in RENAMINGS if any(map(each.sign.search, keys))]
 
     def others(module: str) -> list[str]:
-        found = {module: None}
-        for way in ways:
-            found |= {way(name): None for name in found}
-        return [name for name in found if name != module]
+        """Return the other names of a module."""
+        names = {module: None}
+        for each in renamings:
+            names |= {each(name): None for name in names}
+        return [name for name in names if name != module]
 
-    return others if ways else lambda module: []
+    return others if renamings else lambda module: []
 
 
 _UNKNOWN = """
@@ -98,4 +101,4 @@ step3p5_vision step3p7 t5gemma2_encoder timesfm2_5 timm_wrapper tipsv2 tipsv2_dp
 tipsv2_text_model tipsv2_vision_model ultrabert ultravbert unlimited_ocr vibevoice_asr vit_mae
 """
 UNKNOWN = frozenset(_UNKNOWN.split())
-"""Model types whose linear layers transformers 5.23 renames or cuts in ways that WAYS lacks."""
+"""Model types whose linear layers transformers 5.23 renames or cuts differently from RENAMINGS."""

@@ -1,7 +1,10 @@
-"""`model.safetensors.index.json`: which shard holds which tensor, parsed with checks and emitted.
+"""Read and write the index of a Hugging Face directory (`model.safetensors.index.json`), and split
+tensors into shards.
 
-`{"metadata": {"total_size": bytes}, "weight_map": {name: shard file name}}`, and the greedy split
-into shards of huggingface_hub (`split_state_dict_into_shards_factory`).
+    {"metadata": {"total_size": bytes}, "weight_map": {tensor name: shard file name}}
+
+Source: transformers `save_pretrained`, and the split of huggingface_hub
+(`split_state_dict_into_shards_factory`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmap.errors import SourceError
-from ckptmap.storage.file_systems import local_copy
+from ckptmap.protocols.file_systems import Mounts
 
 MAX_INDEX_NBYTES = 100_000_000
 HINT = "download the repository again, or save the model again"
@@ -21,12 +24,15 @@ HINT = "download the repository again, or save the model again"
 
 @dataclass(frozen=True)
 class ShardIndex:
+    """The content of an index: tensor name -> shard file name, and the bytes of all tensors, if given."""
+
     weight_map: Mapping[str, str]
     total_nbytes: int | None = None
 
 
-def parse_index(file: str) -> ShardIndex:
-    """Raises SourceError CKM108 for anything but an index."""
+def parse_index(file: str, mounts: Mounts) -> ShardIndex:
+    """Return the content of an index file. Raise SourceError CKM108 if it cannot be read, or is not an
+    index."""
     path = Path(file)
     try:
         nbytes = path.stat().st_size
@@ -34,7 +40,9 @@ def parse_index(file: str) -> ShardIndex:
             raise _bad(file, f"expected at most {MAX_INDEX_NBYTES} bytes, found {nbytes}")
         if not nbytes:
             raise _bad(file, "is empty (0 bytes), expected an index")
-        tree = json.loads(local_copy(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique)
+        tree = json.loads(
+            mounts.local_copy(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique
+        )
     except SourceError:
         raise
     except OSError as error:
@@ -56,14 +64,18 @@ def parse_index(file: str) -> ShardIndex:
 
 
 def emit_index(weight_map: Mapping[str, str], total_nbytes: int) -> bytes:
-    """Byte for byte what transformers writes, save for `total_parameters`: parts are not that."""
+    """Return the bytes of an index, as transformers writes it, but without `total_parameters`: the parts
+    of a quantized tensor are not parameters, so their number would be wrong."""
     tree = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(weight_map)}
     return (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode("utf-8")
 
 
 def split_shards(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Positions of the tensors of each shard, as huggingface_hub splits: greedy in the given
-    order; a tensor larger than the limit is a shard of its own and does not end the current one."""
+    """Return for each shard the positions of its tensors; `nbytes` are their sizes, `limit` a shard's.
+
+    As in huggingface_hub, a shard is filled in the given order until the next tensor does not fit. A
+    tensor larger than the limit becomes a shard of its own and does not end the current one.
+    """
     shards: list[list[int]] = []
     current: list[int] = []
     filled = 0
@@ -82,7 +94,8 @@ def split_shards(nbytes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def shard_name(stem: str, number: int, count: int) -> str:
-    """`model-00001-of-00002.safetensors`; the only shard is `model.safetensors`."""
+    """Return a file name like `model-00001-of-00002.safetensors`, or `model.safetensors` for the only
+    shard."""
     return f"{stem}{'' if count == 1 else f'-{number:05d}-of-{count:05d}'}.safetensors"
 
 

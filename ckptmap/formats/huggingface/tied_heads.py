@@ -5,7 +5,7 @@ as not quantized, or the loader looks for quantized codes of it.
 
     cls.predictions.transform.dense.weight is stored    -> cls.predictions.decoder is such a layer
 
-Source: `_tied_weights_keys` of transformers 5.23. A name that fits no module does no harm.
+Source: `_tied_weights_keys` of transformers 5.23. A listed name that no module has does no harm.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def unstored(names: Collection[str], heads: Collection[str]) -> list[str]:
     bias does not count: files hold the bias of a tied layer.
     """
     written = {s for name in names if not name.endswith(".bias") for s in name.split(".")}
-    found = [head for head in heads if head not in written]
+    candidates = [head for head in heads if head not in written]
     if heads:
-        found += dict.fromkeys(_within(names))
-    return [head for head in found if f"{head}.weight" not in names]
+        candidates += dict.fromkeys(_within(names))
+    return [head for head in candidates if f"{head}.weight" not in names]
 
 
 def _within(names: Collection[str]) -> Iterator[str]:

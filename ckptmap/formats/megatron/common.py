@@ -19,7 +19,7 @@ ARGS = "args"
 OPTIMIZER = "optimizer"
 NOT_READ = "Megatron-LM's optimizer keeps buffers and copies by rank, which are not read"
 MAX_ITEMS = 10_000
-"""Items of a list among the arguments: lists of data paths have some hundreds."""
+"""Length above which a list among the arguments is left out. Lists of data paths have some hundreds."""
 
 Extra = dict[Path, Leaf]
 
@@ -44,7 +44,7 @@ def number(args: Mapping[str, object], name: str) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def beside(leaves: Mapping[Path, Leaf]) -> tuple[Extra, list[str]]:
+def other_values(leaves: Mapping[Path, Leaf]) -> tuple[Extra, list[str]]:
     """Return the leaves of the index for the values beside the weights, and the keys left out.
 
     The optimizer becomes a note that its state is not read.
@@ -52,18 +52,18 @@ def beside(leaves: Mapping[Path, Leaf]) -> tuple[Extra, list[str]]:
     roots: dict[str, Extra] = {}
     for path, leaf in leaves.items():
         roots.setdefault(str(path[0]), {})[path[1:]] = leaf
-    found: Extra = {}
+    extra: Extra = {}
     left = []
     for key, inside in roots.items():
         if key == ARGS:
-            found["extra", ARGS] = {**arguments(inside.get(()))}
+            extra["extra", ARGS] = {**arguments(inside.get(()))}
         elif key == OPTIMIZER:
-            found[OPTIMIZER, ARGS] = not_read()
+            extra[OPTIMIZER, ARGS] = not_read()
         elif any(map(_stays, inside.values())):
             left.append(key)
         else:
-            found["extra", key] = nest(inside.items())
-    return found, left
+            extra["extra", key] = nest(inside.items())
+    return extra, left
 
 
 def not_read() -> StateNote:

@@ -1,6 +1,7 @@
-"""Read Megatron core's checkpoints of the format `torch_dist`: a DCP directory and `common.pt`.
+"""Read checkpoints that Megatron-LM saved with `--ckpt-format torch_dist`: a DCP directory and
+`common.pt`.
 
-The tensors of all layers are stacked into one, with a first dim of layers:
+The tensors of all layers are stacked into one, whose first dimension counts layers:
 
     decoder.layers.mlp.linear_fc1.weight [layers, rows, cols]
         -> decoder.layers.0.mlp.linear_fc1.weight [rows, cols], decoder.layers.1...
@@ -22,12 +23,12 @@ from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_tree import flatten
 from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.reader import METADATA, Dcp
-from ckptmap.formats.megatron.common import ARGS, OPTIMIZER, beside, not_read
+from ckptmap.formats.megatron.common import ARGS, OPTIMIZER, not_read, other_values
 from ckptmap.formats.megatron.partition_rules import EXTRA_STATE
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.protocols import Index, Place
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.tensor_parallel import unstacked
-from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Path, StoredTensor
 
@@ -39,7 +40,7 @@ _MAX_NBYTES = 1 << 20
 
 
 class DcpMegatron:
-    """Reads such a directory, with the layers apart, under the keys of Megatron core's model."""
+    """Reads such a directory under the keys of Megatron core's model, with one tensor for each layer."""
 
     name = "torch_dist"
 
@@ -48,63 +49,70 @@ class DcpMegatron:
         return place.is_dir and {METADATA, _COMMON, _BACKEND} <= {*place.names}
 
     def index(self, place: Place) -> Index:
-        """Return the leaves, weights below `model`. Raise SourceError CKM111 for another backend, CKM103
-        if metadata.json is no JSON, and the errors of reading DCP and torch.save files."""
+        """Return the weights below `model`, and the plain values of `common.pt` below `extra`.
+
+        Raise SourceError CKM111 for another backend, CKM103 if metadata.json is not JSON, and the
+        errors of reading DCP and torch.save files.
+        """
         root = FilePath(place.path).absolute()
-        _check_backend(root / _BACKEND)
-        found = Dcp().index(place)
-        leaves, notes = _by_layer(found.leaves)
+        _check_backend(root / _BACKEND, place.mounts)
+        stored = Dcp().index(place)
+        leaves, notes = _by_layer(stored.leaves)
         common = str(root / _COMMON)
-        with paused_gc():
-            loaded = load(Files(), common)
-            extra, left = beside(flatten(loaded.tree, common, loaded.pickle_nbytes))
+        opened = Files(mounts=place.mounts)
+        try:
+            with paused_gc():
+                loaded = load(opened, common)
+                extra, left = other_values(flatten(loaded.tree, common, loaded.pickle_nbytes))
+        finally:
+            opened.close()
         leaves.update(extra)
         notes += [f"left behind: {', '.join(left)} of {_COMMON}"] if left else []
-        files = (*found.files, common, str(root / _BACKEND))
+        files = (*stored.files, common, str(root / _BACKEND))
         return replace(
-            found,
+            stored,
             container=self.name,
             leaves=leaves,
             files=files,
-            notes=(*found.notes, *notes),
-            unread_files=tuple(name for name in found.unread_files if name != _COMMON),
+            notes=(*stored.notes, *notes),
+            unread_files=tuple(name for name in stored.unread_files if name != _COMMON),
         )
 
 
-def _check_backend(file: FilePath) -> None:
+def _check_backend(file: FilePath, mounts: Mounts) -> None:
     try:
-        said = json.loads(local_copy(file).read_bytes()[:_MAX_NBYTES])
+        settings = json.loads(mounts.read_head(file, _MAX_NBYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise SourceError(
-            "CKM103", f"{file}: is no JSON: {error}", "copy the checkpoint again"
+            "CKM103", f"{file}: is not JSON: {error}", "copy the checkpoint again"
         ) from error
-    backend = said.get("sharded_backend") if isinstance(said, dict) else None
+    backend = settings.get("sharded_backend") if isinstance(settings, dict) else None
     if backend != "torch_dist":
         raise SourceError(
             "CKM111",
             f"{file}: sharded_backend, expected 'torch_dist', found {backend!r:.40}",
-            "save it with --ckpt-format torch_dist",
+            "save it again with --ckpt-format torch_dist",
         )
 
 
 def _by_layer(leaves: Mapping[Path, Leaf]) -> tuple[dict[Path, Leaf], list[str]]:
-    """Return the weights below `model`, stacked layers apart, and notes on the keys left out."""
-    found: dict[Path, Leaf] = {}
+    """Return the weights below `model`, one tensor for each layer, and notes on the keys left out."""
+    split: dict[Path, Leaf] = {}
     states, others = 0, []
     for path, leaf in leaves.items():
         key = ".".join(map(str, path))
         match = _STACKED.fullmatch(key)
         if _OPTIMIZER.fullmatch(key):
-            found[OPTIMIZER, ARGS] = not_read()
+            split[OPTIMIZER, ARGS] = not_read()
         elif EXTRA_STATE.fullmatch(key):
             states += 1
         elif not isinstance(leaf, StoredTensor):
             others.append(key.partition("/")[0])
         elif match is None:
-            found["model", key] = leaf
+            split["model", key] = leaf
         else:
             for layer, part in enumerate(unstacked(leaf)):
-                found["model", f"{match[1]}{layer}.{match[2]}"] = part
+                split["model", f"{match[1]}{layer}.{match[2]}"] = part
     notes = [f"left behind: {states} _extra_state of FP8 scales, no weights"] if states else []
     more = dict.fromkeys(others)
-    return found, [*notes, *([f"left behind: {', '.join(more)}"] if more else [])]
+    return split, [*notes, *([f"left behind: {', '.join(more)}"] if more else [])]

@@ -20,7 +20,7 @@ from ckptmap.tensors import TensorInfo
 
 LAYERS = re.compile(r"decoder\.layers\.(\d+)\.")
 EXTRA_STATE = re.compile(r".*\._extra_state(/shard_.*)?")
-"""Keys under which Transformer Engine keeps its FP8 scales per rank. They are no weights."""
+"""Keys under which Transformer Engine keeps the FP8 scales of each rank. They are not weights."""
 
 _ROWS = re.compile(
     r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)"

@@ -6,9 +6,10 @@ rank.
 
     {"model": {"decoder.layers.0.mlp.linear_fc1.weight": t, ...}, "args": Namespace, "iteration": 100}
 
-The ranks' parts of each tensor are joined by the rule of its name. Layers of a stage are numbered
-on from the stage before. A tied embedding is on two stages: the conversion compares the two. Only
-models of Megatron core are read, and no experts that are spread over ranks. Source: Megatron-LM,
+The ranks' parts of each tensor are joined by a rule for its name (`partition_rules`). Each stage
+numbers its layers from 0, and the reader continues the numbers of the stage before. A tied embedding
+is stored on two stages, and the conversion compares the two. Models older than Megatron core, and
+experts that are spread over ranks, are refused. Source: Megatron-LM,
 training/checkpointing.py (`get_checkpoint_name`, `generate_state_dict`).
 """
 
@@ -22,12 +23,19 @@ from shlex import quote
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import SourceError
-from ckptmap.formats.megatron.common import ARGS, OPTIMIZER, arguments, beside, not_read, number
+from ckptmap.formats.megatron.common import (
+    ARGS,
+    OPTIMIZER,
+    arguments,
+    not_read,
+    number,
+    other_values,
+)
 from ckptmap.formats.megatron.partition_rules import EXTRA_STATE, layer_count, partition, renumbered
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankTree
 from ckptmap.protocols import Index, Place
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.tensor_parallel import joined
-from ckptmap.storage.file_systems import read_head
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Path, StoredTensor, TensorInfo
 
@@ -39,7 +47,7 @@ _MAGICS = (b"PK\3\4", b"\x80\x02\x8a\n")
 refuses with an error that names it."""
 _CHUNK = re.compile(r"model\d+")
 _TWICE = re.compile(r"(embedding\.word_embeddings|output_layer)\.weight")
-"""Keys that may be on two stages: a tied embedding is on the first and on the last."""
+"""Keys that two stages may hold: a tied embedding is on the first and on the last."""
 _ONE_SAVE = "copy the files of all ranks of one save into one directory"
 _CORE = "convert it with Megatron-LM's tools/checkpoint/convert.py --saver core to TP 1, PP 1 first"
 
@@ -55,12 +63,13 @@ class _Rank:
 
     def tensor(self, key: str) -> StoredTensor | None:
         """Return this rank's part of a tensor of the model; None if `key` is no tensor."""
-        found = self.tree.get(("model", key))
-        return found if isinstance(found, StoredTensor) else None
+        leaf = self.tree.get(("model", key))
+        return leaf if isinstance(leaf, StoredTensor) else None
 
     def info(self, key: str) -> TensorInfo | None:
-        found = self.tensor(key)
-        return None if found is None else found.info
+        """Return shape and dtype of this rank's part of a tensor; None if `key` is no tensor."""
+        tensor = self.tensor(key)
+        return None if tensor is None else tensor.info
 
 
 class Megatron:
@@ -76,7 +85,11 @@ class Megatron:
         if not place.is_dir:
             named = path.name == _FILE and _RANK.fullmatch(path.absolute().parent.name)
             return bool(named) and place.head.startswith(_MAGICS)
-        return any(_is_saved(path / name / _FILE) for name in place.names if _RANK.fullmatch(name))
+        return any(
+            _is_saved(path / name / _FILE, place.mounts)
+            for name in place.names
+            if _RANK.fullmatch(name)
+        )
 
     def index(self, place: Place) -> Index:
         """Return the joined tensors below `model`, and the plain values beside them.
@@ -95,10 +108,10 @@ class Megatron:
         names = place.names if place.is_dir else (path.parent.name,)
         if not place.is_dir:
             _refuse_one_of_many(path, root)
-        stages = _stages(root, _ranks(root, names))
+        stages = _stages(root, _ranks(root, names, place.mounts))
         tensors, notes = _Model(stages, str(root)).joined()
         first = stages[0][0]
-        extra, left = beside(_others(first))
+        extra, left = other_values(_others(first))
         if any((root / rank.name / _OPTIMIZER_FILE).exists() for rank in stages[0]):
             extra[OPTIMIZER, ARGS] = not_read()
         notes += [f"left behind: {', '.join(left)}"] if left else []
@@ -108,9 +121,9 @@ class Megatron:
         return Index(self.name, leaves, tuple(files), world=len(files), notes=tuple(notes))
 
 
-def _is_saved(path: FilePath) -> bool:
+def _is_saved(path: FilePath, mounts: Mounts) -> bool:
     try:
-        return read_head(path, len(_MAGICS[0])) in _MAGICS
+        return mounts.read_head(path, len(_MAGICS[0])) in _MAGICS
     except OSError:
         return False
 
@@ -121,7 +134,7 @@ def _refuse_one_of_many(path: FilePath, root: FilePath) -> None:
     if count > 1:
         raise SourceError(
             "CKM110",
-            f"{path}: is the file of one rank of {count}, a part of the model",
+            f"{path}: holds a part of the model, as the file of one rank of {count}",
             f"open the directory of all ranks: {quote(str(root))}",
         )
 
@@ -135,10 +148,10 @@ def _others(rank: _Rank) -> dict[Path, Leaf]:
 # ------------------------------------------------------------------------------------ files
 
 
-def _ranks(root: FilePath, names: Sequence[str]) -> dict[tuple[int, int], _Rank]:
+def _ranks(root: FilePath, names: Sequence[str], mounts: Mounts) -> dict[tuple[int, int], _Rank]:
     """Return (tensor-parallel rank, pipeline stage) -> the parsed file of that rank."""
-    opened, reader = Files(), RankReader()
-    found: dict[tuple[int, int], _Rank] = {}
+    opened, reader = Files(mounts=mounts), RankReader()
+    ranks: dict[tuple[int, int], _Rank] = {}
     try:
         for name in names:
             match = _RANK.fullmatch(name)
@@ -148,14 +161,16 @@ def _ranks(root: FilePath, names: Sequence[str]) -> dict[tuple[int, int], _Rank]
             at = (int(match[1]), int(match[2] or 0))
             if match[3] is not None or (number(rank.args, "expert_model_parallel_size") or 1) > 1:
                 raise _unknown(root / name, "its experts are spread over ranks (expert parallel)")
-            if at in found:
+            if at in ranks:
                 raise SourceError(
-                    "CKM110", f"{root}: {found[at].name} and {name} are of one rank", _ONE_SAVE
+                    "CKM110",
+                    f"{root}: {ranks[at].name} and {name} are of the same rank, expected one of them",
+                    _ONE_SAVE,
                 )
-            found[at] = rank
+            ranks[at] = rank
     finally:
         opened.close()
-    return found
+    return ranks
 
 
 def _read(root: FilePath, name: str, reader: RankReader, opened: Files) -> _Rank:
@@ -167,14 +182,16 @@ def _read(root: FilePath, name: str, reader: RankReader, opened: Files) -> _Rank
     keys = {str(path[1]): leaf for path, leaf in leaves.items() if _is_model(path)}
     if any(path[:2] == ("model", "language_model") for path in leaves):
         raise SourceError(
-            "CKM111", f"{file}: holds a model of before Megatron core (language_model)", _CORE
+            "CKM111", f"{file}: holds a model from before Megatron core (language_model)", _CORE
         )
     chunk = next((path[0] for path in leaves if _CHUNK.fullmatch(str(path[0]))), None)
     if chunk is not None:
         raise _unknown(file, f"it holds {chunk}, a part of an interleaved (virtual) pipeline")
     if not keys:
         raise SourceError(
-            "CKM206", f"{file}: has no dict 'model' of tensors", "point at the weights' own files"
+            "CKM206",
+            f"{file}: expected a dict 'model' of tensors, found none",
+            "give the path of files that hold weights",
         )
     return _Rank(name, tree, arguments(tree.get((ARGS,))), keys)
 
@@ -192,38 +209,38 @@ def _stages(root: FilePath, ranks: Mapping[tuple[int, int], _Rank]) -> list[list
     if there are too many, or if they belong to several saves."""
     first = next(iter(ranks.values()))
     held = [1 + max(at[dim] for at in ranks) for dim in (0, 1)]
-    said = [
+    stated = [
         number(first.args, f"{dim}_model_parallel_size") or count
         for dim, count in zip(("tensor", "pipeline"), held, strict=True)
     ]
-    for tensor in range(max(said[0], held[0])):
-        for stage in range(max(said[1], held[1])):
+    for tensor in range(max(stated[0], held[0])):
+        for stage in range(max(stated[1], held[1])):
             if (tensor, stage) not in ranks:
                 raise SourceError(
                     "CKM110",
                     f"{root}: tensor-parallel rank {tensor} of pipeline stage {stage} is missing,"
-                    f" expected {said[0]} ranks of {said[1]} stages, found {len(ranks)} in all",
+                    f" expected {stated[0]} ranks of {stated[1]} stages, found {len(ranks)} in all",
                     _ONE_SAVE,
                 )
-    if held != said:
+    if held != stated:
         raise SourceError(
             "CKM110",
-            f"{root}: {len(ranks)} ranks, expected {said[0]} of {said[1]} stages",
-            "remove those that are of another save",
+            f"{root}: expected {stated[0]} ranks of {stated[1]} stages, found {len(ranks)} in all",
+            "move the folders of other saves to another directory",
         )
     _check_save(root, ranks)
     return [[ranks[tensor, stage] for tensor in range(held[0])] for stage in range(held[1])]
 
 
 def _check_save(root: FilePath, ranks: Mapping[tuple[int, int], _Rank]) -> None:
-    said = {rank.name: rank.tree.get(("iteration",)) for rank in ranks.values()}
-    (name, first), *others = said.items()
+    iterations = {rank.name: rank.tree.get(("iteration",)) for rank in ranks.values()}
+    (name, first), *others = iterations.items()
     other = next((other for other, value in others if value != first), None)
     if other is not None:
         raise SourceError(
             "CKM110",
-            f"{root}: {name} is of iteration {first}, {other} of {said[other]}",
-            "the files are of several saves; " + _ONE_SAVE,
+            f"{root}: {name} is of iteration {first}, but {other} is of {iterations[other]}",
+            _ONE_SAVE,
         )
 
 
@@ -239,23 +256,25 @@ class _Model:
 
     def joined(self) -> tuple[dict[str, Leaf], list[str]]:
         """Return the tensors by the keys of the whole model, and notes."""
-        found: dict[str, Leaf] = {}
+        tensors: dict[str, Leaf] = {}
         offset = 0
         for number_, stage in enumerate(self.stages):
             for key, leaf in self._stage(number_, stage):
                 name = renumbered(key, offset)
-                found[name] = self._both(name, found[name], leaf) if name in found else leaf
+                if name in tensors:
+                    leaf = self._both(name, tensors[name], leaf)
+                tensors[name] = leaf
             offset += layer_count(stage[0].keys)
-        said = number(self.stages[0][0].args, "num_layers")
-        if said is not None and said != offset:
+        stated = number(self.stages[0][0].args, "num_layers")
+        if stated is not None and stated != offset:
             raise SourceError(
                 "CKM110",
-                f"{self.where}: the {len(self.stages)} stages hold {offset} layers, its arguments"
-                f" say {said}",
+                f"{self.where}: expected {stated} layers by the saved arguments, found {offset} in"
+                f" {len(self.stages)} stages",
                 _ONE_SAVE,
             )
         notes = [f"left behind: {self.left} _extra_state of FP8 scales, no weights"]
-        return found, notes if self.left else []
+        return tensors, notes if self.left else []
 
     def _stage(self, stage: int, ranks: Sequence[_Rank]) -> Iterator[tuple[str, Leaf]]:
         for rank in ranks[1:]:
@@ -263,7 +282,7 @@ class _Model:
             if odd:
                 raise SourceError(
                     "CKM110",
-                    f"{self.where}: {min(odd)}: is in only one of {ranks[0].name} and {rank.name}",
+                    f"{self.where}: only one of {ranks[0].name} and {rank.name} holds {min(odd)}",
                     _ONE_SAVE,
                 )
         for key in ranks[0].keys:
@@ -300,7 +319,7 @@ class _Model:
         if first.info != other.info:
             raise SourceError(
                 "CKM113",
-                f"{self.where}: {key}: is {first.info} on one stage, {other.info} on another",
+                f"{self.where}: {key}: is {first.info} on one stage, but {other.info} on another",
                 _ONE_SAVE,
             )
         replicas = (*first.replicas, *other.chunks, *other.replicas)

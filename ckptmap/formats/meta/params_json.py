@@ -1,4 +1,4 @@
-"""Read `params.json` of Meta's and Mistral AI's checkpoints: the sizes of the model.
+"""Read the sizes of a model from `params.json`, which Meta and Mistral AI publish beside their weights.
 
     {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "multiple_of": 1024,
      "ffn_dim_multiplier": 1.3, "norm_eps": 1e-05, "rope_theta": 500000.0, "vocab_size": 128256}
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmap.errors import SourceError
-from ckptmap.storage.file_systems import local_copy
+from ckptmap.protocols.file_systems import Mounts
 
 PARAMS = "params.json"
 MAX_NBYTES = 1 << 20
@@ -68,7 +68,7 @@ class Params:
 
         There is no model_type in it: the tensors' names tell the family of models.
         """
-        found = {
+        sizes = {
             "hidden_size": self.dim,
             "num_hidden_layers": self.n_layers,
             "num_attention_heads": self.n_heads,
@@ -79,17 +79,17 @@ class Params:
             "rms_norm_eps": self.norm_eps,
             "rope_theta": self.rope_theta,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in sizes.items() if value is not None}
 
 
-def read_params(file: Path) -> Params | None:
+def read_params(file: Path, mounts: Mounts) -> Params | None:
     """Return the sizes; None if the file lacks dim, n_layers or n_heads, and so describes no model.
 
-    Raise SourceError CKM101 if the file cannot be read, CKM103 if it is no JSON object or if a size
-    is no positive integer.
+    Raise SourceError CKM101 if the file cannot be read, CKM103 if it is not a JSON object or if a size
+    is not a positive integer.
     """
     where = str(file)
-    values = _object(file)
+    values = _object(file, mounts)
     if not {"dim", "n_layers", "n_heads"} <= values.keys():
         return None
     dim, heads = _size(values, "dim", where), _size(values, "n_heads", where)
@@ -108,24 +108,24 @@ def read_params(file: Path) -> Params | None:
     )
 
 
-def _object(file: Path) -> Mapping[str, object]:
+def _object(file: Path, mounts: Mounts) -> Mapping[str, object]:
     try:
         if file.stat().st_size > MAX_NBYTES:
-            raise ValueError(f"{file.stat().st_size} bytes long")
-        found = json.loads(local_copy(file).read_bytes())
+            raise ValueError(f"expected at most {MAX_NBYTES} bytes, found {file.stat().st_size}")
+        tree = json.loads(mounts.local_copy(file).read_bytes())
     except OSError as error:
         raise SourceError(
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise SourceError("CKM103", f"{file}: is no JSON: {error}", "download it again") from error
-    if not isinstance(found, dict):
+        raise SourceError("CKM103", f"{file}: is not JSON: {error}", "download it again") from error
+    if not isinstance(tree, dict):
         raise SourceError(
             "CKM103",
-            f"{file}: expected a JSON object, found {type(found).__name__}",
+            f"{file}: expected a JSON object, found {type(tree).__name__}",
             "download it again",
         )
-    return found
+    return tree
 
 
 def _size(values: Mapping[str, object], name: str, where: str) -> int:

@@ -7,7 +7,7 @@ model parallelism.
 
 The embedding is cut by columns in Llama 1 and 2 (`ParallelEmbedding`), by rows since Llama 3
 (`VocabParallelEmbedding`). The length of `norm.weight` tells which. `params.json`, if it is there,
-gives the shapes of the tensors and so the number of ranks. Source: meta-llama/llama-models,
+gives the shapes of the tensors, and so the number of ranks. Source: meta-llama/llama-models,
 models/llama3/model.py and models/checkpoint.py; fairscale, nn/model_parallel/layers.py.
 """
 
@@ -24,6 +24,7 @@ from ckptmap.formats.meta.params_json import PARAMS, Params, read_params
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.formats.zip.reader import is_zip
 from ckptmap.protocols import Index, Place
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.tensor_parallel import WHOLE, Partition, joined, whole_info
 from ckptmap.storage.files import Files
 from ckptmap.tensors import FLOATING, Leaf, Path, StoredTensor
@@ -54,8 +55,8 @@ class Consolidated:
         if not place.is_dir and not _NAME.fullmatch(path.name):
             return False
         root, names = _listed(place)
-        zips = [name for name in names if is_zip(root / name)]
-        return len(zips) > 1 or (len(zips) == 1 and _is_part(root, zips[0]))
+        zips = [name for name in names if is_zip(root / name, place.mounts)]
+        return len(zips) > 1 or (len(zips) == 1 and _is_part(root, zips[0], place.mounts))
 
     def index(self, place: Place) -> Index:
         """Return the tensors of all ranks, joined.
@@ -72,13 +73,13 @@ class Consolidated:
         if not place.is_dir and len(names) > 1:
             raise SourceError(
                 "CKM110",
-                f"{place.path}: is the file of one rank of {len(names)}, a part of the model",
+                f"{place.path}: holds a part of the model, as the file of one rank of {len(names)}",
                 f"open the directory of all ranks: {quote(str(root))}",
             )
         _refuse_fp8(place)
-        params = _params(root)
+        params = _params(root, place.mounts)
         files = _files(root, names)
-        trees = _trees(files)
+        trees = _trees(files, place.mounts)
         _check_world(root, trees[0], len(trees), params)
         leaves = _Join(RankSet(trees), params, str(root)).leaves()
         used = (*files, params.where) if params is not None else tuple(files)
@@ -92,22 +93,22 @@ def _listed(place: Place) -> tuple[FilePath, list[str]]:
         return path, [name for name in place.names if _NAME.fullmatch(name)]
     try:
         names = [file.name for file in path.parent.iterdir()]
-    except OSError:  # a directory that may be entered, but not listed
+    except OSError:  # its permissions may allow opening its files, but not listing them
         names = [path.name]
     return path.parent, sorted(name for name in names if _NAME.fullmatch(name))
 
 
-def _params(root: FilePath) -> Params | None:
-    return read_params(root / PARAMS) if (root / PARAMS).is_file() else None
+def _params(root: FilePath, mounts: Mounts) -> Params | None:
+    return read_params(root / PARAMS, mounts) if (root / PARAMS).is_file() else None
 
 
-def _is_part(root: FilePath, name: str) -> bool:
+def _is_part(root: FilePath, name: str, mounts: Mounts) -> bool:
     """Return True if the only file is that of one rank of several.
 
     Return False if the file cannot be read: the reader of single files reports that."""
     try:
         files = _files(root, [name])
-        _check_world(root, _trees(files)[0], 1, _params(root))
+        _check_world(root, _trees(files, mounts)[0], 1, _params(root, mounts))
     except SourceError as error:
         return error.code == "CKM110"
     return False
@@ -127,31 +128,32 @@ def _refuse_fp8(place: Place) -> None:
 
 
 def _files(root: FilePath, names: Sequence[str]) -> list[str]:
-    """Return the paths in rank order. Raise SourceError CKM110 if a rank is missing or there twice."""
-    found = {int(match[1]): name for name in names if (match := _NAME.fullmatch(name))}
-    missing = next((rank for rank in range(max(found) + 1) if rank not in found), None)
+    """Return the paths in rank order. Raise SourceError CKM110 if a rank has no file, or two."""
+    by_rank = {int(match[1]): name for name in names if (match := _NAME.fullmatch(name))}
+    missing = next((rank for rank in range(max(by_rank) + 1) if rank not in by_rank), None)
     if missing is not None:
-        raise _missing(root, missing, max(found) + 1, "the files are numbered from 0")
-    twice = [name for name in names if _NAME.fullmatch(name) and name not in found.values()]
+        raise _missing(root, missing, max(by_rank) + 1, "the files are numbered from 0")
+    twice = [name for name in names if _NAME.fullmatch(name) and name not in by_rank.values()]
     if twice:
         raise SourceError(
             "CKM110",
-            f"{root}: {twice[0]} and {found[int(twice[0].split('.')[1])]} are of one rank",
-            "remove the stale one",
+            f"{root}: {twice[0]} and {by_rank[int(twice[0].split('.')[1])]} are of the same rank,"
+            " expected one of them",
+            "move the stale one to another directory",
         )
-    return [str(root / found[rank]) for rank in sorted(found)]
+    return [str(root / by_rank[rank]) for rank in sorted(by_rank)]
 
 
 def _missing(root: FilePath, rank: int, world: int, why: str) -> SourceError:
     return SourceError(
         "CKM110",
         f"{root}: rank {rank} of {world} is missing (consolidated.{rank:02d}.pth): {why}",
-        "copy the files of all ranks here, and params.json",
+        "copy the files of all ranks, and params.json, into this directory",
     )
 
 
-def _trees(files: Sequence[str]) -> list[RankTree]:
-    opened, reader = Files(), RankReader()
+def _trees(files: Sequence[str], mounts: Mounts) -> list[RankTree]:
+    opened, reader = Files(mounts=mounts), RankReader()
     try:
         return [reader.read(opened, file) for file in files]
     finally:
@@ -170,19 +172,19 @@ def _check_world(root: FilePath, first: RankTree, world: int, params: Params | N
         return
     dim = norm.info.numel
     if wo.info.dtype not in FLOATING or wo.info.shape[:1] != (dim,) or not wo.info.numel:
-        return  # quantized: its columns are not those of the heads
+        return  # the weight is quantized, so its columns do not count the heads' elements
     columns = dim if params is None else params.n_heads * params.head_dim
-    said, odd = divmod(columns, wo.info.shape[1])
-    if odd or not said:  # without params.json, the heads may be narrower or wider than the norm
+    ranks, rest = divmod(columns, wo.info.shape[1])
+    if rest or not ranks:  # without params.json, the heads may be narrower or wider than the norm
         return
     why = f"{_key(key or ())} has {wo.info.shape[1]} of {columns} columns in consolidated.00.pth"
-    if said > world:
-        raise _missing(root, world, said, why)
-    if said < world:
+    if ranks > world:
+        raise _missing(root, world, ranks, why)
+    if ranks < world:
         raise SourceError(
             "CKM110",
-            f"{root}: {world} files, expected {said}: {why}",
-            "remove those that are of another download",
+            f"{root}: expected {ranks} files, found {world}: {why}",
+            "move the files of other downloads to another directory",
         )
 
 
@@ -201,8 +203,8 @@ class _Join:
         self.world = len(ranks.trees)
 
     def leaves(self) -> dict[Path, Leaf]:
-        found = self.ranks.merged()
-        return {path: self._leaf(path, leaf) for path, leaf in found.items()}
+        """Return the joined tensors, and the values that all ranks hold."""
+        return {path: self._leaf(path, leaf) for path, leaf in self.ranks.merged().items()}
 
     def _leaf(self, path: Path, leaf: Leaf) -> Leaf:
         parts = [tree.get(path) for tree in self.ranks.trees]
@@ -231,11 +233,11 @@ class _Join:
             return Partition(0, copies=self._copies(parts) if _KV.fullmatch(key) else 1)
         if key == _EMBEDDING:
             return self._embedding(key, parts)
-        what = "a mixture of experts, whose" if _EXPERTS.fullmatch(key) else "a tensor whose"
+        what = "mixtures of experts" if _EXPERTS.fullmatch(key) else "such a tensor"
         raise SourceError(
             "CKM118",
-            f"{self.where}: {key}: is of {what} parts on {self.world} ranks are of no known cut",
-            "known are the text models of Llama 1 to 3; convert the Hugging Face form of this one",
+            f"{self.where}: {key}: is cut over {self.world} ranks, and how Meta cuts {what} is not known",
+            "ckptmap knows the text models of Llama 1 to 3; convert the Hugging Face form of this model",
         )
 
     def _copies(self, parts: Sequence[StoredTensor]) -> int:
@@ -259,8 +261,8 @@ class _Join:
                 return cut
         raise SourceError(
             "CKM112",
-            f"{self.where}: {key}: {self.world} ranks hold {parts[0].info} each, expected"
-            f" {dim} columns in all, as norm.weight is long",
+            f"{self.where}: {key}: expected {dim} columns in all, the length of norm.weight, found"
+            f" {parts[0].info} on each of {self.world} ranks",
             _ONE_SAVE,
         )
 
@@ -270,7 +272,7 @@ class _Join:
             return
         raise SourceError(
             "CKM112",
-            f"{self.where}: {key}: the {self.world} files make {list(tensor.info.shape)},"
-            f" {PARAMS} says {list(expected)}",
+            f"{self.where}: {key}: expected {list(expected)} by {PARAMS}, found"
+            f" {list(tensor.info.shape)} in {self.world} files",
             f"a file or {PARAMS} is of another model; download both again",
         )

@@ -3,8 +3,8 @@
     r\\1\\0\\0\\0 t r\\2\\0\\0\\0 R      width 12, numbers at 1 and 7
     r\\9\\0\\0\\0 t r\\10\\0\\0\\0 R     the same form: the bytes outside of the numbers are equal
 
-Opcodes are read from left to right, and none of these numbers changes the length of an opcode. So a
-piece of the same form holds the same opcodes, and its numbers are at the same offsets.
+The pieces are entries of a state dict, the numbers are memo indices and lengths. Opcodes are read
+from left to right, and none of these numbers changes the length of an opcode. So a piece of the same form holds the same opcodes, and its numbers are at the same offsets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Places = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Alike:
+class PieceGroup:
     """Pieces of the same width that have numbers at the same offsets."""
 
     indices: Sequence[int]
@@ -39,15 +39,15 @@ class Alike:
         return all(column == given[i::4] for i, column in enumerate(self.numbers[place]))
 
 
-def alike(
+def group_pieces(
     pieces: Sequence[bytes], places_of: Callable[[bytes], Places], most: int
-) -> list[Alike] | None:
+) -> list[PieceGroup] | None:
     """Group pieces by width and offsets of numbers; `places_of(piece)` returns the offsets.
 
     Return None if there are more than `most` groups or forms.
     """
     widths = list(map(len, pieces))
-    found: list[Alike] = []
+    groups: list[PieceGroup] = []
     forms = 0
     left: list[Sequence[int]] = [range(len(pieces))]
     if len(set(widths)) > 1:
@@ -62,7 +62,7 @@ def alike(
         group = _blanked(indices, mine, places)
         first = dict(zip(reversed(group.forms), reversed(mine), strict=True))
         forms += len(first)
-        if forms > most or len(found) + len(left) > most:
+        if forms > most or len(groups) + len(left) > most:
             return None
         others = {form for form, piece in first.items() if places_of(piece) != places}
         if others:
@@ -71,11 +71,11 @@ def alike(
             left += [[i for i, form in pairs if form not in others]]
             forms -= len(first)
         else:
-            found.append(group)
-    return found
+            groups.append(group)
+    return groups
 
 
-def _blanked(indices: Sequence[int], pieces: Sequence[bytes], places: Places) -> Alike:
+def _blanked(indices: Sequence[int], pieces: Sequence[bytes], places: Places) -> PieceGroup:
     rows, width = bytearray(b"".join(pieces)), len(pieces[0])
     none, numbers = bytes(len(pieces)), []
     for place in places:
@@ -84,4 +84,4 @@ def _blanked(indices: Sequence[int], pieces: Sequence[bytes], places: Places) ->
         for span in spans:
             rows[span] = none
     text = bytes(rows)
-    return Alike(indices, [text[i : i + width] for i in range(0, len(text), width)], numbers)
+    return PieceGroup(indices, [text[i : i + width] for i in range(0, len(text), width)], numbers)

@@ -34,7 +34,7 @@ _UNICODE = b"X\x8c"
 _SHORT = 256
 """Bytes of a string below which the regular expression may match it by its length."""
 _MANY = 512
-"""Number of strings after which a new regular expression, with the lengths met so far, pays."""
+"""Number of strings after which compiling a new regular expression, with their lengths, pays."""
 
 
 @lru_cache(maxsize=64)
@@ -80,7 +80,7 @@ def check_opcodes(data: bytes, of_nbytes: int = 0) -> None:
         elif op in _EXTENSIONS:
             raise UnpicklingError("uses copyreg extension codes")
         else:
-            return  # STOP, or what the unpickler does not know either
+            return  # STOP, or an opcode that the unpickler refuses itself
 
 
 def _check_put(data: bytes, at: int, room: int) -> int:
@@ -93,5 +93,7 @@ def _check_put(data: bytes, at: int, room: int) -> int:
         digits = data[at + 1 : end].strip()
         index = int(digits) if digits.isdigit() and len(digits) < 20 else 1 << 64
     if index > room:
-        raise UnpicklingError(f"memo index {index} in {room} bytes")
+        raise UnpicklingError(
+            f"memo index {index}, expected at most {room}, the bytes of the pickle"
+        )
     return end

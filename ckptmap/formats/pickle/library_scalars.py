@@ -4,8 +4,8 @@
     torch.__version__     torch.torch_version.TorchVersion('2.13.0+cpu')         -> '2.13.0+cpu'
 
 Source: numpy 2.4, `generic.__reduce__` and `dtype.__reduce__`; before numpy 2 the module is
-`numpy.core`. Values are kept exactly, as Python's bool, int, float and str; what these cannot hold
-(longdouble, complex, dates) stays an object of an unknown class.
+`numpy.core`. Values are kept exactly, as Python's bool, int, float and str. Scalars that these cannot
+hold (longdouble, complex, dates) stay objects of an unknown class.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Read a pickle without importing or calling anything that it names.
 
-A pickle names classes and functions, and Python's unpickler imports and calls them. This one runs
+A pickle names classes and functions, and Python's unpickler imports and calls them. This module runs
 the C unpickler, which asks `find_class` for every name. `find_class` returns an object of ckptmap
-instead: a value (a marker of a dtype), a function of this module, or an inert stub class, whose
-instances record the arguments and the state that the pickle gives them. A stub class is itself an
-`Opaque`: so a class that a pickle names without calling it is inert too.
+instead: a value (as `DType` for torch.float32), a class that calls a function of this module, or an
+inert stub class, whose instances record the arguments and the state that the pickle gives them. A
+stub class is itself an `Opaque`, so a class that a pickle names without calling it is inert too.
+
+Source: pickletools and Lib/pickle.py of CPython; torch/_weights_only_unpickler.py.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ckptmap.formats.pickle.library_scalars import SCALARS, VERSION, number
 from ckptmap.tensors import ITEMSIZE, Opaque, TensorInfo
 
 MAX_NBYTES = 1 << 30
-"""Bytes of the largest pickle that is read: a hundred times that of the largest known model."""
+"""Bytes of the largest pickle that is read: a hundred times those of the largest known model."""
 
 MAX_SIZE_DIMS = 64
 """Number of dims that torch allows; a longer torch.Size is malformed."""
@@ -100,9 +102,11 @@ class Inert(Opaque, metaclass=_Name):
         return self
 
     def extend(self, values: list[object]) -> None:
+        """Record items that the pickle appends to a list."""
         self.__dict__.setdefault("items", []).extend(values)
 
     def add(self, value: object) -> None:
+        """Record an item that the pickle adds to a set."""
         self.extend([value])
 
     def __setitem__(self, key: object, value: object) -> None:
@@ -115,26 +119,26 @@ def stub(module: str, name: str) -> type[Inert]:
     return cast("type[Inert]", _Name("Inert", (Inert,), {"module": module, "name": name}))
 
 
-def standing_for(module: str, name: str, function: Callable[..., object]) -> object:
+def calling_stub(module: str, name: str, function: Callable[..., object]) -> object:
     """Return a stub class for `module.name` whose call returns `function(*args)`.
 
-    `allow` tables hold such classes and no bare functions: a pickle could set the attributes of a
-    function, such as its defaults.
+    A table for `load(allow=...)` must hold such classes and no bare functions: a pickle could set the
+    attributes of a function, such as its defaults.
     """
 
     def __new__(cls: object, *args: object) -> object:
         return function(*args)
 
-    return made_by(module, name, __new__)
+    return constructing_stub(module, name, __new__)
 
 
-def made_by(module: str, name: str, new: Callable[..., object]) -> object:
+def constructing_stub(module: str, name: str, new: Callable[..., object]) -> object:
     """Return a stub class for `module.name` whose call returns `new(cls, *args)`. It saves one call
     per object, for functions that a pickle calls 100,000 times."""
     return _Name("Inert", (Inert,), {"module": module, "name": name, "__new__": new})
 
 
-# ----------------------------------------------------------------------- what is really built
+# ----------------------------------------------------------------------- values that are built
 
 
 class _Allowance(threading.local):
@@ -153,7 +157,7 @@ def _spend(values: _Sized) -> _Sized:
         raise pickle.UnpicklingError(f"cannot be built from {type(values).__name__}")
     _allowance.left -= len(values)
     if _allowance.left < 0:
-        raise pickle.UnpicklingError("copies far more than it holds")
+        raise pickle.UnpicklingError("copies far more items than the pickle holds")
     return values
 
 
@@ -263,9 +267,11 @@ def _known() -> dict[tuple[str, str], object]:
         functions[module, "__newobj__"] = _new_object
         functions[module, "__newobj_ex__"] = _new_object_ex
     known: dict[tuple[str, str], object] = {
-        key: standing_for(*key, function) for key, function in functions.items()
+        key: calling_stub(*key, function) for key, function in functions.items()
     }
-    known["collections", "OrderedDict"] = made_by("collections", "OrderedDict", _ordered_dict)
+    known["collections", "OrderedDict"] = constructing_stub(
+        "collections", "OrderedDict", _ordered_dict
+    )
     known.update({("torch", name): DType(name) for name in ITEMSIZE})
     return known
 
@@ -285,17 +291,18 @@ class _Unpickler(pickle.Unpickler):
         self.persistent_load = persistent_load or _outside  # type: ignore[method-assign]
 
     def find_class(self, module: str, name: str) -> object:
-        found = self._allow.get((module, name))
-        if found is None:
-            found = _KNOWN.get((module, name))
-        if found is None:
+        """Return the object that stands for `module.name`. Raise Refused for a name on the blocklist."""
+        stand_in = self._allow.get((module, name))
+        if stand_in is None:
+            stand_in = _KNOWN.get((module, name))
+        if stand_in is None:
             refuse_dangerous(module, name)
-            found = stub(module, name)
-        return found
+            stand_in = stub(module, name)
+        return stand_in
 
 
 def _outside(pid: object) -> NoReturn:
-    raise pickle.UnpicklingError("refers to data outside itself")
+    raise pickle.UnpicklingError("refers to data outside the pickle, by a persistent id")
 
 
 _NOTHING: Allowed = {}
@@ -314,7 +321,7 @@ def load(
     where        name of the pickle in errors
     allow        (module, name) -> the class or value that stands for it. A pickle may set the state
                  of each object that it names, so a class here must refuse that, and a function must
-                 be wrapped by `standing_for`
+                 be wrapped by `calling_stub`
     of_nbytes    size of the whole pickle, if `data` consists of parts of it
 
     Raise SourceError CKM106 if the pickle is malformed, larger than MAX_NBYTES, or names something
@@ -335,7 +342,7 @@ def load(
         raise SourceError(
             "CKM106",
             f"{where}: pickle names {error} (refused; nothing was run)",
-            "this is how malicious checkpoints attack; get the weights from a source you trust",
+            "malicious checkpoints attack in this way; get the weights from a source that you trust",
         ) from None
     except Exception as error:  # the C unpickler raises nearly every type on malformed input
         kind = "" if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: "
@@ -346,5 +353,5 @@ def _malformed(where: str, what: str) -> NoReturn:
     raise SourceError(
         "CKM106",
         f"{where}: malformed pickle: {what}",
-        "the file is damaged or was not written by torch.save; get a fresh copy",
+        "the file is damaged, or another program than torch.save wrote it; copy it again",
     ) from None

@@ -1,8 +1,8 @@
 """Compare pickles that hold the same opcodes and differ in a few constants.
 
-The ranks of a job pickle the same state dict. Only a few constants differ: a mesh coordinate, a
-rank, names of process groups, Python's hash of a mesh. So one pickle is parsed, and of the pickles
-that are alike only these constants are read:
+The rank files of a job hold pickles of the same state dict. Only a few constants differ: a mesh
+coordinate, a rank, names of process groups, Python's hash of a mesh. So the pickle of one rank is
+parsed, and of the others only these constants are read:
 
     parsed  K\\x00 segment \\x8a\\x08........ segment      a tree with a `Hole` for each constant
     alike   K\\x07 segment \\x8a\\x07.......  segment      the tree's constants: (7, ...)
@@ -22,7 +22,7 @@ from typing import NoReturn, TypeAlias
 from ckptmap.formats.pickle.guard import COUNTED
 
 MAX_HOLES = 1 << 14
-"""Number of holes in a pickle. 1,000 tensors have 1,000 hashes, and at most twice as many."""
+"""Greatest number of holes in a pickle. 1,000 tensors need one or two thousand: a hash or two each."""
 
 _INTEGERS = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
 """Opcode of an integer -> bytes of its operand. The operand of J is signed."""
@@ -71,37 +71,39 @@ class Template:
         return cls(data, tuple(holes), segments)
 
     def constants(self, data: bytes) -> tuple[Constant, ...] | None:
-        """Return the constants of a pickle in the holes; None: other bytes differ."""
+        """Return the constants of a pickle in the holes; None if other bytes differ too."""
         if not data.startswith(self.segments[0]):
             return None
         at = len(self.segments[0])
-        found: list[Constant] = []
+        constants: list[Constant] = []
         for segment in self.segments[1:]:
             constant = _constant(data, at)
             if constant is None or not data.startswith(segment, constant[1]):
                 return None
-            found.append(constant[0])
+            constants.append(constant[0])
             at = constant[1] + len(segment)
-        return tuple(found) if at == len(data) else None
+        return tuple(constants) if at == len(data) else None
 
     def widened(self, data: bytes) -> Template | None:
-        """Return the template with a further hole for each constant that differs in `data`; None where
-        opcodes differ."""
-        found = _differing(self.data, data)
-        if found is None or len(found) + len(self.holes) > MAX_HOLES:
+        """Return the template with a further hole for each constant that differs in `data`; None if
+        opcodes differ, or if there would be more than MAX_HOLES holes."""
+        holes = _differing(self.data, data)
+        if holes is None or len(holes) + len(self.holes) > MAX_HOLES:
             return None
-        return Template.of(self.data, sorted({*self.holes, *found}))
+        return Template.of(self.data, sorted({*self.holes, *holes}))
 
     def adopted(self, earlier: Template, constants: Sequence[Constant]) -> tuple[Constant, ...]:
-        """Return the constants for all holes of a pickle that matched an `earlier` template with fewer."""
+        """Return the constants in all holes, for a pickle that matched an `earlier` template with fewer
+        holes; `constants` are those in the earlier holes."""
         known = dict(zip(earlier.holes, constants, strict=True))
         mine = self.constants(self.data)
-        assert mine is not None, "a template fits what it was made of"
+        assert mine is not None, "a template fits the pickle that it was made of"
         return tuple([known.get(hole, own) for hole, own in zip(self.holes, mine, strict=True)])
 
-    def punched(self) -> tuple[bytes, Callable[[object], Hole | None]]:
+    def with_persistent_ids(self) -> tuple[bytes, Callable[[object], Hole | None]]:
         """Return a pickle with a persistent id for each constant, and the function that resolves the id
-        to a `Hole`. Only for data that was parsed before: then it has no such ids itself."""
+        to a `Hole`. The template's pickle must have been parsed before, so that it is known to have no
+        such ids itself."""
         marks = [b"M" + i.to_bytes(2, "little") + b"Q" for i in range(len(self.holes))]
         pieces = [self.segments[0]]
         for mark, segment in zip(marks, self.segments[1:], strict=True):
@@ -135,9 +137,9 @@ def _constant(data: bytes, at: int) -> tuple[Constant, int] | None:
 
 
 def _differing(mine: bytes, other: bytes) -> list[tuple[int, int]] | None:
-    """Return (start, end) of the constants of `mine` that differ in `other`; None where other opcodes
-    differ."""
-    found: list[tuple[int, int]] = []
+    """Return (start, end) of the constants of `mine` that differ in `other`; None if the pickles differ
+    in other bytes."""
+    spans: list[tuple[int, int]] = []
     theirs = opcodes(other)
     end = to = 0
     for start, end in opcodes(mine):
@@ -146,8 +148,8 @@ def _differing(mine: bytes, other: bytes) -> list[tuple[int, int]] | None:
             constants = mine[start] in _CONSTANTS and at < to and other[at] in _CONSTANTS
             if not constants or _constant(other, at) is None:
                 return None
-            found.append((start, end))
-    return found if end == len(mine) and to == len(other) else None
+            spans.append((start, end))
+    return spans if end == len(mine) and to == len(other) else None
 
 
 def opcodes(data: bytes) -> Iterator[tuple[int, int]]:

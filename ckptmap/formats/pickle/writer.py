@@ -1,6 +1,6 @@
-"""Write pickles of protocol 2 without torch, which torch.load(weights_only=True) and DCP read.
+"""Write pickles of protocol 2 that `torch.load(weights_only=True)` and DCP read, without torch.
 
-The same value gives the same bytes. Strings, globals and the constant parts of tensors are written
+The opcodes are those of Lib/pickletools.py. The same value gives the same bytes. Strings, globals and the constant parts of tensors are written
 once and then referred to. Containers are not, so a container that holds itself is refused.
 """
 
@@ -89,16 +89,16 @@ def dump(value: object, *, name: str = "") -> bytes:
     list, tuple, set, frozenset, dict, OrderedDict, and the classes `StorageTensor`, `Numbered`,
     `DType`, `Device`, `Size`, `Global`, `Call`, `Instance`.
 
-    Raise TypeError for any other value. Its text begins with the path, from `name` on."""
+    Raise TypeError for any other value. Its text begins with the path of that value, below `name`."""
     emitter = _Emitter()
     emitter.emit(value, (name,) if name else ())
     emitter.out += b"."
     return bytes(emitter.out)
 
 
-def way_out(error: TypeError) -> str:
-    """Return the hint for a value that `dump` refused. `--drop` takes names of the source, so the
-    "extra" under which outputs keep other values than weights is removed."""
+def drop_hint(error: TypeError) -> str:
+    """Return the hint for a value that `dump` refused. `--drop` takes keys of the source, so the prefix
+    "extra" is removed, under which a plan keeps values other than weights and optimizer state."""
     role, _, below = str(error).partition(": ")[0].partition(".")
     if role == "optimizer":
         return "leave the optimizer behind with --optimizer drop"
@@ -133,6 +133,7 @@ class _Emitter:
         }
 
     def emit(self, value: Any, path: tuple[object, ...]) -> None:
+        """Append the opcodes of a value. `path` names it in errors."""
         kind = type(value)
         atom = _ATOMS.get(kind)
         if atom is not None:
@@ -157,7 +158,7 @@ class _Emitter:
         if handler is None:
             raise TypeError(f"{_path_text(path)}: {value!r:.200} cannot be written")
         if len(path) > MAX_DEPTH:
-            raise TypeError(f"{_path_text(path[:8])}...: nested deeper than {MAX_DEPTH}")
+            raise TypeError(f"{_path_text(path[:8])}...: nested deeper than {MAX_DEPTH} containers")
         handler(value, path)
 
     # ----------------------------------------------------------------- memoised leaves
@@ -197,7 +198,7 @@ class _Emitter:
         self._call(Global("torch", "device"), (kind, int(index)) if index else (kind,), ())
 
     def _bytes(self, data: bytes) -> None:
-        """Emit text of the same code points, which the reader encodes: protocol 2 has no bytes."""
+        """Emit a call that encodes text of the same code points: protocol 2 has no opcode for bytes."""
         if data:
             self._call(Global("_codecs", "encode"), (data.decode("latin-1"), "latin1"), ())
         else:
@@ -293,7 +294,7 @@ class _Emitter:
             self._add(alike[0] + _str_op(tensor.key) + alike[1])
 
     def _numbered(self, tensor: Numbered, path: tuple[object, ...]) -> None:
-        """Emit a tensor that states what it is like."""
+        """Emit a tensor, and let `_entry` emit the next ones that share its `like`."""
         self._tensor(tensor.like._replace(key=tensor.key), path)
         self._around[id(tensor.like)] = self._alike[tensor.like[1:]]
 

@@ -3,9 +3,8 @@
     N x DTensor{local [rows / N, cols] at coordinate c} -> [rows, cols], one box per rank
 
 Pickles are alike if they hold the same opcodes and differ in constants only (see `rank_trees`). Of
-alike pickles, one DTensor is read in full. The boxes are computed once for all tensors of one
-shape. A tensor with any irregularity goes to the general join of `dtensor_layout`, which reports
-what is wrong.
+the DTensors in alike pickles, one is read in full. The boxes are computed once for all tensors of one
+shape. An irregular tensor goes to the general join of `dtensor_layout`, which reports the fault.
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ class _Tiling(NamedTuple):
 
 
 def joined_alike(values: RankValues, key: str) -> StoredTensor | None:
-    """Return the whole tensor; None if the general join must decide.
-
-    That is so if a value is no DTensor of a plain tensor, or if the cut is irregular."""
+    """Return the whole tensor; None if a value is not a DTensor of a plain tensor, or if the cut is
+    irregular. Then the general join decides."""
     ranks, kinds = values.ranks, []
     for parsed, members in ranks.kinds:
         kind = _kind(values, parsed, members[0], key)
@@ -102,11 +100,11 @@ def _kind(values: RankValues, parsed: Parsed, rank: int, key: str) -> _Kind | No
     if not is_dtensor(leaf):
         return None
     local, spec = _state(leaf).get("_local_tensor"), _state(_state(leaf).get("_spec"))
-    said = (spec.get("placements"), spec.get("shard_order"))
+    cut = (spec.get("placements"), spec.get("shard_order"))
     mesh = spec.get("mesh")
     if not isinstance(local, ReadTensor) or not isinstance(mesh, Opaque):
         return None
-    if any(id(value) in parsed.varying for value in said):
+    if any(id(value) in parsed.varying for value in cut):
         return None
     value = values[rank]
     if not is_dtensor(value):
@@ -134,10 +132,10 @@ def _coordinates(
             ]
         except SourceError:
             return None
-    found = ranks.meshes[meshes]
-    if any(theirs is not mesh_ranks or sizes != shape for theirs, sizes, _ in found):
+    read = ranks.meshes[meshes]
+    if any(theirs is not mesh_ranks or sizes != shape for theirs, sizes, _ in read):
         return None
-    return tuple([coordinate for _, _, coordinate in found])
+    return tuple([coordinate for _, _, coordinate in read])
 
 
 @lru_cache(maxsize=64)
@@ -148,9 +146,10 @@ def _tiling(
     cuts: tuple[Cutting, ...],
     kind_of: tuple[int, ...],
 ) -> _Tiling | None:
-    """Return the boxes of all ranks; None if a rank holds several boxes, or they do not fill `shape`.
+    """Return the boxes of all ranks; None if a rank holds several boxes, or if they do not tile `shape`.
 
-    The cache serves all tensors of one shape and placement."""
+    The result is cached for all tensors of one shape and placement.
+    """
     kept: dict[Box, int] = {}
     repeated = []
     sizes: dict[int, set[tuple[int, ...]]] = {}
@@ -180,13 +179,14 @@ def _bounds(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Held(NamedTuple):
-    """The boxes of a tensor, the rank that holds each, and the local tensors to find them in."""
+    """The boxes of a tensor, the rank that holds each, and the local tensors that hold their bytes."""
 
     ranks: RankSet
     locals: Sequence[ReadTensor]
     parts: Parts
 
     def place(self, index: int) -> tuple[RankTree, ReadTensor]:
+        """Return the tree of the rank that holds box `index`, and the local tensor with the box."""
         rank = self.parts[index][0]
         return self.ranks.trees[rank], self.locals[self.ranks.kind_of[rank]]
 
@@ -198,6 +198,7 @@ class _Held(NamedTuple):
         return tree.records.crc32(name) if whole else None
 
     def chunks(self) -> list[Chunk]:
+        """Return a chunk of the ranks' files for each box."""
         made = []
         for index, (_, box) in enumerate(self.parts):
             tree, local = self.place(index)

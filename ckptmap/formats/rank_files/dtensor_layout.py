@@ -1,11 +1,12 @@
-"""Join the DTensors of all ranks into whole tensors: Shard and Replicate, on meshes of any number of
-dims.
+"""Join the DTensors that all ranks saved into whole tensors: Shard and Replicate, on meshes of any
+number of dimensions.
 
     N x DTensor{local [ceil(rows / N), cols], Shard(0)} -> [rows, cols]
 
-The mesh coordinate and the placements of a rank give the box that its local tensor fills. Of a box
-that several ranks hold, the first copy is kept, and the conversion compares the others with it. A
-plain tensor under the same key on all ranks is a replicated value: it is never concatenated.
+The mesh coordinate and the placements of a rank give the box that its local tensor fills. If several
+ranks hold one box, the first copy is kept, and the conversion compares the others with it. A plain
+tensor under the same key on all ranks is a replicated value: it is never concatenated. Source:
+torch/distributed/tensor/placement_types.py (`Shard`, `_StridedShard`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from ckptmap.sharding.dtensor_spec import (
 )
 from ckptmap.tensors import Box, Cut, Leaf, Opaque, StoredTensor, TensorInfo, as_inert
 
-_ONE_SAVE = "these files are not of one save, or hold 1-D pieces whose shapes are not in them"
+_ONE_SAVE = (
+    "copy the files of one save into a directory of their own; plain 1-D slices of tensors cannot be"
+    " joined, because the files do not hold the shapes"
+)
 
 
 class DTensorLayout:
@@ -42,7 +46,7 @@ class DTensorLayout:
         """Return the whole tensor; None if a value is no tensor, or the only value is no DTensor.
 
         Raise SourceError CKM110 if ranks are missing or their meshes differ, CKM112 if the local
-        tensors do not fill the tensor, CKM113 if they differ in global shape, dtype or class.
+        tensors do not tile the tensor, CKM113 if they differ in global shape, dtype or class.
         """
         if isinstance(values, RankValues):
             joined = joined_alike(values, key)
@@ -54,7 +58,7 @@ class DTensorLayout:
         if len(kinds) > 1:
             raise SourceError(
                 "CKM113",
-                f"{key}: {' and '.join(sorted(kinds))} on different ranks, expected one kind",
+                f"{key}: expected values of one kind, found {' and '.join(sorted(kinds))} on different ranks",
                 _ONE_SAVE,
             )
         if kinds == {"DTensor"}:
@@ -89,8 +93,8 @@ def _one_info(infos: Iterable[tuple[int, TensorInfo]], key: str) -> TensorInfo:
     for rank, info in infos:
         ranks.setdefault(info, []).append(rank)
     if len(ranks) > 1:
-        found = "; ".join(f"{info} on rank {_some(held)}" for info, held in list(ranks.items())[:4])
-        raise SourceError("CKM113", f"{key}: ranks hold different tensors: {found}", _ONE_SAVE)
+        held = "; ".join(f"{info} on rank {_some(some)}" for info, some in list(ranks.items())[:4])
+        raise SourceError("CKM113", f"{key}: ranks hold different tensors: {held}", _ONE_SAVE)
     return next(iter(ranks))
 
 
@@ -122,13 +126,13 @@ def _boxes(part: Placed) -> list[Box]:
 def _by_mesh(parts: Sequence[tuple[int, Placed]]) -> Iterable[Sequence[tuple[int, Placed]]]:
     """Return the parts, grouped by mesh.
 
-    The parts on each mesh must fill the whole tensor alone: half a tensor on one pipeline stage and
+    The parts on each mesh must tile the whole tensor alone: half a tensor on one pipeline stage and
     half on another could be halves of two different tensors.
     """
-    found: dict[tuple[int, ...], list[tuple[int, Placed]]] = {}
+    by_mesh: dict[tuple[int, ...], list[tuple[int, Placed]]] = {}
     for rank, part in parts:
-        found.setdefault(part.ranks, []).append((rank, part))
-    return found.values()
+        by_mesh.setdefault(part.ranks, []).append((rank, part))
+    return by_mesh.values()
 
 
 def _check_meshes(parts: Sequence[tuple[int, Placed]], key: str) -> None:
@@ -150,23 +154,23 @@ def _check_meshes(parts: Sequence[tuple[int, Placed]], key: str) -> None:
 
 def _check_local(rank: int, part: Placed, key: str) -> None:
     """Raise SourceError CKM112 if the local tensor has another shape, or other rows, than its mesh
-    coordinate gives, CKM113 if its dtype is not that of its DTensor."""
+    coordinate determines, CKM113 if its dtype is not that of its DTensor."""
     info, geometry = part.local.info, part.geometry
     sizes = geometry.sizes
     wrong_shape = info is None or (info.shape != sizes and (info.numel or 0 not in sizes))
     if wrong_shape or not geometry.is_as_fsdp_cuts:
-        found = list(info.shape) if info is not None else "no shape"
+        held = list(info.shape) if info is not None else "no shape"
         at = [runs[0][0] for runs in geometry.runs]
         raise SourceError(
             "CKM112",
-            f"{key}: rank {rank} holds {found}, expected {list(sizes)} at {at} "
-            f"of {list(part.info.shape)}{'' if wrong_shape else ' in other rows than it says'}",
+            f"{key}: rank {rank} holds {held}, expected {list(sizes)} at {at} "
+            f"of {list(part.info.shape)}{'' if wrong_shape else ', in rows that FSDP does not assign to it'}",
             "torch saves wrong metadata for some uneven TP + FSDP shards; save a full state dict",
         )
     if isinstance(part.local, StoredTensor) and part.local.info.dtype != part.info.dtype:
         raise SourceError(
             "CKM113",
-            f"{key}: rank {rank} holds {part.local.info.dtype}, its DTensor says {part.info.dtype}",
+            f"{key}: rank {rank} holds {part.local.info.dtype}, but its DTensor states {part.info.dtype}",
             _ONE_SAVE,
         )
 
@@ -174,8 +178,8 @@ def _check_local(rank: int, part: Placed, key: str) -> None:
 def _check_complete(
     info: TensorInfo, parts: Sequence[tuple[int, Placed]], held: set[Box], key: str
 ) -> None:
-    """Raise SourceError CKM110 or CKM112 if the boxes `held` do not fill the tensor. The boxes of
-    different mesh coordinates are disjoint, so a count of elements is enough."""
+    """Raise SourceError CKM110 or CKM112 if the boxes `held` do not tile the tensor. The boxes of
+    different mesh coordinates are disjoint, so a count of elements proves it."""
     if sum(box.numel for box in held) == info.numel and (held or not info.numel):
         return
     world = len(parts[0][1].ranks)
@@ -212,7 +216,7 @@ def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTens
     shares: list[tuple[object, Box | None]] = []
     for local, within in first.values():
         share = local.share
-        if share is None:  # one part of unknown identity: the whole cannot be tied to another
+        if share is None:  # it cannot be told from another tensor, so the whole is tied to none
             shares = []
             break
         shares.append((share, within))
@@ -231,8 +235,8 @@ def _cut(info: TensorInfo, pieces: Sequence[Piece], key: str) -> Cut:
         if within is not None and (local.info is None or within.sizes != local.info.shape):
             raise SourceError(
                 "CKM112",
-                f"{key}: a {as_inert(local).class_name} whose rows go to several places, one of them "
-                f"{list(box.offsets)}",
-                "save it as a full state dict",
+                f"{key}: expected a plain tensor where a rank's rows go to several places, as to"
+                f" {list(box.offsets)}, found {as_inert(local).class_name}",
+                "save a full state dict",
             )
     return Cut(info, tuple((box, as_inert(local)) for box, local, _ in pieces))

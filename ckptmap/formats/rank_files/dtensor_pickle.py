@@ -1,4 +1,4 @@
-"""Build the objects of a DTensor's pickle as torch 2.13 writes it, for `pickle.writer.dump`.
+"""Build a DTensor for `pickle.writer.dump`, without torch: the objects that torch 2.13 pickles it as.
 
 A DTensor pickles as a wrapper subclass with two attributes: `_local_tensor` and `_spec`. Cached
 hashes are None here: torch computes them anew when it needs them. Sources, below torch/distributed:

@@ -1,4 +1,5 @@
-"""Lay out the flat parameters of FSDP1, and the rank files that hold parts of them.
+"""Compute where the parameters of a model lie in the flat parameters of FSDP1, and lay out the files
+of ranks that hold parts of them.
 
 FSDP1 wraps a group of modules as a unit, and joins the parameters of the unit into one vector:
 
@@ -47,11 +48,11 @@ class Flat:
 
     @property
     def shard_numel(self) -> int:
-        """Return the elements of each rank's shard, the zeros that fill it up included."""
+        """Return the number of elements of each rank's shard, the zeros that pad it included."""
         return -(-self.numel // self.world)
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Return (begin, end) of the rank's elements, without the zeros that fill up its shard."""
+        """Return (begin, end) of the rank's elements, without the zeros that pad its shard."""
         low = min(rank * self.shard_numel, self.numel)
         return low, min(low + self.shard_numel, self.numel)
 
@@ -82,7 +83,7 @@ class Flat:
 
 def flats_of(tensors: Sequence[OutTensor], world_size: int) -> dict[str, Flat]:
     """Return unit prefix -> flat parameter, in the order of `FSDP.parameters()`: a unit comes before
-    the units inside it. Raise PlanError CKM504 if FSDP1 could not flatten the tensors so."""
+    the units inside it. Raise PlanError CKM504 if FSDP1 cannot flatten these units."""
     flats: dict[str, Flat] = {}
     named = False
     for tensor in tensors:
@@ -97,10 +98,10 @@ def flats_of(tensors: Sequence[OutTensor], world_size: int) -> dict[str, Flat]:
         elif tensor.info.dtype != flat.dtype:
             raise PlanError(
                 "CKM504",
-                f"{tensor.path[-1]}: is {tensor.info.dtype}, others of FSDP unit {unit.prefix!r} are"
+                f"{tensor.path[-1]}: is {tensor.info.dtype}, but others of FSDP unit {unit.prefix!r} are"
                 f" {flat.dtype}: FSDP1 flattens tensors of one dtype",
-                "cast them, for example --to fsdp1-local-bf16, or part them with --fsdp-units; a"
-                " buffer may be left out with --exclude",
+                "cast them, for example with --to fsdp1-local-bf16, or put them into different units with"
+                " --fsdp-units; leave out a buffer with --exclude",
             )
         else:
             flat.add(tensor, named)
@@ -131,7 +132,7 @@ def _check_tie(tensor: OutTensor, flat: Flat) -> None:
         raise PlanError(
             "CKM504",
             f"{tensor.path[-1]}: is tied to a tensor of another FSDP unit, which FSDP1 cannot share",
-            "give --fsdp-units so that both are in one",
+            "give --fsdp-units that put both into one unit",
         )
 
 
@@ -140,7 +141,7 @@ def _check_tie(tensor: OutTensor, flat: Flat) -> None:
 
 @dataclass(frozen=True)
 class FlatPiece:
-    """`nbytes` bytes of a storage from byte `at` on: a box of a tensor, or the known `content`."""
+    """A run of `nbytes` bytes from byte `at` of a storage: a box of a tensor, or the known `content`."""
 
     at: int
     nbytes: int
@@ -159,10 +160,10 @@ class Storage:
 
 
 def pieces_of(flat: Flat, rank: int) -> list[FlatPiece]:
-    """Return the pieces of a rank's shard in order, with the zeros that fill it up at the end."""
+    """Return the pieces of a rank's shard in order, the zeros that pad it last."""
     itemsize = ITEMSIZE[flat.dtype]
     low, high = flat.bounds(rank)
-    found = [
+    pieces = [
         FlatPiece(piece.at, piece.nbytes, tensor.path, piece.box)
         for tensor, start in flat.members.values()
         for piece in held(tensor, start, low, high)
@@ -171,15 +172,15 @@ def pieces_of(flat: Flat, rank: int) -> list[FlatPiece]:
         numel = max(0, min(high, end) - max(low, begin))
         content = _element(flat.dtype) * numel
         if content:
-            found.append(
+            pieces.append(
                 FlatPiece((max(low, begin) - low) * itemsize, len(content), content=content)
             )
     rest = flat.shard_numel - (high - low)
     if rest:
-        found.append(
+        pieces.append(
             FlatPiece((high - low) * itemsize, rest * itemsize, content=bytes(rest * itemsize))
         )
-    return sorted(found, key=lambda piece: piece.at)
+    return sorted(pieces, key=lambda piece: piece.at)
 
 
 def held(tensor: OutTensor, start: int, low: int, high: int) -> Iterator[FlatPiece]:
@@ -203,7 +204,10 @@ def _element(dtype: str) -> bytes:
     form = {"float16": "<e", "float32": "<f", "float64": "<d"}.get(dtype)
     if form is None:
         raise PlanError(
-            "CKM504", f"fsdp1-local: {dtype} parameters with use_orig_params", "cast them first"
+            "CKM504",
+            f"fsdp1-local: parameters are {dtype}, expected a floating dtype of 16 to 64 bits with"
+            " --use-orig-params",
+            "cast them, for example with --to fsdp1-local-bf16",
         )
     return struct.pack(form, PADDING)
 
@@ -234,7 +238,8 @@ def laid_out(name: str, pickle: bytes, storages: Sequence[Storage]) -> OutFile:
 class _Seal:
     """Returns the bytes around the slots: the zip structure and the padding, in file order.
 
-    The CRC-32 of a storage is combined from those of its slots and of its padding."""
+    The CRC-32 of a storage is combined from those of its slots and of its padding.
+    """
 
     layout: ZipLayout
     storages: tuple[Storage, ...]

@@ -1,6 +1,7 @@
-"""Lay out FSDP1's optimizer state, one file per rank, for `optimizer.load_state_dict` on that rank.
+"""Lay out the files in which each rank of FSDP1 saves its optimizer state, for
+`optimizer.load_state_dict` on that rank.
 
-    use_orig_params=False   one index per flat parameter. Its state is cut and padded as it is.
+    use_orig_params=False   one index per flat parameter. Its state is cut and padded as the parameter is.
     use_orig_params=True    one index per parameter. Its state is the rank's slice; no entry if empty.
 
 Indices count through all parameter groups, in the same way on every rank. `param_names` of a group
@@ -60,7 +61,7 @@ class _Param:
 
 
 class OptimizerFiles:
-    """The files of the optimizer state in `state`: paths ("optimizer", ...), keyed by FQN."""
+    """The files of the optimizer state in `state`, which holds it by FQN below the key "optimizer"."""
 
     def __init__(
         self, state: OutState, weights: Sequence[OutTensor], flats: Mapping[str, Flat]
@@ -83,7 +84,7 @@ class OptimizerFiles:
         and another part has."""
         return [self._file(rank) for rank in range(self._world)]
 
-    # ------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------ all ranks
 
     def _take(self, path: Path, value: Any) -> None:
         if path[0] == STATE:
@@ -110,20 +111,20 @@ class OptimizerFiles:
     def _of_group(self, group: Mapping[object, Any]) -> list[_Param]:
         """Return the parameters of a group: flat ones in the order of `FSDP.parameters()`, and with
         use_orig_params in the order of the group itself."""
-        found: dict[str, _Param] = {}
+        params: dict[str, _Param] = {}
         for fqn in map(self._owner, map(str, group[PARAMS])):
             tensor = self._weights[fqn]
             flat = None if tensor.unit is None else self._flats[tensor.unit.prefix]
             if tensor.unit is None or tensor.unit.named:
-                found[fqn] = _Param(fqn, (tensor,), flat, tensor.unit is not None)
-            elif tensor.unit.prefix not in found:
+                params[fqn] = _Param(fqn, (tensor,), flat, tensor.unit is not None)
+            elif tensor.unit.prefix not in params:
                 assert flat is not None, "a unit has a flat parameter"
                 members = [member for member, _ in flat.members.values()]
-                found[tensor.unit.prefix] = _Param(str(flat.path[-1]), members, flat)
+                params[tensor.unit.prefix] = _Param(str(flat.path[-1]), members, flat)
         named = any(tensor.unit and tensor.unit.named for tensor in self._weights.values())
-        return list(found.values()) if named else [
-            found[name] for name in sorted(found, key=self._traversal.at)
-        ]  # fmt: skip
+        if named:
+            return list(params.values())
+        return [params[name] for name in sorted(params, key=self._traversal.at)]
 
     # ------------------------------------------------------------------ one rank
 
@@ -177,7 +178,7 @@ def _cut(
 
     `[n0, ...], [n1, ...] -> [shard_numel]`, padded with zeros; without padding for a named parameter
     """
-    assert param.flat is not None, "only what is flat is cut"
+    assert param.flat is not None, "only state of a flat parameter is cut"
     dtype, itemsize = values[0].info.dtype, values[0].info.itemsize
     pieces = [
         piece

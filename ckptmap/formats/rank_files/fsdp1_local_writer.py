@@ -1,4 +1,4 @@
-"""Write the torch.save files of each rank that FSDP1 saves with LOCAL_STATE_DICT.
+"""Write for each rank the torch.save files that FSDP1 saves with LOCAL_STATE_DICT.
 
 FSDP1 joins the parameters of a unit (a group of modules that it wraps) into one flat parameter:
 
@@ -56,12 +56,12 @@ class Fsdp1LocalWriter:
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
         """Return the files of all ranks. Raise PlanError CKM204 for a single rank, CKM205 for weights
-        below another key than `model`, CKM504 if FSDP1 could not flatten the tensors so."""
+        below another key than `model`, CKM504 if FSDP1 cannot flatten the tensors in these units."""
         if state.world_size < 2:
             raise PlanError(
                 "CKM204",
-                "fsdp1-local: FSDP1 cuts nothing over 1 rank and saves whole tensors there",
-                "give --world-size, or choose full",
+                "fsdp1-local: expected 2 ranks or more, found 1, for which FSDP1 saves whole tensors",
+                "give --world-size 2 or more, or choose --to full",
             )
         with paused_gc():
             weights = [tensor for tensor in state.tensors if tensor.path[0] != OPTIMIZER]
@@ -77,13 +77,14 @@ def _depth(weights: Sequence[OutTensor]) -> int:
     """Return the depth of the weights in a state that also has an optimizer: 1, below `model`.
 
     The file of the weights holds the weights alone, without that key. Raise PlanError CKM205 for
-    weights below another key."""
+    weights below another key.
+    """
     other = next((tensor.path[0] for tensor in weights if tensor.path[:-1] != (MODEL,)), None)
     if other is not None:
         raise PlanError(
             "CKM205",
-            f"--root {other}: fsdp1-local has files of their own for weights and optimizer",
-            "leave it out",
+            f"--root {other}: fsdp1-local writes weights and optimizer into separate files, without a root",
+            "leave out --root",
         )
     return 1
 
@@ -125,7 +126,8 @@ def _file(
 def _slice(
     tensor: OutTensor, flat: Flat, views: dict[str, StorageTensor], rank: int
 ) -> StorageTensor:
-    """Return the view of the rank's shard that holds its elements of one parameter; [0] if none."""
+    """Return the view of the rank's shard that holds its elements of one parameter; a view of shape [0]
+    if it holds none."""
     assert tensor.unit is not None
     _, start = flat.members[tensor.alias_of or tensor.path]
     low, high = flat.bounds(rank)

@@ -7,8 +7,9 @@ parses the first, and takes only the constants from the others:
     rank 0   parsed          {"w": <DTensor, mesh coordinate (0,)>}
     rank 1   alike, (1,)     the same leaves, with rank 1's constants and storages
 
-A leaf of a rank is built when a caller asks for it. A pickle that is like none so far (uneven
-shards, another class, one opcode more) is parsed too, and later pickles are compared with it.
+A leaf of a rank is built when it is used. A pickle that is not alike any parsed one (uneven shards,
+another class, one opcode more) is parsed too, and later pickles are compared with it. `Template` has
+the rules of the comparison.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, TensorInfo
 
 MAX_PARSED = 8
-"""Number of parsed trees that a file is compared with. Uneven shards make a few kinds of ranks."""
+"""Greatest number of parsed trees that a file is compared with. Uneven shards make a few kinds of
+ranks."""
 MAX_FAILURES = 24
 """Number of failed comparisons opcode by opcode, after which the reader makes no more of them."""
 MAX_DEPTH = 64
@@ -43,8 +45,8 @@ class _Unknown(Exception):
 
 
 class Parsed:
-    """The tree of one parsed pickle. Its leaves hold a `Hole` in place of each constant that differs,
-    once a second pickle proved to be alike."""
+    """The tree of one parsed pickle. Once a second pickle proves to be alike, its leaves hold a `Hole` in
+    place of each constant that differs."""
 
     def __init__(self, records: Records, data: bytes) -> None:
         tree = parse(records, data)
@@ -58,13 +60,13 @@ class Parsed:
         self.varying: set[int] = set()
         """`id()` of each value that differs from rank to rank."""
         self.often: set[int] = set()
-        """`id()` of each object that is met more than once, such as a mesh that tensors share."""
+        """`id()` of each object that the tree holds more than once, such as a mesh that tensors share."""
 
     def first(self, is_such: Callable[[Leaf], bool]) -> Path | None:
         """Return the path of the first leaf for which `is_such` holds; None if there is none."""
         if is_such not in self._first:
-            found = (path for path, leaf in self.leaves.items() if is_such(leaf))
-            self._first[is_such] = next(found, None)
+            paths = (path for path, leaf in self.leaves.items() if is_such(leaf))
+            self._first[is_such] = next(paths, None)
         return self._first[is_such]
 
     def widen(self, data: bytes) -> bool:
@@ -72,7 +74,7 @@ class Parsed:
         template = self.template.widened(data)
         if template is None:
             return False
-        pickled, holes = template.punched()
+        pickled, holes = template.with_persistent_ids()
         walk = _Walk()
         try:
             leaves = flatten(parse(self.records, pickled, holes), self.records.file, len(pickled))
@@ -81,7 +83,7 @@ class Parsed:
         except (SourceError, _Unknown):  # a constant that differs decides what the pickle holds
             return False
         self.template, self.leaves, self.is_shared = template, leaves, True
-        self.varying, self.often = {i for i, does in walk.found.items() if does}, walk.often
+        self.varying, self.often = {i for i, does in walk.known.items() if does}, walk.often
         return True
 
 
@@ -89,14 +91,16 @@ class _Walk:
     """Finds the values that hold a `Hole` or a tensor, and so differ from rank to rank."""
 
     def __init__(self) -> None:
-        self.found: dict[int, bool] = {}
+        self.known: dict[int, bool] = {}
+        """`id()` of each value that was met, and whether it differs."""
         self.often: set[int] = set()
         self._depth = 0
 
     def varies(self, value: object) -> bool:
         """Return True if the value differs from rank to rank.
 
-        Raise _Unknown for a value that cannot be rebuilt, or that nests deeper than MAX_DEPTH."""
+        Raise _Unknown for a value that cannot be rebuilt, or that nests deeper than MAX_DEPTH.
+        """
         kind = type(value)
         if (
             kind in _FIXED
@@ -104,7 +108,7 @@ class _Walk:
             or (type(value) is Device and type(value.text) is str)
         ):
             return False
-        known = self.found.get(id(value))
+        known = self.known.get(id(value))
         if known is not None:
             self.often.add(id(value))
             return known
@@ -118,12 +122,12 @@ class _Walk:
             self._depth -= 1
             if does and kind not in (list, tuple, Size, dict) and not isinstance(value, Inert):
                 raise _Unknown
-        self.found[id(value)] = does
+        self.known[id(value)] = does
         return does
 
 
 def _inside(value: object) -> Iterable[object]:
-    """Return the values in a container. Raise _Unknown for a class of containers not known here."""
+    """Return the values in a container. Raise _Unknown for any other class of containers."""
     if isinstance(value, Inert) and value.__dict__.keys() <= _FIELDS:
         return value.__dict__.values()
     if isinstance(value, dict) and {*map(type, value)} <= {str, int}:
@@ -223,7 +227,7 @@ class RankReader:
         if len(self.parsed) < MAX_PARSED:
             self.parsed.append(parsed)
         else:
-            parsed.template = Template.of(b"")  # no later file is compared with it: free the bytes
+            parsed.template = Template.of(b"")  # frees the bytes: no later file is compared with it
         return RankTree(parsed, records, ())
 
 

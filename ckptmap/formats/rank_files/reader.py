@@ -1,8 +1,9 @@
 """Read a directory of torch.save files, one per rank: `model_world_size_4_rank_0.pt`, `rank0.pt`, ...
 
-Files whose names differ in the rank only form a group: the weights, the optimizer, other state.
-The values that the ranks hold under one key are one leaf of the index. A layout joins the values
-into one tensor later.
+Programs that call `torch.save(model.state_dict(), f"..._rank_{rank}.pt")` on each rank write them;
+FSDP2, FSDP1 and verl do. Files whose names differ in the rank only form a group: the weights, the
+optimizer, other state. The values that the ranks hold under one key are one leaf of the index. A
+layout (`dtensor_layout`, `sharded_tensor_layout`) joins the values into one tensor later.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.formats.zip.reader import is_zip
 from ckptmap.protocols import Index, Place, in_saved_order
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.dtensor_spec import is_dtensor, mesh_ranks, meshes_apart
 from ckptmap.sharding.sharded_tensor_spec import check_writer, is_sharded
 from ckptmap.storage.files import Files
@@ -45,7 +47,7 @@ class _Group:
 
 
 class RankFiles:
-    """Reads the files of all ranks of one save; refuses a set that is not complete."""
+    """Reads the files of all ranks of one save. It refuses an incomplete set."""
 
     name = "rank-files"
 
@@ -54,11 +56,16 @@ class RankFiles:
         if not place.is_dir:
             return False
         directory = FilePath(place.path)
-        return any(is_zip(directory / name) for name in place.names if _NAME.fullmatch(name))
+        return any(
+            is_zip(directory / name, place.mounts) for name in place.names if _NAME.fullmatch(name)
+        )
 
     def index(self, place: Place) -> Index:
-        """Return the leaves of all ranks. Raise SourceError CKM110 if ranks are missing or belong to
-        several saves, and the errors of reading a single torch.save file."""
+        """Return the leaves of all ranks, those of the optimizer below `optimizer`.
+
+        Raise SourceError CKM110 if ranks are missing or belong to several saves, CKM205 if it is unclear
+        which files hold the weights, and the errors of `torch_save.reader.load`.
+        """
         with paused_gc():
             return self._index(place)
 
@@ -69,7 +76,7 @@ class RankFiles:
         files: list[str] = []
         world = 1
         for prefix, group in _by_prefix(groups, place.path).items():
-            ranks = _load_all(group)
+            ranks = _load_all(group, place.mounts)
             world = max(world, len(ranks.trees))
             files += [group.files[rank] for rank in sorted(group.files)]
             leaves.update({(*prefix, *path): leaf for path, leaf in ranks.merged().items()})
@@ -81,22 +88,22 @@ class RankFiles:
 
 def _groups(place: Place) -> list[_Group]:
     directory = FilePath(place.path).absolute()
-    found: dict[str, dict[int, str]] = {}
+    groups: dict[str, dict[int, str]] = {}
     for name in place.names:
         match = _NAME.fullmatch(name)
         path = directory / name
-        if match is None or not is_zip(path):
+        if match is None or not is_zip(path, place.mounts):
             continue
-        files = found.setdefault(f"{match['stem']}rank*{match['rest']}", {})
+        files = groups.setdefault(f"{match['stem']}rank*{match['rest']}", {})
         rank = int(match["rank"])
         if rank in files:
             raise SourceError(
                 "CKM110",
-                f"{path}: rank {rank} is there twice, also as {FilePath(files[rank]).name}",
-                "remove the stale one",
+                f"{path}: expected one file of rank {rank}, found {FilePath(files[rank]).name} too",
+                "move the stale one to another directory",
             )
         files[rank] = str(path)
-    return [_Group(name, files) for name, files in found.items()]
+    return [_Group(name, files) for name, files in groups.items()]
 
 
 def _by_prefix(groups: Sequence[_Group], where: str) -> Mapping[Path, _Group]:
@@ -109,7 +116,8 @@ def _by_prefix(groups: Sequence[_Group], where: str) -> Mapping[Path, _Group]:
         if prefix in placed:
             raise SourceError(
                 "CKM110",
-                f"{where}: rank files of several saves: {placed[prefix].name} and {group.name}",
+                f"{where}: expected one save, found rank files of several saves: {placed[prefix].name} and"
+                f" {group.name}",
                 "move each save into a directory of its own",
             )
         placed[prefix] = group
@@ -117,8 +125,9 @@ def _by_prefix(groups: Sequence[_Group], where: str) -> Mapping[Path, _Group]:
         names = ", ".join(group.name for group in groups)
         raise SourceError(
             "CKM205",
-            f"{where}: which rank files hold the weights is unclear: {names}",
-            "name them model_...rank_R, or keep them alone in a directory",
+            f"{where}: expected rank files with `model` in their names, found {names}",
+            "rename the files of the weights to model_rank_0.pt, model_rank_1.pt, ..., or move them to a"
+            " directory of their own",
         )
     return placed
 
@@ -132,9 +141,9 @@ def _title(group: _Group) -> str:
     return stem.strip("._-") or group.name
 
 
-def _load_all(group: _Group) -> RankSet:
+def _load_all(group: _Group, mounts: Mounts) -> RankSet:
     """Return the trees of all ranks. Raise SourceError CKM110 if the set is not complete."""
-    files, reader = Files(), RankReader()
+    files, reader = Files(mounts=mounts), RankReader()
     try:
         trees = {rank: reader.read(files, group.files[rank]) for rank in sorted(group.files)}
     finally:
@@ -146,17 +155,18 @@ def _load_all(group: _Group) -> RankSet:
 def _check_ranks(group: _Group, trees: Mapping[int, RankTree]) -> None:
     """Raise SourceError CKM110 unless the ranks are 0..N-1.
 
-    N is the world size in the file names, else the one that the tensors state."""
-    said = _WORLD.search(group.name)
+    N is the world size in the file names, else the one that the tensors state.
+    """
+    named = _WORLD.search(group.name)
     mesh, is_all = _ranks_inside(group, trees)
     world = mesh if is_all else max(mesh, max(trees) + 1)
-    if said:
-        world = int(said[1] or said[2])
+    if named:
+        world = int(named[1] or named[2])
     if mesh and (mesh != world if is_all else mesh > world):
         raise SourceError(
             "CKM110",
-            f"{group.name}: its tensors are of {mesh} ranks, its name says {world}",
-            "these files are not of one save",
+            f"{group.name}: expected tensors of {world} ranks by its name, found tensors of {mesh} ranks",
+            "copy the files of one save into a directory of their own",
         )
     count = world - sum(rank < world for rank in trees)
     if count:
@@ -166,50 +176,51 @@ def _check_ranks(group: _Group, trees: Mapping[int, RankTree]) -> None:
             "CKM110",
             f"{FilePath(next(iter(group.files.values()))).parent}: rank {missing[0]} of {world} is "
             f"missing ({names}{', ...' if count > 4 else ''})",
-            f"copy {counted(count, 'missing rank file')} here",
+            f"copy {counted(count, 'missing rank file')} into this directory",
         )
     extra = [rank for rank in trees if rank >= world]
     if extra:
         raise SourceError(
             "CKM110",
             f"{group.files[extra[0]]}: rank {extra[0]}, expected ranks below {world}",
-            "remove files that an earlier save of more ranks left here",
+            "move files that an earlier save of more ranks left here to another directory",
         )
 
 
 def _ranks_inside(group: _Group, trees: Mapping[int, RankTree]) -> tuple[int, bool]:
     """Return the world size that the tensors state (0 if they state none), and whether it is exact.
 
-    Pipeline stages with a mesh each know their own ranks only. Then the number is a lower bound.
+    A pipeline stage with a mesh of its own knows its own ranks only. Then the number is a lower bound.
     """
-    said: dict[int, int] = {}
+    stated: dict[int, int] = {}
     for rank, tree in trees.items():
         world = check_writer(tree.first(is_sharded), rank, group.files[rank])
         if world is not None:
-            said.setdefault(world, rank)
-    if len(said) > 1:
-        (one, first), (other, second) = list(said.items())[:2]
+            stated.setdefault(world, rank)
+    if len(stated) > 1:
+        (one, first), (other, second) = list(stated.items())[:2]
         raise SourceError(
             "CKM110",
-            f"{group.files[second]}: is of a save by {other} ranks, rank {first}'s file by {one}",
+            f"{group.files[second]}: was saved by {other} ranks, but the file of rank {first} by {one}",
             "copy the files of one save into a directory of their own",
         )
-    if said:
-        return next(iter(said)), True
-    found = {rank: mesh_ranks(tree.first(is_dtensor)) for rank, tree in trees.items()}
-    meshes = _stages(found)
-    if len(meshes) > 1 or (meshes and not all(found.values())):
+    if stated:
+        return next(iter(stated)), True
+    by_rank = {rank: mesh_ranks(tree.first(is_dtensor)) for rank, tree in trees.items()}
+    meshes = _stages(by_rank)
+    if len(meshes) > 1 or (meshes and not all(by_rank.values())):
         return max(map(max, meshes)) + 1, False
-    mesh = len(next(filter(None, found.values()), ()))
+    mesh = len(next(filter(None, by_rank.values()), ()))
     return mesh, mesh > 0
 
 
-def _stages(found: Mapping[int, tuple[int, ...]]) -> Collection[tuple[int, ...]]:
-    """Return the distinct meshes of the ranks.
+def _stages(by_rank: Mapping[int, tuple[int, ...]]) -> Collection[tuple[int, ...]]:
+    """Return the distinct meshes of the ranks; `by_rank` maps a rank to the ranks of its mesh.
 
-    Return none if a rank is not in its own mesh, or if two meshes share a rank."""
+    Return an empty tuple if a rank is not in its own mesh, or if two meshes share a rank.
+    """
     meshes: dict[tuple[int, ...], set[int]] = {}
-    for rank, ranks in found.items():
+    for rank, ranks in by_rank.items():
         known = not ranks or ranks in meshes
         if (ranks and rank not in ranks) or not (known or meshes_apart(ranks, meshes.values())):
             return ()

@@ -1,10 +1,10 @@
-"""Join the ShardedTensors of all ranks, which FSDP1 saves as SHARDED_STATE_DICT without a mesh.
+"""Join the ShardedTensors of all ranks, which FSDP1 without a device mesh saves as SHARDED_STATE_DICT.
 
     N x ShardedTensor{[Shard [ceil(rows / N), cols] at (row, 0)]} -> [rows, cols]
 
 Every shard states its offsets in the whole tensor. A rank without rows holds no shard. With HSDP
 (hybrid sharding), replica ranks hold the same boxes: the first copy is kept, and the conversion
-compares the others with it.
+compares the others with it. Source: torch/distributed/_shard/sharded_tensor/api.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptmap.sharding.dtensor_spec import cut_rows, moved
 from ckptmap.sharding.sharded_tensor_spec import Sharded, is_sharded, read_sharded
 from ckptmap.tensors import Box, Leaf, StoredTensor, TensorInfo
 
-_ONE_SAVE = "these files are not of one save; copy those of one save into a directory of their own"
+_ONE_SAVE = "copy the files of one save into a directory of their own"
 
 
 class ShardedTensorLayout:
@@ -34,7 +34,7 @@ class ShardedTensorLayout:
         """Return the whole tensor; None if no rank holds a ShardedTensor.
 
         Raise SourceError CKM110 if ranks are missing or belong to several saves, CKM112 if the
-        shards do not fill the tensor, CKM113 if only some ranks hold a ShardedTensor.
+        shards do not tile the tensor, CKM113 if only some ranks hold a ShardedTensor.
         """
         if isinstance(values, RankValues) and not values.some(is_sharded):
             return None
@@ -45,8 +45,8 @@ class ShardedTensorLayout:
             other = next(value for value in values if not is_sharded(value))
             raise SourceError(
                 "CKM113",
-                f"{key}: ShardedTensor and {type(other).__name__} on different ranks, expected one"
-                " kind",
+                f"{key}: expected values of one kind, found ShardedTensor and {type(other).__name__} on"
+                " different ranks",
                 _ONE_SAVE,
             )
         parts = [read_sharded(value, key) for value in sharded]
@@ -62,7 +62,7 @@ def _check_one_save(parts: Sequence[Sharded], key: str) -> None:
             raise SourceError(
                 "CKM110",
                 f"{key}: rank {rank} was saved as {len(part.boxes)} shards of {part.info} by "
-                f"{part.world} ranks, rank 0 as {len(first.boxes)} of {first.info} by {first.world}",
+                f"{part.world} ranks, but rank 0 as {len(first.boxes)} of {first.info} by {first.world}",
                 _ONE_SAVE,
             )
     if len(parts) < first.world:
@@ -85,7 +85,7 @@ def _assemble(
             replicas.append((box, tensor))
     wrong = prove_tiling(info.shape, list(first))
     if wrong is not None:
-        raise SourceError("CKM112", f"{key}: {wrong}, expected to fill {info}", _ONE_SAVE)
+        raise SourceError("CKM112", f"{key}: {wrong}, expected shards that tile {info}", _ONE_SAVE)
     shares = tuple(tensor.share for tensor in first.values())
     return StoredTensor(
         info,

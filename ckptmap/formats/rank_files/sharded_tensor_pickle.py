@@ -1,5 +1,5 @@
-"""Build the objects of a flat ShardedTensor's pickle as torch 2.13 writes it, for
-`pickle.writer.dump`.
+"""Build a one-dimensional ShardedTensor for `pickle.writer.dump`, without torch: the objects that torch
+2.13 pickles it as.
 
 FSDP1 saves a flat parameter with LOCAL_STATE_DICT as such a tensor: one dim, and a shard on each rank
 that holds elements (`_local_post_state_dict_hook`, `init_from_local_shards`). torch loads it in a

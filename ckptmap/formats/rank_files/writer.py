@@ -1,4 +1,4 @@
-"""Write one torch.save file per rank, with the DTensor pickles that FSDP2 loads under torchrun.
+"""Write one torch.save file per rank, with DTensors that FSDP2 loads under torchrun.
 
 `model_world_size_4_rank_2.pt` holds the state dict of rank 2: DTensors with its local tensors, plain
 tensors whole, and plain values. The pickles hold the fields that torch 2.13 writes
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_tree import nest
 from ckptmap.errors import PlanError
-from ckptmap.formats.pickle.writer import StorageTensor, dump, way_out
+from ckptmap.formats.pickle.writer import StorageTensor, drop_hint, dump
 from ckptmap.formats.rank_files.dtensor_pickle import RankMesh, dtensor
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.protocols import OutFile, OutState, OutTensor, Placement, Setup, Slot
@@ -33,7 +33,7 @@ FSDP2_RANKS = Setup(
     summary="one torch.save file a rank, DTensors on a mesh, as FSDP2 and verl save",
 )
 RANK_MAP = "ranks"
-"""Key of the storage that holds the ranks of the mesh, int32 [world size]."""
+"""Key of the storage that holds the ranks of the mesh as int32 [world size]."""
 
 
 class RankFilesWriter:
@@ -45,9 +45,10 @@ class RankFilesWriter:
     shares_storage = True
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Return the layout of each rank's file.
+        """Return the file of each rank, in rank order.
 
-        Raise PlanError CKM202 for a value that is not plain, CKM114 if one leaf lies in another."""
+        Raise PlanError CKM202 for a value that is not plain, CKM114 if one leaf lies in another.
+        """
         assert not state.records, "a setup of dense tensors has no encoding records"
         with paused_gc():
             held = {t.path: _held(t) for t in state.tensors}
@@ -87,7 +88,7 @@ def _file(state: OutState, rank: int, held: dict[Path, list[Box]]) -> OutFile:
     try:
         pickle = dump(nest(leaves))
     except TypeError as error:
-        raise PlanError("CKM202", str(error), way_out(error)) from error
+        raise PlanError("CKM202", str(error), drop_hint(error)) from error
     return _laid_out(name, pickle, list(stored.values()), state.world_size if meshes else 0)
 
 
@@ -102,7 +103,8 @@ def _leaf(
 ) -> object:
     """Return the tensor of this rank's state dict: a DTensor, or `local` if it is not on a mesh.
 
-    Tensors of one mesh share one DeviceMesh object."""
+    Tensors of one mesh share one DeviceMesh object.
+    """
     placement = tensor.placement
     assert placement is not None
     if placement.shards is None:
@@ -135,7 +137,7 @@ def _laid_out(name: str, pickle: bytes, stored: Sequence[_Stored], ranks: int) -
 
 @dataclass(frozen=True)
 class _Seal:
-    """Returns the zip structure around the slots, once their CRC-32 are known.
+    """Returns the zip structure around the slots, once the CRC-32s of the slots are known.
 
     order      index of the storage that slot i fills; storages without a slot are empty, or hold
                the ranks of the mesh

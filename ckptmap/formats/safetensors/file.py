@@ -1,4 +1,8 @@
-"""Read a safetensors file as stored tensors and records; refuse text files in its place."""
+"""Turn parsed safetensors headers into stored tensors and encoding records, and refuse text files
+(Git LFS pointers, web pages, JSON) that lie in the place of weights.
+
+An encoding record tells how a quantized tensor is stored: its scheme, shape, dtype and block size.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,14 @@ from ckptmap.storage.files import Files
 from ckptmap.tensors import TensorInfo
 
 RECORDS = "ckptmap"
-"""Key in `__metadata__` of ckptmap's own encoding records: JSON {fqn: record}."""
+"""Key in `__metadata__` under which ckptmap stores its encoding records: JSON {fqn: record}."""
 
 LFS_MAGIC = b"version https://git-lfs"
 
 
 def looks_like_safetensors(head: bytes) -> bool:
-    """Return True for a length and a JSON object; a wrong length before a clear header counts too."""
+    """Return True if a file of which these are the first 10 bytes or more is safetensors: a header length,
+    then a JSON object. A wrong length before a clear header counts too, so that the error names it."""
     if head[8:10] == b'{"':
         return True
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_NBYTES
@@ -37,7 +42,7 @@ def refuse_text(files: Files, file: str) -> None:
 
 
 def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> PlainTensors:
-    """Return the tensors of these files, each one extent, by a path of one segment."""
+    """Return the tensors of these files, by paths of one segment. Each is one contiguous byte range."""
     keys: list[str] = []
     infos: list[TensorInfo] = []
     begins: list[int] = []
@@ -51,7 +56,8 @@ def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> PlainTens
 
 
 def records_of(header: Header, file: str) -> dict[str, Mapping[str, object]]:
-    """Return ckptmap's own records of a header, or those made from torchao's metadata; else empty."""
+    """Return the encoding records of a header, by FQN: ckptmap's own, and those made from torchao's
+    metadata. Raise SourceError CKM115 for malformed ones."""
     text = header.metadata.get(RECORDS)
     others = torchao_metadata.read(header.metadata, header.keys)
     if text is None:
@@ -69,12 +75,13 @@ def _bad_records(file: str, what: str) -> SourceError:
     return SourceError(
         "CKM115",
         f"{file}: the encoding records in its __metadata__[{RECORDS!r}]: {what}",
-        "convert the original again",
+        "convert the original checkpoint again",
     )
 
 
 def not_weights(head: bytes, file: str, nbytes: int) -> SourceError | None:
-    """Return the error for a text file in the place of weights: an LFS pointer, a web page, JSON."""
+    """Return the error for a text file in the place of weights (a Git LFS pointer, a web page, JSON); None
+    for any other file. `head` is its first bytes, `nbytes` its size."""
     if head.startswith(LFS_MAGIC):
         return SourceError(
             "CKM102",
@@ -93,6 +100,6 @@ def not_weights(head: bytes, file: str, nbytes: int) -> SourceError | None:
     return SourceError(
         "CKM103",
         f"{file}: {kind} of {nbytes} bytes, expected weights",
-        "a download answered with an error page, or this is a file beside the weights; "
-        "download it again, or give the directory",
+        "the download may have saved an error page, or this is a file that lies beside the weights; "
+        "download it again, or give the path of the directory",
     )

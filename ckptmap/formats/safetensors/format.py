@@ -1,4 +1,8 @@
-"""One safetensors file: its header is the whole index."""
+"""Open one safetensors file as a checkpoint. Its header holds name, shape, dtype and byte range of every
+tensor, so nothing else is read.
+
+Source of the format: https://github.com/huggingface/safetensors, "Format".
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,22 @@ from ckptmap.storage.files import Files
 
 
 class SafetensorsFile:
-    """Reads one `.safetensors` file of any name; every name in it is one path segment."""
+    """Reads one `.safetensors` file, whatever its name. A tensor's name is a path of one segment."""
 
     name = "safetensors"
 
     def claims(self, place: Place) -> bool:
-        """8 bytes of length, then `{`, whatever the file is called."""
+        """Return True for a file that begins with 8 bytes of header length and a `{`."""
         return not place.is_dir and looks_like_safetensors(place.head)
 
     def index(self, place: Place) -> Index:
-        """Raises SourceError CKM104 or CKM107, and CKM115 for malformed records."""
+        """Return all tensors of the file, and the encoding records of its `__metadata__`.
+
+        Raise SourceError CKM101 if it cannot be read, CKM104 if it is truncated, CKM107 for a malformed
+        header, CKM115 for malformed encoding records.
+        """
         file = str(FilePath(place.path).absolute())
-        files = Files()
+        files = Files(mounts=place.mounts)
         try:
             return self._index(files, file)
         finally:

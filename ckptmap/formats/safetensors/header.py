@@ -90,10 +90,10 @@ def parse(files: Files, file: str) -> Header:
 
 def parse_header(raw: bytes, file_nbytes: int, where: str) -> Header:
     """Return the header from its JSON bytes; `where` names the file in errors."""
-    return _written(raw, file_nbytes, where) or _any(raw, file_nbytes, where)
+    return _parse_regular(raw, file_nbytes, where) or _parse_general(raw, file_nbytes, where)
 
 
-def _any(raw: bytes, file_nbytes: int, where: str) -> Header:
+def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
     """Parse any JSON header, entry by entry; raise an error that names the bad entry."""
     pairs = _load(raw, where)
     data_start = 8 + len(raw)
@@ -119,9 +119,8 @@ def _any(raw: bytes, file_nbytes: int, where: str) -> Header:
     if len(tensors) + any(name == METADATA for name, _ in pairs) != len(pairs):
         raise _bad(where, f"the name {_first_duplicate(pairs)!r} is there twice, expected once")
     _check_tiling(tensors, data_start, file_nbytes, where)
-    found = tensors.values()
-    infos_, begins = [info for info, _, _ in found], [begin for _, begin, _ in found]
-    return Header(list(tensors), infos_, begins, data_start, metadata)
+    columns = [info for info, _, _ in tensors.values()], [begin for _, begin, _ in tensors.values()]
+    return Header(list(tensors), *columns, data_start, metadata)
 
 
 _HEAD = '{"' + METADATA + '":{'
@@ -132,9 +131,9 @@ _ENTRY = re.compile(
 _ENTRY_NCHARS = len('"":{,"data_offsets":[,]},')
 
 
-def _written(raw: bytes, file_nbytes: int, where: str) -> Header | None:
-    """Parse a header as libraries write it: no space, fields and data in order. None: it is not so;
-    then `_any` parses it, or says what is wrong."""
+def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
+    """Return a header as safetensors itself writes it: without spaces, fields and data in order. Return
+    None for any other header, which `_parse_general` then parses or refuses."""
     try:
         text = raw.decode().rstrip(" ")
         at, metadata = 1, ()
@@ -143,12 +142,12 @@ def _written(raw: bytes, file_nbytes: int, where: str) -> Header | None:
             at += 1
     except (ValueError, RecursionError):
         return None
-    found = _ENTRY.findall(text, at)
-    if not found or len(found) > MAX_TENSORS or text[at - 1] != ("{" if at == 1 else ","):
+    entries = _ENTRY.findall(text, at)
+    if not entries or len(entries) > MAX_TENSORS or text[at - 1] != ("{" if at == 1 else ","):
         return None
-    keys, forms, begins, ends = zip(*found, strict=True)
+    keys, forms, begins, ends = zip(*entries, strict=True)
     nchars = sum(sum(map(len, column)) for column in (keys, forms, begins, ends))
-    if nchars + _ENTRY_NCHARS * len(found) != len(text) - at:
+    if nchars + _ENTRY_NCHARS * len(entries) != len(text) - at:
         return None
     if not _are_names(keys):
         return None
@@ -170,14 +169,15 @@ _DECODER = json.JSONDecoder(object_pairs_hook=tuple)
 
 
 def _are_names(keys: Sequence[str]) -> bool:
-    """All of them distinct and such as `_check_name` takes."""
+    """Return True if the keys are distinct and `_check_name` accepts each."""
     if len({METADATA, *keys}) <= len(keys) or max(map(len, keys)) > MAX_NAME_NCHARS:
         return False
     return "".join(keys).isprintable()
 
 
 def _load(raw: bytes, where: str) -> tuple[tuple[str, object], ...]:
-    """The JSON object as (name, value) pairs; objects are tuples, so that no key is lost."""
+    """Return the JSON object as (name, value) pairs. Objects become tuples, so that no duplicate key is
+    lost."""
     if not raw.startswith(b"{"):
         raise _bad(
             where, f"header, expected a JSON object that starts with '{{', found {raw[:1]!r}"
@@ -199,7 +199,8 @@ def _load(raw: bytes, where: str) -> tuple[tuple[str, object], ...]:
 
 
 def _fields(name: str, entry: Any, where: str) -> tuple[str, list[int], int, int]:
-    """(dtype, shape, begin, end) of one entry; ints are checked, but not against each other."""
+    """Return (dtype, shape, begin, end) of one entry. The types are checked; that shape, dtype and range
+    agree is not."""
     try:
         (a, dtype), (b, shape), (c, offsets) = entry
         if a != "dtype" or b != "shape" or c != "data_offsets":
@@ -209,11 +210,11 @@ def _fields(name: str, entry: Any, where: str) -> tuple[str, list[int], int, int
         if type(entry) is not tuple:  # an array of arrays unpacks too
             raise ValueError
     except (ValueError, TypeError, KeyError) as error:
-        found = [str(pair[0]) for pair in entry] if isinstance(entry, tuple) else entry
+        names = [str(pair[0]) for pair in entry] if isinstance(entry, tuple) else entry
         raise _bad(
             where,
             f"tensor {name!r}: expected the fields dtype, shape and two data_offsets, "
-            f"found {_short(found)}",
+            f"found {_short(names)}",
         ) from error
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= MAX_NUMEL:
         raise _bad(
@@ -258,7 +259,8 @@ def _check_tiling(
     file_nbytes: int,
     where: str,
 ) -> None:
-    """Each data byte belongs to exactly one tensor, and the file ends where the data does."""
+    """Raise SourceError unless each data byte belongs to exactly one tensor, and the file ends where the
+    data does."""
     cursor = data_start
     for name, (_, begin, end) in sorted(tensors.items(), key=_by_range):
         if begin != cursor:
@@ -331,8 +333,9 @@ def _short(value: object) -> str:
 def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str]) -> bytes:
     """Return the 8 length bytes and the header of tensors that lie in the given order without gaps.
 
-    Padded with spaces so that data starts at a multiple of 8 bytes, as safetensors does. Raises
-    PlanError CKM203 for a dtype that the format has no name for (complex128).
+    Spaces pad it, so that the data starts at a multiple of 8 bytes, as safetensors does. Raise PlanError
+    CKM203 for a dtype that the format has no name for (complex128), a name that no reader accepts, or a
+    header that is too long.
     """
     items = []
     if metadata:
@@ -353,8 +356,8 @@ def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str])
     if len(raw) > MAX_HEADER_NBYTES:
         raise PlanError(
             "CKM203",
-            f"a safetensors header of {len(raw)} bytes, at most {MAX_HEADER_NBYTES} can be read",
-            "write more, smaller files: --max-shard-size",
+            f"the safetensors header would take {len(raw)} bytes, expected at most {MAX_HEADER_NBYTES}",
+            "write more and smaller files: --max-shard-size 2GB",
         )
     return len(raw).to_bytes(8, "little") + raw
 
@@ -383,7 +386,11 @@ def _stored_form(key: str, info: TensorInfo) -> tuple[str, tuple[int, ...]]:
     if info.dtype != "float4_e2m1fn_x2":
         return dtype, info.shape
     if not info.shape:
-        raise PlanError("CKM203", f"{key}: safetensors cannot hold a 0-d float4", "drop it")
+        raise PlanError(
+            "CKM203",
+            f"{key}: safetensors cannot hold a float4 of 0 dimensions",
+            "leave it out with --exclude",
+        )
     return dtype, (*info.shape[:-1], info.shape[-1] * 2)
 
 

@@ -1,14 +1,17 @@
-"""The metadata of torchao's safetensors files: which class each flattened tensor was.
+"""Read and write the `__metadata__` by which torchao finds its quantized tensors in safetensors files.
+
+torchao stores a quantized tensor as several plain ones (codes, scales), and in `__metadata__` the
+class that they are put together to:
 
     {"0.weight": '{"_type": "Int8Tensor", "_data": {...}, "_tensor_data_names": [...]}',
      "0.bias": '{"_type": "Tensor"}', "tensor_names": '["0.weight", "0.bias"]'}
 
-Every shard repeats all of it (torchao/prototype/safetensors, 0.15 to 0.18). transformers looks
-tensors up by what they are called once loaded, so that a renamed one is entered by that name, too,
-marked as an alias; torchao passes over entries whose tensors are not there.
+Every shard repeats all of it (torchao/prototype/safetensors, 0.15 to 0.18). transformers renames some
+modules while it loads, and looks their tensors up under the new name. So each of these gets a second
+entry under that name, marked as an alias. torchao skips entries whose tensors are missing.
 
-0.14 stored `0.weight:qdata` and `0.bias:_data`, and no `_tensor_data_names`: its keys are read as if
-they were those of 0.15.
+torchao 0.14 stored `0.weight:qdata` and `0.bias:_data`, and no `_tensor_data_names`. Its keys are
+turned into those of 0.15.
 """
 
 from __future__ import annotations
@@ -23,23 +26,23 @@ NAMES = "tensor_names"
 SCHEME = "torchao"
 ALIAS = "ckptmap_alias_of"
 PLAIN = "_data"
-"""What 0.14 called the one part of a plain tensor."""
+"""The part name that torchao 0.14 gave to a plain tensor."""
 
 
 def part_key(key: str, part: str) -> str:
-    """`fc.weight` and `qdata` -> `fc._weight_qdata`."""
+    """Return the stored key of a part of a tensor: `fc.weight` and `qdata` -> `fc._weight_qdata`."""
     stem, dot, last = key.rpartition(".")
     return f"{stem}{dot}_{last}_{part}"
 
 
 def parts_of(fqn: str, record: Mapping[str, object]) -> list[str]:
-    """Stored keys of a tensor, by a record that `read` made."""
+    """Return the stored keys of a tensor, from a record that `read` made."""
     names = record.get("names")
     return [part_key(fqn, str(name)) for name in names] if isinstance(names, list) else [fqn]
 
 
 def keys_of(metadata: Mapping[str, str], keys: Sequence[str]) -> Sequence[str]:
-    """Stored keys as 0.15 would have named them; the same where torchao 0.14 did not write them."""
+    """Return the stored keys as torchao 0.15 names them. Only those that 0.14 wrote change."""
     names = set(_names(metadata))
     if not names or not any(":" in key for key in keys):
         return keys
@@ -58,17 +61,18 @@ def _names(metadata: Mapping[str, str]) -> list[str]:
 
 
 def _parts(keys: Sequence[str]) -> dict[str, list[str]]:
-    """As 0.14 tells of them: by keys alone."""
-    found: dict[str, list[str]] = {}
+    """Return FQN -> names of parts, from the stored keys of torchao 0.14."""
+    parts: dict[str, list[str]] = {}
     for fqn, colon, part in (key.rpartition(":") for key in keys):
         if colon:
-            found.setdefault(fqn, []).append(part)
-    return found
+            parts.setdefault(fqn, []).append(part)
+    return parts
 
 
 def read(metadata: Mapping[str, str], keys: Sequence[str]) -> dict[str, Mapping[str, object]]:
-    """A record for each tensor that is no plain one; empty where torchao did not write it."""
-    found: dict[str, Mapping[str, object]] = {}
+    """Return FQN -> record {scheme, kind, data, names} of each quantized tensor. Return an empty dict if
+    torchao did not write the file. Aliases are left out."""
+    records: dict[str, Mapping[str, object]] = {}
     names = _names(metadata)
     parts = _parts(keys) if names else {}
     for name in names:
@@ -76,20 +80,23 @@ def read(metadata: Mapping[str, str], keys: Sequence[str]) -> dict[str, Mapping[
         if not isinstance(entry, dict) or ALIAS in entry:
             continue
         if entry.get("_type") not in (None, "Tensor"):
-            found[name] = {
+            records[name] = {
                 "scheme": SCHEME,
                 "kind": entry["_type"],
                 "data": entry.get("_data"),
                 "names": entry.get("_tensor_data_names", parts.get(name)),
             }
-    return found
+    return records
 
 
 def by_stored_name(
     records: Mapping[str, Mapping[str, object]], keys: Collection[str]
 ) -> dict[str, Mapping[str, object]]:
-    """Records under the names of what is stored, `keys` being all of them: transformers enters a
-    tensor by what it is called once loaded, and stores it by its name on disk."""
+    """Return the records under the names that the tensors have on disk; `keys` are all stored keys.
+
+    transformers stores a tensor by its name on disk, but writes its record under the name that it
+    takes once loaded.
+    """
     stored = set(keys)
     lost = {
         fqn
@@ -99,15 +106,15 @@ def by_stored_name(
     if not lost:
         return dict(records)
     others = loaded_as(keys)
-    found = dict(records)
+    renamed = dict(records)
     for key in keys:
         stem, _, last = key.rpartition(".")
         if last.startswith("_") and last.endswith("_qdata"):
             name = last[1:].removesuffix("_qdata")
             for other in lost.intersection(f"{module}.{name}" for module in others(stem)):
-                found[f"{stem}.{name}"] = found.pop(other)
+                renamed[f"{stem}.{name}"] = renamed.pop(other)
                 lost.discard(other)
-    return found
+    return renamed
 
 
 def _json(text: str) -> object:
@@ -118,7 +125,8 @@ def _json(text: str) -> object:
 
 
 def write(records: Mapping[str, Mapping[str, object]], keys: Iterable[str]) -> dict[str, str]:
-    """Metadata of a checkpoint that stores `keys`; empty where no record is of torchao's form."""
+    """Return torchao's `__metadata__` for a checkpoint that stores `keys`. It is empty if no record is of
+    torchao's form."""
     entries = {
         fqn: _entry(record) for fqn, record in records.items() if record.get("native") == SCHEME
     }
@@ -129,15 +137,18 @@ def write(records: Mapping[str, Mapping[str, object]], keys: Iterable[str]) -> d
         for fqn, entry in entries.items()
         for part in entry["_tensor_data_names"]
     }
-    plain = (key for key in keys if key not in parts and "." in key)  # torchao splits every name
-    found = {key: json.dumps({"_type": "Tensor"}) for key in plain}
-    found |= {fqn: json.dumps(entry) for fqn, entry in entries.items()}
-    others = loaded_as([*found])
+    # A key without a dot gets no entry: torchao splits every name at its last dot, and would fail.
+    plain = (key for key in keys if key not in parts and "." in key)
+    metadata = {key: json.dumps({"_type": "Tensor"}) for key in plain}
+    metadata |= {fqn: json.dumps(entry) for fqn, entry in entries.items()}
+    others = loaded_as([*metadata])
     for fqn, entry in entries.items():
         module, _, last = fqn.rpartition(".")
         aliases = {f"{other}.{last}": {**entry, ALIAS: fqn} for other in others(module)}
-        found |= {key: json.dumps(alias) for key, alias in aliases.items() if key not in found}
-    return {**found, NAMES: json.dumps(list(found))}
+        metadata |= {
+            key: json.dumps(alias) for key, alias in aliases.items() if key not in metadata
+        }
+    return {**metadata, NAMES: json.dumps(list(metadata))}
 
 
 def _entry(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Read the pickle of a flat state dict {name: tensor} without an object for each of 100,000 tensors.
 
-The entry of each tensor is a run of opcodes, here with the name, the storage key and the memo
+This is a fast path for the pickle of a torch.save file; `reader.parse` reads every pickle. The entry of each tensor is a run of opcodes, here with the name, the storage key and the memo
 numbers (the operands of r):
 
     X \\x1a... NAME r.... h\\2((h\\3h\\4 X \\1... KEY r.... h\\6M\\0\\x08t r.... QK\\0M\\0\\x08\\x85 ... R r....
@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from ckptmap.core.tensor_columns import Extents, PlainTensors, nbytes_of
 from ckptmap.errors import SourceError
-from ckptmap.formats.pickle.byte_columns import Alike, alike
+from ckptmap.formats.pickle.byte_columns import PieceGroup, group_pieces
 from ckptmap.formats.pickle.byte_columns import Places as At
 from ckptmap.formats.pickle.template import opcodes
 from ckptmap.formats.torch_save.reader import ReadTensor
@@ -37,11 +37,12 @@ MANY = 64
 MIN_NBYTES = 40 * MANY
 """Bytes that a pickle of MANY entries has at least."""
 MAX_FORMS = 64
+"""Number of forms of entries above which the unpickler reads the pickle."""
 BATCH_NBYTES = 1 << 18
 """Bytes of entries that are matched at once: their columns stay in the CPU cache."""
 MAX_BEFORE_NBYTES = 1 << 18
-"""Bytes in which the first matching entry must lie. The entries before it have memo numbers of one
-byte."""
+"""Bytes within which the first matching entry must begin. The entries before it do not match, because
+their memo numbers take one byte."""
 
 _GET = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J....)"
@@ -105,10 +106,12 @@ class _Views:
     keys: Sequence[str]
 
     def one(self, index: int) -> Places:
+        """Return the byte range of tensor `index` in the file."""
         offset, _, crc32 = self.records.locate(f"data/{self.keys[index]}")
         return Extent(self.records.file, offset, crc32)
 
     def all(self) -> Extents:
+        """Return the byte ranges of all tensors in the file."""
         offsets, crcs = self.records.locate_all([f"data/{key}" for key in self.keys])
         return Extents([self.records.file] * len(offsets), offsets, crcs)
 
@@ -132,10 +135,10 @@ def plain_tensors(
     run = _Run(writing, data[:start])
     end = start
     while end < len(data):
-        found = writing.entry.findall(data, end, end + BATCH_NBYTES)
-        if not found:
+        matches = writing.entry.findall(data, end, end + BATCH_NBYTES)
+        if not matches:
             break
-        entries = _Entries(*zip(*found, strict=True))
+        entries = _Entries(*zip(*matches, strict=True))
         text = b"".join(entries.whole)
         if not data.startswith(text, end) or not run.take(entries):
             return None
@@ -171,9 +174,9 @@ class _Run:
     def take(self, entries: _Entries) -> bool:
         """Add entries. Return False if a name or key has another length than stated, if memo numbers do
         not count on, or if there are too many forms."""
-        heads = alike(entries.length, lambda _: (1,), MAX_FORMS)
-        middles = alike(entries.middle, lambda piece: (1, len(piece) - 4), MAX_FORMS)
-        tails = alike(entries.tail, self._writing.numbers, MAX_FORMS)
+        heads = group_pieces(entries.length, lambda _: (1,), MAX_FORMS)
+        middles = group_pieces(entries.middle, lambda piece: (1, len(piece) - 4), MAX_FORMS)
+        tails = group_pieces(entries.tail, self._writing.numbers, MAX_FORMS)
         if not (heads and middles and tails):
             return False
         names, keys = list(map(len, entries.name)), list(map(len, entries.key))
@@ -189,7 +192,7 @@ class _Run:
         )
         return holds and self._add(entries, list(zip(_forms(middles), _forms(tails), strict=True)))
 
-    def _counted(self, tails: Sequence[Alike], start: int) -> Sequence[int]:
+    def _counted(self, tails: Sequence[PieceGroup], start: int) -> Sequence[int]:
         """Return the memo number that the name of each entry must have; `start` is the first one's."""
         if self._next is None:
             self._next = max(start, self._given + 1)
@@ -217,7 +220,7 @@ class _Run:
         return len(self._forms) <= MAX_FORMS
 
 
-def _forms(parts: Sequence[Alike]) -> list[bytes]:
+def _forms(parts: Sequence[PieceGroup]) -> list[bytes]:
     return _in_order((part.indices, part.forms) for part in parts)
 
 
@@ -232,10 +235,10 @@ def _in_order(parts: Iterable[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
     parts = list(parts)
     if len(parts) == 1:
         return list(parts[0][1])
-    found = {
+    by_index = {
         i: value for indices, values in parts for i, value in zip(indices, values, strict=True)
     }
-    return [found[i] for i in range(len(found))]
+    return [by_index[i] for i in range(len(by_index))]
 
 
 def _given(data: bytes) -> Iterator[int]:
@@ -264,7 +267,7 @@ def _together(records: Records, tree: Mapping[str, ReadTensor], run: _Run) -> Pl
     infos += map(like.__getitem__, run.like)
     infos += [t.info for t in after]
     if len(set(keys)) != len(keys) or len(set(names)) != len(names):
-        return None  # tied tensors, or a name that is there twice
+        return None  # tied tensors, or a name that occurs twice
     if records.sizes_of([f"data/{key}" for key in keys]) != nbytes_of(infos):
         return None
     return PlainTensors(names, infos, _Views(records, keys))

@@ -1,4 +1,6 @@
-"""Errors for files that look like a torch.save zip and are not: what each is, and a next step."""
+"""Make the errors for zip files that torch.save did not write (TorchScript, torch.export, numpy, Keras)
+and for torch.save files from before torch 1.6. Each names what the file is, and a next step.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,19 @@ from ckptmap.formats.detect import LEGACY_MAGIC, LEGACY_NBYTES, legacy
 from ckptmap.storage.files import Files
 
 _OTHERS = (
-    ("constants.pkl", "a TorchScript archive", "torch.save(torch.jit.load(PATH).state_dict(), ...)"),
-    ("archive_format", "an archive of torch.export", "save the state dict of the model instead"),
-    (".npy", "numpy's .npz", "save a state dict with safetensors or torch.save"),
-    ("model.weights.h5", "a Keras archive", "convert a PyTorch checkpoint"),
+    ("constants.pkl", "a TorchScript archive", "save its state dict: torch.save(torch.jit.load(PATH).state_dict(), OUT)"),
+    ("archive_format", "an archive of torch.export", "save its state dict: torch.save(torch.export.load(PATH).state_dict, OUT)"),
+    (".npy", "numpy's .npz", "save its arrays as tensors with safetensors or torch.save"),
+    ("model.weights.h5", "a Keras archive", "give a PyTorch checkpoint; ckptmap does not read Keras files"),
 )  # fmt: skip
-"""End of a member's name -> what such a zip is, and what to do."""
+"""The end of a member's name, what a zip with such a member is, and the next step."""
 
 
 def before_zip(files: Files, file: str, base: int) -> SourceError | None:
     """Return the error for a file in the format before torch 1.6; None: it has another format."""
     with files.descriptor(file) as fd:
-        found = os.pread(fd, LEGACY_NBYTES, base)
-    return legacy(file) if LEGACY_MAGIC.match(found) else None
+        head = os.pread(fd, LEGACY_NBYTES, base)
+    return legacy(file) if LEGACY_MAGIC.match(head) else None
 
 
 def other_zip(file: str, base: int) -> SourceError | None:
@@ -43,11 +45,13 @@ def other_zip(file: str, base: int) -> SourceError | None:
     if not whole and any(name.endswith("/.data/serialization_id") for name in names):
         return SourceError(
             "CKM105",
-            f"{file}: holds nothing: an error ended torch.save before it had written the object",
-            "use an earlier checkpoint",
+            f"{file}: holds no object: an error ended torch.save before it had written one",
+            "use an earlier checkpoint, or save again",
         )
     if names and not whole:
         held = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         what = f"is a zip without data.pkl, not a torch.save file; it holds {held:.200}"
-        return SourceError("CKM105", f"{file}: {what}", "unpack it first")
+        return SourceError(
+            "CKM105", f"{file}: {what}", "unpack it if a checkpoint is inside: unzip PATH -d DIR"
+        )
     return None

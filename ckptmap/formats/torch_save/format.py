@@ -1,4 +1,8 @@
-"""One torch.save file: read from its zip directory and pickle, and written without torch."""
+"""Open and write one torch.save file, without torch and without unpickling any class.
+
+The file is a zip of a pickle and one uncompressed member per storage. Reading takes the zip's central
+directory and the pickle; the tensors' bytes stay in the file. `reader` has the layout and its source.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from ckptmap.core.slot_columns import Form, OutTensors, Slots
 from ckptmap.core.state_tree import flatten, nest
 from ckptmap.core.tensor_columns import nbytes_of
 from ckptmap.errors import PlanError
-from ckptmap.formats.pickle.writer import Numbered, StorageTensor, dump, way_out
+from ckptmap.formats.pickle.writer import Numbered, StorageTensor, drop_hint, dump
 from ckptmap.formats.torch_save.flat_state_dict import plain_tensors
 from ckptmap.formats.torch_save.reader import open_zip, parse
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
@@ -60,24 +64,30 @@ class TorchZip:
     name = "torch-zip"
 
     def claims(self, place: Place) -> bool:
-        """A zip by its first bytes; whether torch.save wrote it is for `index` to find out."""
+        """Return True for a zip, by its first bytes. `index` raises if torch.save did not write it."""
         return not place.is_dir and place.head.startswith(b"PK\3\4")
 
     def index(self, place: Place) -> Index:
-        """Raises SourceError CKM104, CKM105 or CKM106 where the file is malformed."""
+        """Return every leaf of the saved value by its path, and ckptmap's encoding records.
+
+        Raise SourceError CKM101 for big-endian tensors, CKM104 for a truncated file, CKM105 for a
+        malformed zip, CKM106 for a malformed or unsafe pickle, CKM117 for a file older than torch 1.6.
+        """
         file = str(FilePath(place.path).absolute())
         with paused_gc():
-            found, data = open_zip(Files(), file)
-            leaves: Mapping[Path, Leaf] | None = plain_tensors(found, data, partial(_part, found))
+            members, data = open_zip(Files(mounts=place.mounts), file)
+            leaves: Mapping[Path, Leaf] | None = plain_tensors(
+                members, data, partial(_part, members)
+            )
             if leaves is None:
-                leaves = flatten(parse(found, data), file, len(data))
+                leaves = flatten(parse(members, data), file, len(data))
         manifest = None
-        if MANIFEST in found:
-            found.check(MANIFEST)
-            manifest = partial(found.read, MANIFEST, check=True)
+        if MANIFEST in members:
+            members.check(MANIFEST)
+            manifest = partial(members.read, MANIFEST, check=True)
         return Index(
-            self.name, leaves, (file,), _read_records(found), manifest=manifest, keeps_order=in_saved_order,
-            notes=_notes(found),
+            self.name, leaves, (file,), _read_records(members), manifest=manifest, keeps_order=in_saved_order,
+            notes=_notes(members),
         )  # fmt: skip
 
 
@@ -86,7 +96,7 @@ def _notes(records: Records) -> tuple[str, ...]:
         return ()
     return (
         f"{counted(records.unwaited, 'part')} of gathered tensors saved before torch had waited for "
-        "all bytes: the last may be torn; compare with another save, or save with ckptmap.save",
+        "all bytes: some may be incomplete; compare with another save, or save with ckptmap.save",
     )
 
 
@@ -95,28 +105,31 @@ def _part(records: Records, data: bytes, of_nbytes: int) -> object:
 
 
 def _read_records(records: Records) -> Mapping[str, Mapping[str, object]]:
-    """ckptmap's own encoding records, from the zip; none in a file that others wrote."""
+    """Return ckptmap's encoding records from their member of the zip; empty if there is none. Raise
+    SourceError CKM105 for malformed ones."""
     if RECORDS not in records:
         return {}
     try:
-        found = json.loads(records.read(RECORDS, check=True))
+        encodings = json.loads(records.read(RECORDS, check=True))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(r, dict) for r in found.values()):
+        encodings = None
+    if not isinstance(encodings, dict) or not all(isinstance(r, dict) for r in encodings.values()):
         raise bad(records.file, f"{RECORDS}: expected a JSON object of objects")
-    return found
+    return encodings
 
 
 class TorchZipWriter:
-    """Writes one file that torch.load(weights_only=True, mmap=True) reads: nested plain dicts."""
+    """Writes one file of nested plain dicts, which `torch.load(weights_only=True, mmap=True)` reads."""
 
     name = "torch-zip"
     one_file = True
     shares_storage = True
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """The one file. Ties share a storage. Raises PlanError CKM202 for a value that only a
-        foreign class could hold, CKM114 where keys collide."""
+        """Return the one file. Tied tensors share a storage in it.
+
+        Raise PlanError CKM202 for a value that only a foreign class could hold, CKM114 if keys collide.
+        """
         with paused_gc():
             return [self._file(state, name)]
 
@@ -125,7 +138,7 @@ class TorchZipWriter:
         try:
             pickle = dump(tree)
         except TypeError as error:
-            raise PlanError("CKM202", str(error), way_out(error)) from error
+            raise PlanError("CKM202", str(error), drop_hint(error)) from error
         sizes = nbytes_of([form.info for form in placed.forms])
         layout = layout_zip(stem(name), pickle, list(zip(map(str, count()), sizes, strict=False)))
         boxes = [form.chunks[0][1] for form in placed.forms]
@@ -153,7 +166,8 @@ class _Seal:
 
 
 def _tree(state: OutState) -> tuple[object, OutTensors]:
-    """The nested state dict, tensors as views of numbered storages, and who owns each storage."""
+    """Return the nested state dict, in which each tensor is a view of a numbered storage, and the tensors
+    that own the storages, in the order of their numbers."""
     tensors = OutTensors.of(state.tensors)
     owners = tensors
     if any(form.alias_of is not None for form in tensors.forms):
@@ -182,6 +196,6 @@ def _check_whole(form: Form) -> None:
 
 
 def _form(info: TensorInfo) -> StorageTensor:
-    """What whole tensors of this info are like."""
+    """Return the row-major view of a whole storage, for tensors of this shape and dtype."""
     stride = contiguous_strides([max(n, 1) for n in info.shape], 1)
     return StorageTensor("", info.dtype, info.numel, 0, info.shape, stride)

@@ -1,9 +1,9 @@
-"""Read the modules of a model from `_metadata` of its `state_dict()`.
+"""Read which modules FSDP1 wrapped from the `_metadata` of a saved `state_dict()`.
 
-torch keeps a version for every module in the attribute `_metadata` of the dict (torch/nn/modules/
-module.py `state_dict`), under the names of `named_modules()`: wrappers, which keys lose, are still
-in it. FSDP1's `_fsdp_wrapped_module` says there which modules are units, whatever the
-StateDictType. DCP and `get_model_state_dict` do not keep it.
+torch stores the version of every module in the attribute `_metadata` of a state dict, under the names
+of `named_modules()` (torch/nn/modules/module.py, `state_dict`). FSDP1 removes its wrapper segment
+`_fsdp_wrapped_module` from the keys, but not from these names. So they tell which modules were FSDP
+units, for any StateDictType. DCP and `get_model_state_dict` drop `_metadata`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from ckptmap.tensors import Path
 
 FSDP1 = "_fsdp_wrapped_module"
 MAX_DEPTH = 3
-"""Depth of nested dicts that is searched for the one of a module: {"app": {"model": {...}}}."""
+"""Depth to which nested dicts are searched for a state dict, as in {"app": {"model": {...}}}."""
 
 
 def fsdp1_units(tree: object) -> dict[Path, tuple[str, ...]]:
-    """Path of a state dict -> the modules in it that FSDP1 wraps, as stored, in module order.
+    """Return, for the path of each state dict in `tree`, the stored names of the modules that FSDP1 wraps,
+    in module order. State dicts without such modules are left out.
 
     {"model": {...}} whose `_metadata` has "_fsdp_wrapped_module" and "_fsdp_wrapped_module.layers.0.
     _fsdp_wrapped_module" -> {("model",): ("", "_fsdp_wrapped_module.layers.0")}

@@ -1,4 +1,5 @@
-"""Read torch.save zip files, or such an archive inside another file, without reading tensor data.
+"""Read the zip archives that torch.save writes, whole files or inside another file, without torch and
+without reading the tensors' data.
 
 Layout of the zip, all members uncompressed and in one root folder:
 
@@ -19,7 +20,7 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 from ckptmap.errors import SourceError
-from ckptmap.formats.pickle.reader import DType, Inert, made_by, standing_for, stub
+from ckptmap.formats.pickle.reader import DType, Inert, calling_stub, constructing_stub, stub
 from ckptmap.formats.pickle.reader import load as load_pickle
 from ckptmap.formats.pickle.writer import STORAGE_CLASS
 from ckptmap.formats.torch_save.foreign_archives import before_zip, other_zip
@@ -64,7 +65,7 @@ class StorageRef(Inert):
     module = "torch"
     name = "TypedStorage"
     held: tuple[_Storages, str, str, int]
-    """(storages of the file, key, dtype, nbytes)."""
+    """The storages of the file, and the key, dtype and nbytes of this one."""
 
 
 class ReadTensor(StoredTensor):
@@ -142,14 +143,14 @@ def parse(
 ) -> object:
     """Return the value of the pickle in a torch.save zip.
 
-    also        resolves other persistent ids than those of storages; None: there are none
+    also        resolves the persistent ids that do not name storages; None: there are none
     of_nbytes   as for `pickle.reader.load`
     """
     find = _Storages(records).find
 
     def resolve(pid: object) -> object:
-        found = also(pid) if also is not None else None
-        return find(pid) if found is None else found
+        resolved = also(pid) if also is not None else None
+        return find(pid) if resolved is None else resolved
 
     return load_pickle(
         data,
@@ -161,7 +162,7 @@ def parse(
 
 
 class Grid(NamedTuple):
-    """Sizes and strides, checked once for the many tensors that share them.
+    """The sizes and strides of a view, checked once for the many tensors that share them.
 
     steps   strides in bytes
     reach   elements of the storage from the first one of the tensor to the last one
@@ -211,9 +212,9 @@ class _Storages:
             return self._look(pid)
         if numel * itemsize != nbytes:
             return self._look(pid)
-        found = object.__new__(StorageRef)
-        found.__dict__["held"] = (self, key, dtype, nbytes)
-        return found
+        storage = object.__new__(StorageRef)
+        storage.__dict__["held"] = (self, key, dtype, nbytes)
+        return storage
 
     def _look(self, pid: object) -> StorageRef:
         """Return the storage after all checks. Raise UnpicklingError for a malformed persistent id."""
@@ -230,11 +231,12 @@ class _Storages:
             )
         if dtype:
             self._classes[cls] = dtype, ITEMSIZE[dtype]
-        found = object.__new__(StorageRef)
-        found.__dict__["held"] = (self, key, dtype, nbytes)
-        return found
+        storage = object.__new__(StorageRef)
+        storage.__dict__["held"] = (self, key, dtype, nbytes)
+        return storage
 
     def grid(self, dtype: str, size: object, stride: object) -> Grid:
+        """Return the checked sizes and strides of a view, the same object for equal ones."""
         known = self.grids.get((dtype, size, stride))
         if known is None:
             known = self.grids[dtype, size, stride] = Grid.make(dtype, size, stride)
@@ -292,7 +294,9 @@ def _view(
     grid = source.grid(dtype, size, stride)
     itemsize = ITEMSIZE[dtype]
     if type(offset) is not int or offset < 0:
-        raise UnpicklingError(f"{grid.info} at offset {offset!r:.20} of storage {key!r}")
+        raise UnpicklingError(
+            f"{grid.info} at offset {offset!r:.20} of storage {key!r}, expected an integer >= 0"
+        )
     if grid.reach:
         end = (offset + grid.reach) * itemsize
         if end > nbytes:
@@ -334,8 +338,8 @@ _PLAIN_TENSORS = frozenset(
 )
 
 _ARRIVING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-"""The class that `full_tensor` may return while its communication still runs: `elem` is the tensor,
-`completed` tells if the program waited for it before it saved."""
+"""The class that `DTensor.full_tensor` may return while its communication still runs. `elem` is the
+tensor; `completed` tells if the program waited for it before it saved."""
 
 
 def _rebuild_from_type(function: object, cls: object, args: object, state: object) -> object:
@@ -370,7 +374,7 @@ def _merged(state: object) -> object:
 
 
 def _rebuild_wrapper_subclass(
-    cls: object, dtype: Any, size: Any, stride: object, offset: Any = 0, *rest: object
+    cls: object, dtype: object, size: Any, stride: object, offset: object = 0, *rest: object
 ) -> Opaque:
     """Return the Opaque of a `torch._utils._rebuild_wrapper_subclass`: its outer shape and dtype. The
     pickle gives its inner tensors later, as state."""
@@ -381,7 +385,7 @@ def _rebuild_wrapper_subclass(
 
 
 _ALLOW = {
-    key: standing_for(*key, function)
+    key: calling_stub(*key, function)
     for key, function in (
         (("torch._utils", "_rebuild_tensor_v3"), _rebuild_v3),
         (("torch._utils", "_rebuild_parameter"), _rebuild_parameter),
@@ -390,6 +394,6 @@ _ALLOW = {
         (("torch._tensor", "_rebuild_from_type_v2"), _rebuild_from_type),
     )
 }
-_ALLOW["torch._utils", "_rebuild_tensor_v2"] = made_by(
+_ALLOW["torch._utils", "_rebuild_tensor_v2"] = constructing_stub(
     "torch._utils", "_rebuild_tensor_v2", _rebuild_v2
 )

@@ -1,7 +1,8 @@
-"""Lay out torch.save zip files: first the offset of each storage, then all bytes around the storages.
+"""Lay out the zip archives that `torch.load` reads: first the offset of each storage, then all bytes
+around the storages.
 
 Offsets and padding are those that torch writes through miniz (caffe2/serialize/inline_container.cc,
-`getPadding`). So a reader finds the data that computes the offsets instead of looking them up
+`getPadding`). So they also suit a `torch.load` that computes the offsets instead of looking them up
 (`torch.utils.serialization.config.load.calculate_storage_offsets`).
 """
 
@@ -58,14 +59,17 @@ class _Members:
         return _end(self.sizes[-1], self.headers[-1], self.offsets[-1])
 
     def copy(self) -> _Members:
+        """Return columns that can grow without changing these."""
         return _Members(
             self.names.copy(), self.sizes.copy(), self.headers.copy(), self.offsets.copy()
         )
 
     def header(self, at: int) -> bytes:
+        """Return the local header of member `at`, padding included."""
         return _header(self.names[at], self.sizes[at], self.headers[at], self.offsets[at])
 
     def descriptor(self, at: int, crc: int) -> bytes:
+        """Return the data descriptor of member `at`; empty if it has no data."""
         return _descriptor(self.sizes[at], self.headers[at], crc)
 
 

@@ -1,7 +1,8 @@
-"""Parse the central directory of a zip archive whose members are stored, not compressed.
+"""Parse the central directory of a zip archive whose members are stored, not compressed, as in a
+torch.save file.
 
-Stricter than zipfile: an archive that two readers could understand differently is refused
-(PKWARE APPNOTE 6.3.10, sections 4.3 to 4.5).
+It is stricter than Python's zipfile: it refuses an archive that two readers could understand
+differently. Source: PKWARE APPNOTE 6.3.10, sections 4.3 to 4.5.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ _CENTRAL = struct.Struct("<4s4x2H4x3I3H8xI")
 
 
 class ZipEntry(NamedTuple):
+    """A member: the offset of its local header, its size in bytes, and its CRC-32 (0 if left out)."""
+
     header: int
     nbytes: int
     crc32: int
     limit: int
-    """Offset in the archive of the next member, or of the directory: this member ends before it."""
+    """Offset in the archive of the next member or of the directory. This member must end before it."""
 
 
 class Entries(Mapping[str, ZipEntry]):
-    """The members of an archive by name, kept in columns: an Entry is made on access."""
+    """The members of an archive by name, kept in columns: a ZipEntry is made on access."""
 
     def __init__(
         self,
@@ -72,14 +75,16 @@ class Entries(Mapping[str, ZipEntry]):
 
 
 def bad(file: str, what: str) -> SourceError:
+    """Return the error CKM105 for a malformed archive."""
     return SourceError(
         "CKM105",
         f"{file}: {what}",
-        "the file is damaged or was packed by something other than torch.save; get a fresh copy",
+        "the file is damaged, or another program than torch.save wrote it; copy it again",
     )
 
 
 def truncated(file: str, what: str) -> SourceError:
+    """Return the error CKM104 for an archive that ends too early."""
     return SourceError("CKM104", f"{file}: truncated: {what}", "copy or download it again")
 
 
@@ -139,7 +144,9 @@ def _parse(file: str, raw: bytes, count: int) -> _Members:
             raise bad(file, f"{name}: a folder that holds {nbytes} bytes")
         count -= 1
     if count:
-        raise bad(file, f"its directory holds {-count:+d} members of those announced")
+        raise bad(
+            file, f"its directory holds {-count:+d} members more or less than its end record states"
+        )
     return _Members(
         [member[0] for member in members],
         [member[1] for member in members],
@@ -179,10 +186,11 @@ def _check_names(file: str, names: Sequence[str]) -> str:
         twice = next(a for a, b in itertools.pairwise(ordered) if a == b)
         raise bad(file, f"{twice}: is there twice")
     prefix = root + "/"
-    for name in (min(names), max(names)):  # what begins alike lies between
+    # If the first and the last name in sorted order begin with the prefix, so do all between them.
+    for name in (min(names), max(names)):
         if not name.startswith(prefix) or not root:
             raise bad(file, f"member {name[:80]!r} lies outside its root folder {root[:80]!r}")
-    text = "".join(names)  # one look at all of them finds nothing in an honest file
+    text = "".join(names)  # one search in all names at once; only a bad file needs the loop
     if "\\" in text or "\0" in text or ".." in text:
         for name in names:
             if "\\" in name or "\0" in name or ".." in name.split("/"):
@@ -202,6 +210,6 @@ def _entries(file: str, members: _Members, prefix: int, directory: int) -> Entri
     if any(map(gt, ends, room)):
         for name, header, nbytes, limit in zip(names, headers, sizes, limits, strict=True):
             if header + LOCAL.size + len(name) + nbytes > limit:
-                raise bad(file, f"{name}: overlaps what follows it at byte {limit}")
+                raise bad(file, f"{name}: overlaps the member or directory at byte {limit}")
     numbers = dict(zip([name[prefix:] for name in names], range(len(names)), strict=True))
     return Entries(numbers, headers, sizes, crcs, limits)

@@ -1,7 +1,8 @@
-"""Read a zip archive whose members are stored, not compressed; zip64 included.
+"""Read a zip archive whose members are stored, not compressed, as torch.save writes it; zip64 included.
 
-The central directory is read at once. Where the data of a member start is in its local header (its
-extra field may differ from the directory's), which is read on demand.
+The central directory is read at once. It does not tell where the data of a member starts, because the
+extra field of the member's local header may have another length than the directory's. So the local
+header is read when the member is used. Source: PKWARE APPNOTE 6.3.10.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ from ckptmap.formats.zip.directory import (
     parse_directory,
     truncated,
 )
+from ckptmap.protocols.file_systems import Fingerprint, Mounts
 from ckptmap.storage.crc32 import crc32
-from ckptmap.storage.file_systems import Fingerprint, read_head
 from ckptmap.storage.files import Files
 
 SMALL_NBYTES = 16 << 10
-"""An archive up to this size is read whole: mostly the item of one tensor in a DCP file."""
+"""Bytes up to which an archive is read whole. Most such archives are items of a DCP file, of one tensor
+each."""
 
 TAIL_NBYTES = 4 << 10
-"""Bytes at the end that are read first: they hold the whole directory of a few tensors."""
+"""Bytes at the end of a larger archive that are read first. They hold the whole directory of a few
+tensors."""
 
 BLOCK_NBYTES = 256 << 10
 NEAR_NBYTES = 16 << 10
 FEW = 64
-"""Local headers no farther apart are read a block at a time, not one by one; nor where the archive
-has few members, as a DCP item does."""
+"""Local headers at most NEAR_NBYTES bytes apart are read a block of BLOCK_NBYTES bytes at a time, if the
+archive has more than FEW members; others are read one by one."""
 
 MAX_COMMENT = 0xFFFF
 
@@ -48,16 +51,17 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 
 
-def is_zip(file: Path) -> bool:
+def is_zip(file: Path, mounts: Mounts) -> bool:
     """Return True if the file begins with the local header of a zip member."""
     try:
-        return read_head(file, len(_MAGIC)) == _MAGIC
+        return mounts.read_head(file, len(_MAGIC)) == _MAGIC
     except OSError:
         return False
 
 
 class Record(NamedTuple):
-    """A member: `offset` of its first data byte in the file; `crc32` None: the writer left it out."""
+    """A member: the offset of its first data byte in the file, its size, and its CRC-32 (None if the writer
+    left it out)."""
 
     name: str
     file: str
@@ -67,7 +71,7 @@ class Record(NamedTuple):
 
 
 class Window:
-    """The bytes of an archive, which begins at `base` of a file; keeps the block read last."""
+    """The bytes of an archive that begins at byte `base` of a file. It keeps the block read last."""
 
     def __init__(self, files: Files, file: str, base: int, nbytes: int | None) -> None:
         if nbytes is None:
@@ -78,6 +82,7 @@ class Window:
         self._block: tuple[int, bytes] = (0, b"")
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes of the archive. Raise SourceError CKM104 if it is too short."""
         if offset < 0 or offset + nbytes > self.nbytes:
             raise truncated(
                 self.file, f"expected bytes {offset}..{offset + nbytes}, found {self.nbytes}"
@@ -99,7 +104,7 @@ class Window:
 
 def _file_nbytes(files: Files, file: str) -> int:
     try:
-        return Fingerprint.of(file).nbytes
+        return Fingerprint.of(file, files.mounts).nbytes
     except OSError as error:
         raise SourceError(
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check the path"
@@ -118,7 +123,7 @@ class Records:
         self._window = window
         self._entries = entries
         self.unwaited = 0
-        """Gathered tensors that were saved before torch had waited for their bytes."""
+        """Number of gathered tensors that were saved before torch had waited for all of their bytes."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -146,7 +151,7 @@ class Records:
         """Return name without prefix -> file offset of the data, for the members with this prefix."""
         names = [name for name in self._entries if name.startswith(prefix)]
         offsets, _ = self.locate_all(names)
-        self._window.files.forget(self.file)  # nothing more is wanted of it here
+        self._window.files.forget(self.file)  # the file is not read again, so it need not stay open
         return {name[len(prefix) :]: at for name, at in zip(names, offsets, strict=True)}
 
     def crc32(self, name: str) -> int | None:
@@ -169,10 +174,10 @@ class Records:
         if sig != _MAGIC or method or flags & ENCRYPTED:
             raise bad(self.file, f"{name}: its local header is not that of a stored member")
         if name_nbytes != len(full) or not raw.endswith(full):
-            raise bad(self.file, f"{name}: its local header says {raw[fixed:][:80]!r}")
+            raise bad(self.file, f"{name}: its local header names {raw[fixed:][:80]!r}")
         start = header + fixed + name_nbytes + extra_nbytes
         if start + nbytes > limit:
-            raise bad(self.file, f"{name}: overlaps what follows it at byte {limit}")
+            raise bad(self.file, f"{name}: overlaps the member or directory at byte {limit}")
         crc = crc32 if crc32 or not nbytes else None
         return self.base + start, nbytes, crc
 
@@ -199,13 +204,13 @@ class Records:
             return self._one_by_one(names)
         if any(map(gt, map(add, starts, sizes), limits)):
             return self._one_by_one(names)
-        found = [crc if crc or not n else None for crc, n in zip(crcs, sizes, strict=True)]
-        return [self.base + start for start in starts], found
+        stored = [crc if crc or not n else None for crc, n in zip(crcs, sizes, strict=True)]
+        return [self.base + start for start in starts], stored
 
     def _one_by_one(self, names: Sequence[str]) -> tuple[list[int], list[int | None]]:
         """Return the same by `locate`, which names the member in its error."""
-        found = [self.locate(name) for name in names]
-        return [at for at, _, _ in found], [crc for _, _, crc in found]
+        located = [self.locate(name) for name in names]
+        return [at for at, _, _ in located], [crc for _, _, crc in located]
 
     def read(self, name: str, *, limit: int = 1 << 30, check: bool = False) -> bytes:
         """Return the bytes of a member, at most `limit`; with `check`, verify the CRC-32."""
@@ -218,7 +223,8 @@ class Records:
         return data
 
     def check(self, name: str) -> None:
-        """Verify the CRC-32 of a member, a block at a time: it may be large."""
+        """Verify the CRC-32 of a member, a block at a time, since it may be large. Raise SourceError CKM105
+        if it differs."""
         record, crc = self[name], 0
         start, end = record.offset - self.base, record.offset - self.base + record.nbytes
         for at in range(start, end, BLOCK_NBYTES):
@@ -229,7 +235,7 @@ class Records:
         if record.crc32 is not None and crc != record.crc32:
             raise bad(
                 self.file,
-                f"{record.name}: damaged: CRC-32 {crc:08x}, expected {record.crc32:08x}",
+                f"{record.name}: damaged: expected CRC-32 {record.crc32:08x}, found {crc:08x}",
             )
 
     def _entry(self, name: str) -> ZipEntry:
@@ -242,12 +248,12 @@ class Records:
 def read_records(files: Files, file: str, base: int = 0, nbytes: int | None = None) -> Records:
     """Return the members of the archive in `nbytes` bytes of `file` from `base` on (default: all).
 
-    Raise SourceError CKM104 where its end is missing, CKM105 where a member is compressed or
-    encrypted, doubled, named outside the one root folder, overlaps another or ends past the file.
+    Raise SourceError CKM104 if its end is missing, CKM105 if a member is compressed or encrypted, occurs
+    twice, lies outside the one root folder, overlaps another member or ends past the file.
     """
     window = Window(files, file, base, nbytes)
     if window.nbytes < _END.size:
-        raise truncated(file, f"{window.nbytes} bytes are no zip archive")
+        raise truncated(file, f"expected a zip archive, found {window.nbytes} bytes")
     count, directory_nbytes, directory = _find_directory(window)
     raw = window.read(directory, directory_nbytes)
     root, entries = parse_directory(file, raw, count, directory)
@@ -270,11 +276,13 @@ def _find_directory(window: Window) -> tuple[int, int, int]:
                 raise bad(window.file, "malformed zip64 end record")
             for narrow, exact, top in zip(fields, wide[7:10], (U16, U32, U32), strict=True):
                 if narrow not in (exact, top):
-                    raise bad(window.file, "its two end records disagree")
+                    raise bad(window.file, "its end record and its zip64 end record disagree")
             count, nbytes, offset = wide[7:10]
             stop = end64_at
     if offset + nbytes != stop:
-        raise bad(window.file, f"its directory ends at byte {offset + nbytes}, expected {stop}")
+        raise bad(
+            window.file, f"expected its directory to end at byte {stop}, found {offset + nbytes}"
+        )
     return count, nbytes, offset
 
 
@@ -287,11 +295,11 @@ def _find_end(window: Window) -> tuple[int, tuple[int, int, int]]:
     else:
         back = min(window.nbytes, _END.size + MAX_COMMENT)
         tail = window.read(window.nbytes - back, back)
-        found = tail.rfind(b"PK\5\6", 0, len(tail) - _END.size + 4)
-        if found < 0:
+        start = tail.rfind(b"PK\5\6", 0, len(tail) - _END.size + 4)
+        if start < 0:
             raise truncated(window.file, "the zip directory at its end is missing")
-        raw = tail[found : found + _END.size]
-        at = window.nbytes - back + found
+        raw = tail[start : start + _END.size]
+        at = window.nbytes - back + start
         after = window.nbytes - at - _END.size
         if int.from_bytes(raw[20:], "little") != after:
             raise bad(window.file, f"{after} bytes follow the end of the archive")

@@ -122,6 +122,7 @@ class PlannedLoad:
                 self.state.run(self.reader)
             require_unchanged(
                 self.checkpoint.fingerprints,
+                self.checkpoint.files.mounts,
                 "the model has values of both: load it again, all of it",
             )
             self.continuation.finish()
@@ -177,7 +178,9 @@ def _plan(
     continuation.inexact += differences
     continuation.judge(weights, state, options.precision)
     continuation.choose_streams(options.random, options.seed, options.exact)
-    require_unchanged(checkpoint.fingerprints, "open it anew; the model is as it was")
+    require_unchanged(
+        checkpoint.fingerprints, checkpoint.files.mounts, "open it anew; the model is as it was"
+    )
     return PlannedLoad(
         checkpoint, reader, weights, state, continuation, buffers_on_meta, named.names
     )

@@ -27,11 +27,13 @@ from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import CONFIG, HEAD, WEIGHTS
 from ckptmap.checkpoint.open import open as open_checkpoint
+from ckptmap.checkpoint.open import open_in
 from ckptmap.errors import LoadError
 from ckptmap.formats.detect import look
 from ckptmap.live.model.live_tensor import LiveTensor, PeftNames
 from ckptmap.live.model.load_report import listed
-from ckptmap.storage.file_systems import local_copy
+from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import locate
 
 if TYPE_CHECKING:
@@ -204,31 +206,45 @@ def open_base_or_adapter(
     if isinstance(path, Checkpoint):
         return path, []
     found = wrapped(model)
-    weights = None if found is None else _weights(path)
-    if found is None or weights is None:
+    if found is None:
         return open_checkpoint(path), []
-    other = _differences(weights.parent / CONFIG, found.config.get(found.active))
+    files = Files()
+    try:
+        return _open_wrapped(files, path, found, strict)
+    except BaseException:
+        files.close()
+        raise
+
+
+def _open_wrapped(
+    files: Files, path: str | os.PathLike[str], found: PeftWrapping, strict: bool
+) -> tuple[Checkpoint, list[str]]:
+    weights = _weights(path, files.mounts)
+    if weights is None:
+        return open_in(files, path), []
+    config = weights.parent / CONFIG
+    other = _differences(config, found.config.get(found.active), files.mounts)
     if other and strict:
         raise LoadError(
             "CKM515",
             f"{path}: its adapter is not the model's: {listed(other)}",
             "wrap the model with the adapter's own config: PeftConfig.from_pretrained",
         )
-    return open_checkpoint(weights), [f"adapter {text}" for text in other]
+    return open_in(files, weights), [f"adapter {text}" for text in other]
 
 
-def _weights(path: str | os.PathLike[str]) -> Path | None:
+def _weights(path: str | os.PathLike[str], mounts: Mounts) -> Path | None:
     """Return the weights file of an adapter's directory; None: the path is something else."""
-    place = locate(path).path
-    if not place.is_dir() or not (place / CONFIG).is_file() or registry.knows(look(place)):
+    place = locate(path, mounts).path
+    if not place.is_dir() or not (place / CONFIG).is_file() or registry.knows(look(place, mounts)):
         return None
     return next((place / name for name in WEIGHTS if (place / name).is_file()), None)
 
 
-def _differences(file: Path, live: object) -> list[str]:
+def _differences(file: Path, live: object, mounts: Mounts) -> list[str]:
     """Return the settings of an adapter's config that differ from the model's, a phrase each."""
     try:
-        text = json.loads(local_copy(file).read_text(encoding="utf-8"))
+        text = json.loads(mounts.local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         text = None
     if not isinstance(text, dict):

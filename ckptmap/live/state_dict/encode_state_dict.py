@@ -45,7 +45,7 @@ def decoded(state: State, peers: RankGroup, max_memory: int) -> dict[str, torch.
     live = open_state_dict(state, peers, "model")
     checkpoint, units, made = live.checkpoint, list[ReshardTask](), dict[str, torch.Tensor]()
     reader = LiveReader(checkpoint.files, max_memory, live.memory)
-    with live.memory.readable(), torch.no_grad():
+    with torch.no_grad():
         for fqn in checkpoint:
             source, given = checkpoint[fqn], state.get(fqn)
             if source.encoding == DENSE and given is not None:
@@ -101,7 +101,7 @@ def quantized(state: State, encoding: str, max_memory: int) -> dict[str, torch.T
     scheme = next(found for found in registry.schemes() if found.suffix == encoding)
     live = open_state_dict(state, RankGroup(), "model")
     made = dict(state)
-    with live.memory.readable(), torch.no_grad():
+    with torch.no_grad():
         reader = LiveReader(live.checkpoint.files, max_memory, live.memory)
         for fqn in live.checkpoint:
             source = live.checkpoint[fqn]

@@ -29,7 +29,7 @@ from ckptmap.live.optimizer.local_state import (
 )
 from ckptmap.live.save.assign_writers import Assigner, Assignment, Offer, offer
 from ckptmap.live.state_dict import sharded_tensor as sharded
-from ckptmap.live.state_dict.memory_blocks import LiveStored, Memory
+from ckptmap.live.state_dict.memory_blocks import ROOT, LiveStored, Memory
 from ckptmap.protocols import Index, in_saved_order
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, Path, TensorInfo
@@ -96,8 +96,9 @@ def open_state_dict(
         assignment = Assigner(peers.rank, peers.world, mine).assign(offers)
         memory = _memory(mine, assignment)
         index = _index(assignment, mine, memory, ties, peers.world)
-        with memory.readable():
-            checkpoint = assemble(WHERE, index, _roles(index, role), Files(), weights)
+        files = Files()
+        files.mounts.mount(ROOT, memory)
+        checkpoint = assemble(WHERE, index, _roles(index, role), files, weights)
     return LiveStateDict(checkpoint, memory, _sources(offers, assignment), peers)
 
 

@@ -93,7 +93,7 @@ def load_live(
     checkpoint = live.checkpoint
     reader = LiveReader(checkpoint.files, max_memory, live.memory)
     device = fallback_device(targets)
-    with live.memory.readable(), torch.no_grad():
+    with torch.no_grad():
         exchange = Exchange(live, max_memory, device)
         scales = [Need(path, box, None, device) for path, box in _decisive_parts(live)]
         units: list[ReshardTask] = []

@@ -8,14 +8,13 @@ LiveStored         ->  all blocks of one path that this rank has now: its own, a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError, SourceError
 from ckptmap.live.model.tensor_reader import TensorReader, window
+from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.storage.box_reader import fill
-from ckptmap.storage.file_systems import MOUNTS, Fingerprint
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
 from ckptmap.tensors import Box, Chunk, Path, Region, StoredTensor, TensorInfo
@@ -23,7 +22,8 @@ from ckptmap.tensors import Box, Chunk, Path, Region, StoredTensor, TensorInfo
 if TYPE_CHECKING:
     import torch
 
-_NUMBERS = itertools.count()
+ROOT = "/ckptmap-live"
+"""Where the blocks of a memory are mounted, among the files of its own checkpoint."""
 Block = tuple[Box, "torch.Tensor", str]
 """Box of the whole tensor, its values, and the name of the file that they appear as."""
 
@@ -31,13 +31,12 @@ Block = tuple[Box, "torch.Tensor", str]
 class Memory:
     """The blocks of this rank by stored path: its own, and those that came from other ranks.
 
-    It is the `ckptmap.storage.file_systems.FileSystem` of its blocks.
+    It is the `ckptmap.protocols.file_systems.FileSystem` of its blocks.
     """
 
     origin = "state dict"
 
     def __init__(self) -> None:
-        self.root = f"/ckptmap-live-{next(_NUMBERS)}"
         self._blocks: dict[Path, list[Block]] = {}
         self._received: dict[Path, list[Block]] = {}
         self._files: dict[str, torch.Tensor] = {}
@@ -54,7 +53,7 @@ class Memory:
         self._received.setdefault(path, []).append(self._block(box, values))
 
     def _block(self, box: Box, values: torch.Tensor) -> Block:
-        name = f"{self.root}/{next(self._names)}"
+        name = f"{ROOT}/{next(self._names)}"
         if values.is_conj() or values.is_neg():
             values = values.resolve_conj().resolve_neg()
         self._files[name] = values.detach()
@@ -102,15 +101,6 @@ class Memory:
             )
 
     # ------------------------------------------------------------------ as files
-
-    @contextmanager
-    def readable(self) -> Iterator[None]:
-        """Let readers of files read the blocks while the context lasts."""
-        MOUNTS.mount(self.root, self)
-        try:
-            yield
-        finally:
-            MOUNTS.unmount(self.root)
 
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
         values = self._files.get(file)

@@ -7,19 +7,21 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.framework_members import unread_note
-from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.open import open, open_in
 from ckptmap.core.formatting import human
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.storage.destination import named_place
+from ckptmap.storage.files import Files
 from ckptmap.storage.hub.entry import Entry
 from ckptmap.storage.hub.mirror import Mirror, mirrored
-from ckptmap.storage.hub.resolve import errors_by_given_path
+from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.hub.uri import is_hub, parse
 from ckptmap.storage.publish import WorkDirectory, clear_published, sync_tree
 
@@ -73,16 +75,25 @@ def pull(
     where there is no checkpoint, DestinationError where the destination must not be written,
     RunError CKM709 where a file is not the one that the Hub lists.
     """
-    started = time.monotonic()
     if not is_hub(src):
         raise SourceError(
             "CKM701",
             f"{src}: is not a place on the Hub",
             "write hf://org/name, or use ckptmap convert",
         )
-    mirror, place = mirrored(parse(src))
-    with open(src) as ckpt:
-        wanted, left = _chosen(ckpt, mirror, place)
+    files = Files()
+    with closing(files), origins_in_errors(files.mounts):
+        return _pull(files, src, dst, overwrite, sync)
+
+
+def _pull(
+    files: Files, src: str, dst: str | os.PathLike[str], overwrite: bool, sync: bool
+) -> PullReport:
+    """Fetch what `files` open at `src`."""
+    started = time.monotonic()
+    mirror, place = mirrored(parse(src), files.mounts)
+    ckpt = open_in(files, src)
+    wanted, left = _chosen(ckpt, mirror, place)
     said = unread_note(
         ckpt.index.unread_files
     )  # what is fetched is no longer left, the rest is told below
@@ -157,7 +168,7 @@ def _fetch(mirror: Mirror, wanted: Mapping[str, Entry], work: WorkDirectory) -> 
 def _prove(written: Path, ckpt: Checkpoint) -> None:
     """Check that the download opens, and holds the tensors that the headers on the Hub listed."""
     try:
-        with errors_by_given_path(), open(written) as mine:
+        with open(written) as mine:
             same = {fqn: mine.group(fqn).info for fqn in mine} == {
                 fqn: ckpt.group(fqn).info for fqn in ckpt
             }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ckptmap.errors import SourceError
 from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
@@ -80,9 +79,13 @@ def check_parts(
     return parts
 
 
-def read_sizes(fqn: str, value: Any, what: str) -> tuple[int, ...]:
+def read_sizes(fqn: str, value: object, what: str) -> tuple[int, ...]:
     """Return foreign data as a tuple of positive sizes. Raises SourceError CKM115 where it is not."""
-    good = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    if not good or not all(type(n) is int and n > 0 for n in value) or len(value) > 64:
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str | bytes)
+        or not all(type(n) is int and n > 0 for n in value)
+        or len(value) > 64
+    ):
         raise malformed(fqn, f"{what}, expected positive sizes, found {str(value)[:80]}", DAMAGED)
     return tuple(value)

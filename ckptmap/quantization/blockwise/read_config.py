@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptmap.errors import SourceError
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.box_reader import fill
-from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, StoredTensor
 
 MAX_NBYTES = 16 << 20
 
 
-def quantization_config(stored: StoredTensor) -> Mapping[str, object]:
+def quantization_config(stored: StoredTensor, mounts: Mounts) -> Mapping[str, object]:
     """Return the `quantization_config` of the config.json beside a tensor's file.
 
     It is only a hint: where the file is missing or cannot be read, the result is empty.
@@ -27,7 +27,7 @@ def quantization_config(stored: StoredTensor) -> Mapping[str, object]:
     try:
         if not file.is_file() or file.stat().st_size > MAX_NBYTES:
             return {}
-        config = json.loads(local_copy(file).read_text(encoding="utf-8"))
+        config = json.loads(mounts.local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     for holder in (config, config.get("text_config") if isinstance(config, dict) else None):

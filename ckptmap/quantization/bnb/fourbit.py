@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal
@@ -132,7 +132,7 @@ class FourBit:
 
     def blob(self, info: TensorInfo, offset: float = 0.0) -> bytes:
         """Return the JSON part, padded with spaces to a size that does not depend on the offset's digits."""
-        state: dict[str, Any] = {
+        state: dict[str, object] = {
             "quant_type": self.kind,
             "blocksize": self.block,
             "dtype": info.dtype,

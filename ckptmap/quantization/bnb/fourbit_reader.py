@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.protocols import Group, Refusal
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.group_checks import malformed
 from ckptmap.quantization.bnb.fourbit import (
     ABSMAX,
@@ -26,7 +27,6 @@ from ckptmap.quantization.bnb.fourbit import (
 )
 from ckptmap.quantization.linear_weights import CONV1D
 from ckptmap.storage.box_reader import fill
-from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
@@ -39,6 +39,7 @@ def find_fourbit(
     records: Mapping[str, Mapping[str, object]],
     kind: str,
     nested: bool,
+    mounts: Mounts,
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Yield the groups of one kind ("nf4" or "fp4"), double quantized (`nested`) or not.
 
@@ -49,7 +50,7 @@ def find_fourbit(
     states = [key for key in stored if key.endswith(suffix)]
     if not states:
         return
-    files, models = Files(), Conv1DModels(records)
+    files, models = Files(mounts=mounts), Conv1DModels(mounts, records)
     try:
         for key in states:
             fqn = key.removesuffix(suffix)
@@ -162,7 +163,10 @@ def _nested(fqn: str, state: Mapping[str, object], has_parts: bool) -> Nested | 
 class Conv1DModels:
     """Says which weights are `Conv1D`, by our records or config.json, which is read once a directory."""
 
-    def __init__(self, records: Mapping[str, Mapping[str, object]] | None = None) -> None:
+    def __init__(
+        self, mounts: Mounts, records: Mapping[str, Mapping[str, object]] | None = None
+    ) -> None:
+        self._mounts = mounts
         self._records = records or {}
         self._known: dict[Path, bool] = {}
 
@@ -174,13 +178,14 @@ class Conv1DModels:
             return False
         directory = Path(payload.chunks[0].region.file).parent
         if directory not in self._known:
-            self._known[directory] = _model_type(directory / "config.json") in CONV1D_MODELS
+            kind = _model_type(directory / "config.json", self._mounts)
+            self._known[directory] = kind in CONV1D_MODELS
         return self._known[directory]
 
 
-def _model_type(config: Path) -> str | None:
+def _model_type(config: Path, mounts: Mounts) -> str | None:
     try:
-        config_values = json.loads(local_copy(config).read_text(encoding="utf-8"))
+        config_values = json.loads(mounts.local_copy(config).read_text(encoding="utf-8"))
         kind = config_values.get("model_type") if isinstance(config_values, dict) else None
     except (OSError, ValueError, RecursionError):
         return None

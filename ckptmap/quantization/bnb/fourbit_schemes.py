@@ -11,13 +11,14 @@ from dataclasses import replace
 
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.bnb.fourbit import BLOCKS, FourBit, Nested
 from ckptmap.quantization.bnb.fourbit_reader import find_fourbit
 from ckptmap.quantization.linear_weights import CONV1D, LinearLayerScheme, is_expert, is_wide
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 
-class FourBitScheme(LinearLayerScheme):
+class FourBitScheme(ReadsFiles, LinearLayerScheme):
     """A scheme with blocks of 64 and codes in u8; subclasses choose NF4 or FP4, single or double.
 
     `Conv1D` weights of GPT-2, held as [in, out], stay dense: bitsandbytes quantizes their transpose.
@@ -33,7 +34,7 @@ class FourBitScheme(LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the groups of this kind. Raises SourceError CKM115 where parts are missing or do not fit."""
-        return list(find_fourbit(stored, records, self.kind, self.double))
+        return list(find_fourbit(stored, records, self.kind, self.double, self.mounts))
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         encoding = FourBit(self.kind, nested=Nested() if self.double else None)

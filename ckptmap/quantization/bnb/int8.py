@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.read_config import read_small
@@ -120,7 +121,7 @@ class BnbInt8(ScaledEncoding):
         return stored.masked_fill((stored * 128.0).isinf(), torch.inf)
 
 
-class BnbInt8Scheme(LinearLayerScheme):
+class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
     """Recognizes LLM.int8 by its key `SCB`, and quantizes the weights of linear layers to it.
 
     `Conv1D` weights of GPT-2, held as [in, out], stay dense: bitsandbytes quantizes their transpose.
@@ -136,7 +137,7 @@ class BnbInt8Scheme(LinearLayerScheme):
         """Return the groups. Raises SourceError CKM115 where parts do not fit, CKM316 for a GPU's tiles."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
-        return [*groups, *_found(stored, mine, records)]
+        return [*groups, *_found(stored, mine, records, self.mounts)]
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         encoding = BnbInt8(extra=_FORMAT_PART)
@@ -183,6 +184,7 @@ def _found(
     stored: Mapping[str, StoredTensor],
     known: Collection[str],
     records: Mapping[str, Mapping[str, object]],
+    mounts: Mounts,
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Yield the groups of other writers, recognized by `SCB` beside int8 codes.
 
@@ -190,7 +192,7 @@ def _found(
     """
     scales = [key for key in stored if key.endswith(SCB) and key[:-3][-1:] in ("", ".")]
     dtype = model_dtype(stored, set(scales), "float16") if scales else ""
-    files, models = Files(), Conv1DModels()
+    files, models = Files(mounts=mounts), Conv1DModels(mounts)
     try:
         for key in scales:
             fqn = f"{key.removesuffix(SCB)}weight"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from ckptmap.formats.huggingface.loaded_names import loaded_as
 from ckptmap.protocols import Encoding
@@ -24,7 +23,7 @@ BEYOND = ("kv_cache_scheme", "transform_config")
 def declared(
     encoded: Mapping[str, tuple[Encoding, TensorInfo]],
     dense: Collection[str],
-    beyond: Mapping[str, Any],
+    beyond: Mapping[str, object],
 ) -> Mapping[str, object]:
     """Return the config for these encoded tensors, with one group per way of quantizing.
 
@@ -40,6 +39,7 @@ def declared(
             groups.setdefault(_key(encoding, info), []).extend((module, *others(module)))
     formats = {key[2] for key in groups}
     attention = beyond.get("config_groups", {})
+    assert isinstance(attention, Mapping), "`beyond_weights` has made it"
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",

@@ -7,9 +7,9 @@ config.json beside the file.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from ckptmap.protocols import Group, Refusal
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.group_checks import (
     CONTRADICTORY,
@@ -39,22 +39,26 @@ SPILLS_SINCE = (0, 18)
 
 
 def find_packed(
-    stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+    stored: Mapping[str, StoredTensor],
+    records: Mapping[str, Mapping[str, object]],
+    mounts: Mounts,
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Yield the groups of records, then those of other writers. Raises SourceError CKM115."""
     mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
-    files = Files()
+    files = Files(mounts=mounts)
     config: Mapping[str, object] | None = None
     try:
         for fqn, record in mine.items():
             group, keys = _recorded(fqn, record, stored, files)
-            config = quantization_config(group.parts["packed"]) if config is None else config
+            config = (
+                quantization_config(group.parts["packed"], mounts) if config is None else config
+            )
             _require_agreement(group, config)
             yield group, keys
         for key in [key for key in stored if key.endswith("_packed")]:
             fqn = key.removesuffix("_packed")
             if fqn not in mine and f"{fqn}_scale" in stored and stored[key].info.dtype == "int32":
-                config = quantization_config(stored[key]) if config is None else config
+                config = quantization_config(stored[key], mounts) if config is None else config
                 group, keys = _found(fqn, stored, files, config)
                 _require_agreement(group, config)
                 yield group, keys
@@ -159,11 +163,13 @@ def _group(
     if isinstance(expected, Refusal):
         raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
     shape = encoding.scale_shape(info)
-    tensors: dict[str, Any] = {part: stored.get(encoding.part_key(fqn, part)) for part in expected}
+    tensors = {part: stored.get(encoding.part_key(fqn, part)) for part in expected}
     for part in ("scale", "zero_point") if shape == (1,) else ():
-        if tensors.get(part) is not None and tensors[part].info.numel == 1:
-            tensors[part] = block_geometry.reshaped(tensors[part], shape)
-    if tensors["shape"] is not None and tensors["shape"].info == TensorInfo((2,), "int32"):
+        single = tensors.get(part)
+        if single is not None and single.info.numel == 1:
+            tensors[part] = block_geometry.reshaped(single, shape)
+    stated = tensors["shape"]
+    if stated is not None and stated.info == TensorInfo((2,), "int32"):
         raise malformed(fqn, "weight_shape is int32, expected int64", DAMAGED)
     parts = check_parts(fqn, encoding.name, expected, tensors)
     return Group(fqn, info, encoding, parts), tuple(encoding.part_key(fqn, p) for p in parts)

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
@@ -97,7 +98,7 @@ class PlainFp8(Plain):
 _BY_CODES: Mapping[str, type[Plain]] = {"int8": PlainInt8, "float8_e4m3fn": PlainFp8}
 
 
-class _Target(LinearLayerScheme):
+class _Target(ReadsFiles, LinearLayerScheme):
     """The base of the two targets."""
 
     name: str
@@ -163,8 +164,8 @@ class CompressedFp8(_Target):
             )
             for fqn, record in mine.items()
         ]
-        groups += _found(stored, mine)
-        config = quantization_config(groups[0][0].parts[""]) if groups else {}
+        groups += _found(stored, mine, self.mounts)
+        config = quantization_config(groups[0][0].parts[""], self.mounts) if groups else {}
         for group, _ in groups:
             _require_agreement(group, config)
         return groups
@@ -187,7 +188,7 @@ class CompressedInt8(_Target):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the groups of packed codes. Raises SourceError CKM115 where parts do not fit."""
-        return list(find_packed(stored, records))
+        return list(find_packed(stored, records, self.mounts))
 
 
 def _recorded(
@@ -218,7 +219,7 @@ def _single(ndim: int) -> tuple[int, ...] | None:
 
 
 def _found(
-    stored: Mapping[str, StoredTensor], known: Collection[str]
+    stored: Mapping[str, StoredTensor], known: Collection[str], mounts: Mounts
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Yield the groups of other writers, recognized by `weight_scale` beside 8-bit codes."""
     config: Mapping[str, object] | None = None
@@ -229,7 +230,7 @@ def _found(
         if codes is None or kind is None or fqn in known or scale.info.dtype not in DTYPES:
             continue
         if config is None:
-            config = quantization_config(codes)
+            config = quantization_config(codes, mounts)
         info = TensorInfo(codes.info.shape, scale.info.dtype)
         zero = stored.get(f"{fqn}_zero_point")
         stem = fqn.rpartition(".")[0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ckptmap.protocols import Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import check_parts, malformed
@@ -69,16 +68,17 @@ def _read_record(fqn: str, record: Mapping[str, object]) -> tuple[NF4, TensorInf
             "upgrade ckptmap, or convert again with this version",
         )
     shape, dtype = record.get("shape"), record.get("dtype")
-    counts: list[Any] = [record.get("block_size"), record.get("scaler_block_size")]
+    counts = [record.get("block_size"), record.get("scaler_block_size")]
     counts += shape if isinstance(shape, list | tuple) else [None]
-    if not all(type(n) is int and n > 0 for n in counts) or not isinstance(dtype, str):
+    positive = [n for n in counts if type(n) is int and n > 0]
+    if len(positive) < len(counts) or not isinstance(dtype, str):
         raise malformed(
             fqn,
             "malformed NF4 record, expected block_size, scaler_block_size, shape and dtype, "
             f"found {dict(record)}",
             "the checkpoint's metadata is damaged; convert again from its source",
         )
-    block, scaler_block, *sizes = counts
+    block, scaler_block, *sizes = positive
     return NF4(block, scaler_block, record.get("exact") is True), TensorInfo(tuple(sizes), dtype)
 
 
@@ -125,8 +125,12 @@ def adopt_whole(fqn: str, leaf: Opaque) -> Group:
 def _unpack(fqn: str, leaf: Opaque, box: Box, wrapper_dtype: str) -> _Pickled:
     state = leaf.state if isinstance(leaf.state, Mapping) else {}
     table = state.get(TABLE)
-    sizes: list[Any] = [state.get("block_size"), state.get("scaler_block_size")]
-    if not isinstance(table, StoredTensor) or not all(type(n) is int for n in sizes):
+    block, scaler_block = state.get("block_size"), state.get("scaler_block_size")
+    if (
+        not isinstance(table, StoredTensor)
+        or type(block) is not int
+        or type(scaler_block) is not int
+    ):
         names = ", ".join(map(str, state)) or "nothing"
         raise malformed(
             fqn,
@@ -143,7 +147,7 @@ def _unpack(fqn: str, leaf: Opaque, box: Box, wrapper_dtype: str) -> _Pickled:
                 "called on it, and which values are meant is unknown",
                 "save it again before that call",
             )
-    encoding, info = NF4(*sizes), TensorInfo(box.sizes, dtype)
+    encoding, info = NF4(block, scaler_block), TensorInfo(box.sizes, dtype)
     return _Pickled(box, encoding, info, _checked(fqn, encoding, info, state))
 
 

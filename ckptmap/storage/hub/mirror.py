@@ -10,12 +10,12 @@ bytes are fetched first.
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import shutil
 import tempfile
 import threading
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +23,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptmap.errors import CkptmapError, RunError, SourceError
-from ckptmap.storage.file_systems import MOUNTS, Fingerprint, close_mounts
+from ckptmap.protocols.file_systems import Fingerprint, Mounts
 from ckptmap.storage.hub.entry import Entry
 from ckptmap.storage.hub.repo import READ_NBYTES, Repo
-from ckptmap.storage.hub.uri import HubName
+from ckptmap.storage.hub.uri import MIRROR_PREFIX, HubName
 
 BLOCK = 64 << 10
 """The least bytes of a range request: one request returns most safetensors headers whole."""
@@ -86,7 +86,8 @@ class Mirror:
     def __init__(self, repo: Repo, name: HubName, root: Path, entries: dict[str, Entry]) -> None:
         self.repo, self.name, self.root = repo, name, root
         self.origin = str(HubName(repo.id, repo.commit))
-        self._pid = os.getpid()
+        self._remove = weakref.finalize(self, _remove, root.parent, os.getpid())
+        """Removes the placeholders: when the mirror is closed or freed, at the latest at exit."""
         self._files: dict[str, _File] = {}
         for path, entry in entries.items():
             file = root / path
@@ -109,7 +110,7 @@ class Mirror:
     def entry(self, file: str) -> Entry:
         return self._files[file].entry
 
-    # ------------------------------------------- the FileSystem protocol of storage.file_systems
+    # ------------------------------------------- the FileSystem protocol of protocols.file_systems
 
     def fingerprint(self, file: str) -> Fingerprint | None:
         """Return a fingerprint by content, the same on every machine; None: `file` is a folder."""
@@ -160,8 +161,7 @@ class Mirror:
             self.fetch(file, into)
 
     def close(self) -> None:
-        if os.getpid() == self._pid:  # a forked process must not remove the files of its parent
-            shutil.rmtree(self.root.parent, ignore_errors=True)
+        self._remove()
 
     def discard(self, file: str) -> None:
         remote = self._files[file]
@@ -251,25 +251,23 @@ def _check_ranges(remote: _File, held: str, origin: str) -> None:
                 )
 
 
-# ----------------------------------------------------------------- the mirrors of this process
-
-_MIRRORS: dict[HubName, tuple[Mirror, Path]] = {}
-_LOCK = threading.Lock()
-PREFIX = "ckptmap-hub-"
+# ----------------------------------------------------------------- where mirrors are mounted
 
 
-def mirrored(name: HubName) -> tuple[Mirror, Path]:
+def mirrored(name: HubName, mounts: Mounts) -> tuple[Mirror, Path]:
     """Return the mirror of a place on the Hub, and the local path of the place in it.
 
-    There is one mirror for each place in a process.
+    The mirror is mounted in `mounts`. One that is there already is returned again.
     """
-    with _LOCK:
-        if name not in _MIRRORS:
-            _MIRRORS[name] = _made(name)
-        return _MIRRORS[name]
+    for mirror in mounts:
+        if isinstance(mirror, Mirror) and mirror.name == name:
+            return mirror, mirror.root / name.path
+    mirror = _made(name)
+    mounts.mount(str(mirror.root), mirror)
+    return mirror, mirror.root / name.path
 
 
-def _made(name: HubName) -> tuple[Mirror, Path]:
+def _made(name: HubName) -> Mirror:
     repo = Repo.find(name)
     folder = name.path
     if name.path and repo.at(name.path) is not None:
@@ -277,23 +275,26 @@ def _made(name: HubName) -> tuple[Mirror, Path]:
     entries = repo.tree(folder)
     _sweep()
     root = (
-        Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")).resolve() / repo.id.split("/")[1]
+        Path(tempfile.mkdtemp(prefix=f"{MIRROR_PREFIX}{os.getpid()}-")).resolve()
+        / repo.id.split("/")[1]
     )
     root.mkdir()
     try:
-        mirror = Mirror(repo, name, root, entries)
+        return Mirror(repo, name, root, entries)
     except BaseException:
         shutil.rmtree(root.parent, ignore_errors=True)
         raise
-    MOUNTS.mount(str(root), mirror)
-    atexit.register(close_mounts)
-    return mirror, root / name.path
+
+
+def _remove(directory: Path, maker: int) -> None:
+    if os.getpid() == maker:  # a forked process must not remove the files of its parent
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _sweep() -> None:
     """Remove the mirrors that killed processes of this user left behind."""
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        match = re.match(rf"{PREFIX}(\d+)-", left.name)
+    for left in Path(tempfile.gettempdir()).glob(f"{MIRROR_PREFIX}*"):
+        match = re.match(rf"{MIRROR_PREFIX}(\d+)-", left.name)
         with suppress(OSError):
             if match and left.stat().st_uid == os.getuid() and not _lives(int(match[1])):
                 shutil.rmtree(left, ignore_errors=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ckptmap.core import argument_checks
 from ckptmap.errors import CkptmapError, RunError, SourceError
-from ckptmap.storage.file_systems import MOUNTS
-from ckptmap.storage.hub.uri import HubName, is_hub, parse
+from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.hub.uri import MIRROR_PREFIX, HubName, is_hub, parse
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Located:
     notes: tuple[str, ...] = ()
 
 
-def locate(path: str | os.PathLike[str]) -> Located:
-    """Return the local path of a path or of a place on the Hub.
+def locate(path: str | os.PathLike[str], mounts: Mounts) -> Located:
+    """Return the local path of a path or of a place on the Hub, whose mirror is then in `mounts`.
 
     A local path makes no request. Raises SourceError CKM101 for an empty path, which pathlib would
     take for the working directory; CKM701 to 708 and CKM716 for a place on the Hub.
@@ -41,11 +41,12 @@ def locate(path: str | os.PathLike[str]) -> Located:
             "give a path; perhaps a variable of the shell is not set",
         )
     if not is_hub(path):
+        _refuse_placeholder(os.fspath(path), mounts)
         return Located(Path(path))
     from ckptmap.storage.hub.mirror import mirrored
 
     name = parse(os.fspath(path))
-    mirror, place = mirrored(name)
+    mirror, place = mirrored(name, mounts)
     repo = mirror.repo
     notes: tuple[str, ...] = ()
     if repo.renamed_from:
@@ -53,9 +54,24 @@ def locate(path: str | os.PathLike[str]) -> Located:
     return Located(place, str(HubName(repo.id, repo.commit, name.path)), notes)
 
 
-def local(path: str | None) -> str | None:
+def _refuse_placeholder(path: str, mounts: Mounts) -> None:
+    """Raise SourceError CKM101 for a path in a mirror that is not mounted here.
+
+    It would be read as a local file, in which every byte that was not fetched is zero.
+    """
+    absolute = Path(path).absolute()
+    inside = any(part.startswith(MIRROR_PREFIX) for part in absolute.parts)
+    if inside and mounts.file_system_of(str(absolute)) is None:
+        raise SourceError(
+            "CKM101",
+            f"{path}: is the placeholder of a file on the Hub, not its content",
+            "open hf://ORG/NAME, which `Checkpoint.origin` names, in place of `Checkpoint.path`",
+        )
+
+
+def local(path: str | None, mounts: Mounts) -> str | None:
     """Return the local path for the value of an option; None and local values are unchanged."""
-    return str(locate(path).path) if path is not None and is_hub(path) else path
+    return str(locate(path, mounts).path) if path is not None and is_hub(path) else path
 
 
 def silence() -> None:
@@ -66,7 +82,18 @@ def silence() -> None:
 
 
 @contextmanager
-def errors_by_given_path() -> Iterator[None]:
+def origins_in_errors(mounts: Mounts) -> Iterator[None]:
+    """Let errors name files as the user does (hf://...), not by their path in the mirror."""
+    try:
+        yield
+    except CkptmapError as error:
+        error.message = mounts.with_origins(error.message)
+        error.hint = mounts.with_origins(error.hint)
+        raise
+
+
+@contextmanager
+def errors_by_given_path(mounts: Mounts) -> Iterator[None]:
     """Rewrite errors of a command that writes nothing.
 
     They name files as the user does (hf://...), not by their path in the mirror, and a failed fetch
@@ -75,10 +102,10 @@ def errors_by_given_path() -> Iterator[None]:
     try:
         yield
     except CkptmapError as error:
-        named = MOUNTS.with_origins(error.message)
+        named = mounts.with_origins(error.message)
         if named != error.message and error.code == "CKM102":
             error.hint = "the repository itself holds the pointer: tell its owner, or use another"
-        error.message, error.hint = named, MOUNTS.with_origins(error.hint)
+        error.message, error.hint = named, mounts.with_origins(error.hint)
         if type(error) is RunError and error.code.startswith("CKM7"):
             raise SourceError(error.code, error.message, error.hint) from error
         raise

@@ -13,6 +13,9 @@ from urllib.parse import quote, unquote
 
 from ckptmap.errors import SourceError
 
+MIRROR_PREFIX = "ckptmap-hub-"
+"""How the name of the temporary directory of a mirror begins."""
+
 SCHEME = "hf://"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _PULL = re.compile(r"(refs/(?:pr/\d+|convert/[\w.-]+))(?:/(.*))?")

@@ -54,7 +54,7 @@ def test_an_index_of_any_name(tmp_path: Path) -> None:
             assert_same(ckpt[fqn].read(), value, fqn)
     first = tmp_path / "diffusion_pytorch_model.bin.index.json"
     (tmp_path / "diffusion_pytorch_model.bin.index.fp16.json").write_text(first.read_text())
-    with pytest.raises(SourceError, match=r"several indexes, expected one: diffusion_pytorch"):
+    with pytest.raises(SourceError, match=r"expected one index, found \d: diffusion_pytorch"):
         ckptmap.open(tmp_path)
 
 
@@ -78,7 +78,7 @@ def test_index_and_shards_that_disagree(saved: tuple[Path, dict[str, torch.Tenso
         ckptmap.open(folder)
     (folder / INDEX).write_text(json.dumps(index))
     (folder / names[0]).unlink()
-    with pytest.raises(SourceError, match=f"'{names[0]}' of its shards is not there"):
+    with pytest.raises(SourceError, match=f"the shard '{names[0]}' is missing"):
         ckptmap.open(folder)
     index["weight_map"][key] = "../" + names[0]
     (folder / INDEX).write_text(json.dumps(index))
@@ -94,8 +94,10 @@ def test_a_set_without_its_index(saved: tuple[Path, dict[str, torch.Tensor]]) ->
         assert set(ckpt) == set(state)
     last = sorted(folder.glob("*.bin"))[-1]
     last.rename(folder / "kept")
-    with pytest.raises(SourceError, match=f"'{last.name}' of its shards is not there"):
+    with pytest.raises(SourceError, match=f"the shard '{last.name}' is missing"):
         ckptmap.open(folder)
     (folder / "kept").rename(folder / "pytorch_model-00001-of-00009.bin")
-    with pytest.raises(SourceError, match="shards of 2 sets and no index"):
+    with pytest.raises(
+        SourceError, match="expected an index or one set of shards, found shards of 2 sets"
+    ):
         ckptmap.open(folder)

@@ -303,15 +303,15 @@ BAD: dict[str, tuple[Callable[[FilePath], None], str, str]] = {
     "UNC": (set_shard("\\\\host\\x"), "CKM116", "leads out of the directory"),
     "NUL": (set_shard("a\0b"), "CKM116", "leads out of the directory"),
     "surrogate": (set_shard("\ud800"), "CKM116", "expected a name that a file can have"),
-    "newline": (set_shard("a\nb"), "CKM108", r"'a\\nb' of .* shards is not there"),
+    "newline": (set_shard("a\nb"), "CKM108", r"of \d+ shards, 'a\\nb'.* is missing"),
     "no name": (set_shard(""), "CKM116", "leads out of the directory"),
     "symlink": (link_out, "CKM116", "it is a symlink to .*outside.safetensors"),
     "absent shard": (
         lambda d: shards_of(d)[1].unlink(),
         "CKM108",
-        "model-00002-of-.*safetensors' of .* shards is not there",
+        r"of \d+ shards, 'model-00002-of-.*safetensors'.* is missing",
     ),
-    "incomplete set": (no_index, "CKM108", "safetensors' of .* shards is not there; finish"),
+    "incomplete set": (no_index, "CKM108", r"of \d+ shards, '.*safetensors'.* is missing; finish"),
     "listed elsewhere": (
         edit_index(lambda t: t["weight_map"].update(
             {first_key(t): sorted(set(t["weight_map"].values()) - {t["weight_map"][first_key(t)]})[0]}
@@ -344,7 +344,7 @@ BAD: dict[str, tuple[Callable[[FilePath], None], str, str]] = {
         ]
         and (d / "model.safetensors.index.json").unlink(),
         "CKM108",
-        r"several indexes, expected one: a\.safetensors",
+        r"expected one index, found 2: a\.safetensors",
     ),
 }  # fmt: skip
 
@@ -361,7 +361,7 @@ def test_bad_directory(name: str, copy: FilePath) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_left_aside_is_noted(copy: FilePath) -> None:
+def test_files_that_are_not_read_are_noted(copy: FilePath) -> None:
     shutil.copy(shards_of(copy)[0], copy / "model-00009-of-00009.safetensors")
     (copy / "model-00001-of-00002.safetensors.incomplete").touch()
     edit_index(lambda tree: tree["metadata"].update(total_size=5))(copy)
@@ -378,8 +378,11 @@ def test_what_is_left_aside_is_noted(copy: FilePath) -> None:
     notes = "\n".join(index.notes)
     assert f"does not list 1 stored tensors: {key}" in notes
     assert "gives total_size 5, the shards hold" in notes
-    assert "left aside, not in the index: model-00009-of-00009.safetensors" in notes
-    assert "an unfinished download: model-00001-of-00002.safetensors.incomplete" in notes
+    assert "not read, because no index lists it: model-00009-of-00009.safetensors" in notes
+    assert (
+        "not read, because its download is unfinished: model-00001-of-00002.safetensors.incomplete"
+        in notes
+    )
 
 
 def test_weights_in_other_forms_are_named(copy: FilePath) -> None:

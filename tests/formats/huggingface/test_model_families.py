@@ -42,7 +42,7 @@ mixtral mlcd mllama musicflamingo nemotron_h olmo_hybrid paligemma phimoe pp_cha
 qwen2_5_omni_thinker qwen2_audio qwen3_5_moe_text qwen3_5_text swin video_llava videomae vipllava
 voxtral voxtral_realtime yolos
 """
-"""Model types that transformers renames and `loaded_names.WAYS` knows, or whose layers keep theirs."""
+"""Model types that transformers renames and `loaded_names.RENAMINGS` knows, or whose layers keep theirs."""
 IMAGE = dict(
     input_ids=torch.tensor([[1, 2] + [100] * 16 + [5, 6]]),
     pixel_values=torch.ones(1, 3, 32, 32, dtype=torch.bfloat16),
@@ -260,7 +260,7 @@ def test_modules_behind_the_model_go_along(tmp_path: Path) -> None:
         (source / name).write_text(json.dumps(content))
     save_file({"linear.weight": torch.ones(4, 32)}, source / "2_Dense" / "model.safetensors")
     report = ckptmap.convert(source, tmp_path / "out", to="hf-bf16")
-    assert "goes along as it is: 2_Dense/model.safetensors" in report.notes
+    assert "copied unchanged: 2_Dense/model.safetensors" in report.notes
     behind = "left behind: 2_Dense/model.safetensors"
     assert behind not in report.notes
     assert behind in ckptmap.plan(source, "full").notes

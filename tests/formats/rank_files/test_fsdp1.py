@@ -142,7 +142,7 @@ def test_a_missing_rank_is_named(four: Path, rank: int) -> None:
 def test_a_rank_of_another_world_size_is_refused(four: Path, corpus: Any) -> None:
     other = corpus["fsdp1_ranks_w2"].path / "model_world_size_2_rank_1.pt"
     shutil.copy(other, four / "shard-rank1.pt")
-    refused(four, r"shard-rank1\.pt: is of a save by 2 ranks, rank 0's file by 4")
+    refused(four, r"shard-rank1\.pt: was saved by 2 ranks, but the file of rank 0 by 4")
 
 
 def test_a_rank_of_another_model_is_refused(four: Path, corpus: Any, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_rank_of_another_model_is_refused(four: Path, corpus: Any, tmp_path: P
     for rank, name in enumerate(("fsdp1_ranks_w2", "fsdp1_ranks_flat_bf16_w2")):
         source = corpus[name].path / f"model_world_size_2_rank_{rank}.pt"
         shutil.copy(source, tmp_path / "two")
-    refused(tmp_path / "two", "bfloat16.*by 2 ranks, rank 0 as .*float32")
+    refused(tmp_path / "two", "bfloat16.*by 2 ranks, but rank 0 as .*float32")
 
 
 def test_a_file_under_another_ranks_name_is_refused(four: Path) -> None:
@@ -312,13 +312,14 @@ def test_config_json_unflattens_what_fsdp1_saved(
 def test_config_json_gives_shapes_order_and_ties(tmp_path: Path) -> None:
     """The config names them as the model itself does; a class that transformers has not is refused."""
     transformers = pytest.importorskip("transformers")
+    from ckptmap.protocols.file_systems import Mounts
     from ckptmap.sharding.reference_model import like_config
 
     for tied in (False, True):
         model = tiny_llama(tied=tied)
         model.config.architectures = [type(model).__name__]  # as save_pretrained sets it
         model.config.save_pretrained(tmp_path)
-        found = like_config(tmp_path / "config.json")
+        found = like_config(tmp_path / "config.json", Mounts())
         state = {key: tuple(value.shape) for key, value in model.state_dict().items()}
         assert list(found.shapes.items()) == list(state.items())
         expected = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
@@ -330,7 +331,7 @@ def test_config_json_gives_shapes_order_and_ties(tmp_path: Path) -> None:
         SourceError,
         match=r"architecture 'os\.system', which the installed transformers does not have",
     ):
-        like_config(tmp_path / "config.json")
+        like_config(tmp_path / "config.json", Mounts())
     assert transformers is not None
 
 

@@ -11,6 +11,7 @@ import torch
 import ckptmap
 from ckptmap.checkpoint.fsdp1_wrapping import units_of
 from ckptmap.errors import CkptmapError, PlanError, RunError
+from ckptmap.protocols.file_systems import Mounts
 from tests.corpus.models import Tiny, moments, tiny, trained
 from tests.corpus.ranks import run_ranks
 from tests.ranks.fsdp1_local_resume import NESTED_UNITS, UNITS
@@ -90,7 +91,7 @@ def test_units_come_from_a_local_checkpoint(
     src, _, _ = source(tmp_path / "src.pt")
     convert(src, tmp_path / "told", orig, fsdp_units=NESTED_UNITS if nested else UNITS)
     like = str(went_on / f"{orig}-{nested}")
-    found = units_of(like)
+    found = units_of(like, Mounts())
     assert found is not None and found.named is orig and len(found.modules) == (10 if nested else 4)
     ckptmap.convert(src, tmp_path / "like", to="fsdp1-local", world_size=2, like=like)
     for file in (tmp_path / "told").glob("*.pt"):
@@ -113,9 +114,9 @@ def test_units_come_from_our_own_output(went_on: Path, tmp_path: Path) -> None:
 
 def test_units_of_what_shows_none(tmp_path: Path) -> None:
     src, _, _ = source(tmp_path / "src.pt")
-    assert units_of(str(src)) is None
+    assert units_of(str(src), Mounts()) is None
     ckptmap.convert(src, tmp_path / "ranks", to="fsdp2-ranks", world_size=2)
-    assert units_of(str(tmp_path / "ranks")) is None
+    assert units_of(str(tmp_path / "ranks"), Mounts()) is None
 
 
 # ------------------------------------------------------------------------------- other sources
@@ -224,6 +225,11 @@ def test_more_files_without_an_optimizer_are_not_written(tmp_path: Path) -> None
 def test_a_root_is_its_own(tmp_path: Path) -> None:
     src, _, _ = source(tmp_path / "src.pt")
     assert (
-        refused("--root net: fsdp1-local has files of their own", src, tmp_path, root="net").code
+        refused(
+            "--root net: fsdp1-local writes weights and optimizer into separate files",
+            src,
+            tmp_path,
+            root="net",
+        ).code
         == "CKM205"
     )

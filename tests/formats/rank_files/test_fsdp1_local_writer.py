@@ -142,7 +142,7 @@ def refused(match: str, code: str, src: Path, tmp_path: Path, **options: Any) ->
 
 def test_what_fsdp1_cannot_hold_is_refused(tmp_path: Path) -> None:
     truth = source(tmp_path / "model.pt")
-    refused("cuts nothing over 1 rank", "CKM204", truth, tmp_path, world_size=1)
+    refused("expected 2 ranks or more, found 1", "CKM204", truth, tmp_path, world_size=1)
     units = ("layers.*.nowhere",)
     refused("matches no module", "CKM206", truth, tmp_path, fsdp_units=units)
     refused("would be left behind", "CKM504", truth, tmp_path, exclude=("norm.weight",))

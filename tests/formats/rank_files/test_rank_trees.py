@@ -301,7 +301,7 @@ def test_constants_are_read_from_a_pickle_that_is_alike(
         return
     found = template.constants(other)
     assert found is not None
-    pickled, holes = template.punched()
+    pickled, holes = template.with_persistent_ids()
     tree = read_pickle(pickled, "here", persistent_load=holes)
     filled = [found[v.index] if type(v) is Hole else v for v in (*tree["at"], tree["name"])]
     assert filled == [b[0], 7, b[1]]
@@ -320,6 +320,6 @@ def test_a_constant_that_is_looked_at_makes_no_template(call: str) -> None:
     one, two = (b"\x80\x02" + head + constant + tail + b"." for constant in (b"K\1", b"K\2"))
     template = Template.of(one).widened(two)
     assert template is not None
-    pickled, holes = template.punched()
+    pickled, holes = template.with_persistent_ids()
     with pytest.raises(SourceError, match=r"decides what they hold|interpreted|built from Hole"):
         read_pickle(pickled, "here", persistent_load=holes)

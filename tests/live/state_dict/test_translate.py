@@ -237,10 +237,21 @@ def test_views_are_read_as_they_lie() -> None:
         "z": torch.tensor(3.0),
     }
     live = open_state_dict(state, RankGroup(), "model")
-    with live.memory.readable():
-        for name, tensor in state.items():
-            assert torch.equal(live.checkpoint[name].read(), tensor), name
-            assert torch.equal(live.checkpoint[name].read(device="cpu"), tensor.contiguous())
+    for name, tensor in state.items():
+        assert torch.equal(live.checkpoint[name].read(), tensor), name
+        assert torch.equal(live.checkpoint[name].read(device="cpu"), tensor.contiguous())
+
+
+def test_two_memories_do_not_see_each_other() -> None:
+    """Their placeholders have the same name, and each checkpoint reads its own memory."""
+    states = [{"w": torch.full((3,), float(number))} for number in range(2)]
+    one, two = (open_state_dict(state, RankGroup(), "model").checkpoint for state in states)
+    assert one.group("w").parts[""].chunks[0].region == two.group("w").parts[""].chunks[0].region
+    for checkpoint, state in zip((one, two), states, strict=True):
+        assert torch.equal(checkpoint["w"].read(), state["w"])
+    one.close()
+    assert not one.files.mounts
+    assert torch.equal(two["w"].read(), states[1]["w"])
 
 
 # ------------------------------------------------------------------ the plan of moves

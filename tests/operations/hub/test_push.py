@@ -152,7 +152,7 @@ def test_new_weights_take_the_place_of_old_ones(
     assert len(shown_on(repo)) == 3  # made, the old model, the new one
     assert holds(repo.tree(), other) and not stale & set(repo.tree())
     with ckptmap.open("hf://org/m") as ckpt:
-        assert not [note for note in ckpt.notes if "left aside" in note]
+        assert not [note for note in ckpt.notes if "not read" in note]
     ckptmap.push(llama(tmp_path / "one"), "org/m")  # in one file: no index names the old shards
     assert holds(repo.tree(), tmp_path / "one")
     assert [path for path in repo.tree() if "safetensors" in path] == ["model.safetensors"]

@@ -32,9 +32,6 @@ def connected(home: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
     import huggingface_hub.utils._http
     from huggingface_hub import constants
 
-    from ckptmap.storage.file_systems import close_mounts
-    from ckptmap.storage.hub import mirror
-
     huggingface_hub.utils.disable_progress_bars()
     with Hub() as hub:
         template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
@@ -49,13 +46,9 @@ def connected(home: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
         waiting = SimpleNamespace(sleep=lambda seconds: None)
         patch.setattr(huggingface_hub.utils._http, "time", waiting)
         patch.setattr(huggingface_hub.file_download, "time", waiting)
-        patch.setattr(mirror, "_MIRRORS", {})
         patch.setenv("HF_TOKEN", "")
         patch.setenv("HF_XET_CACHE", str(home / "xet"))
-        try:
-            yield hub
-        finally:
-            close_mounts()
+        yield hub
 
 
 def llama(folder: Path, max_shard_size: str = "5GB", dtype: str = "bfloat16") -> Path:

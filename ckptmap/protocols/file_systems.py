@@ -3,7 +3,8 @@
 A checkpoint that is not on the local disk (a repository on the Hugging Face Hub, the tensors of a
 live run) is given a directory of its own. The directory holds placeholders: files with their names
 and sizes, but without content. A `FileSystem` answers for what lies below that directory, and a
-`Mounts` table says which file system answers for which directory:
+`Mounts` table says which file system answers for which directory. There is no table of the process:
+whoever opens a checkpoint makes one, and hands it to all that read for it:
 
     /tmp/ckptmap-hub-x/Llama-3.2-1B/model.safetensors  ->  the mirror of the repository
     /data/model.safetensors                            ->  None: the local disk
@@ -14,10 +15,11 @@ An object store would be one more class here.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,9 @@ class Fingerprint:
     inode: int
 
     @classmethod
-    def of(cls, file: str, mounts: Mounts | None = None) -> Fingerprint:
+    def of(cls, file: str, mounts: Mounts) -> Fingerprint:
         """Return the fingerprint of a file, local or mounted. Raise OSError where it is not there."""
-        mounted = (MOUNTS if mounts is None else mounts).file_system_of(file)
+        mounted = mounts.file_system_of(file)
         known = None if mounted is None else mounted.fingerprint(file)
         if known is not None:
             return known
@@ -80,14 +82,12 @@ class Mounts:
     def __bool__(self) -> bool:
         return bool(self._by_root)
 
+    def __iter__(self) -> Iterator[FileSystem]:
+        return iter(self._by_root.values())
+
     def mount(self, directory: str, file_system: FileSystem) -> None:
         """Let `file_system` answer for all files below `directory`, an absolute path."""
         self._by_root = {**self._by_root, directory.rstrip("/") + "/": file_system}
-
-    def unmount(self, directory: str) -> None:
-        """Let the local disk answer for `directory` again."""
-        root = directory.rstrip("/") + "/"
-        self._by_root = {known: fs for known, fs in self._by_root.items() if known != root}
 
     def close(self) -> None:
         """Unmount all, and remove what they keep on the local disk."""
@@ -117,6 +117,22 @@ class Mounts:
             return Path(file)
         return Path(mounted.held(str(file)) or mounted.fetch(str(file)))
 
+    def read_head(self, file: str | Path, nbytes: int) -> bytes:
+        """Return the first bytes of a file, at most `nbytes`; of a mounted file only these are read.
+
+        Raise OSError where the file cannot be read, RunError where they cannot be fetched.
+        """
+        mounted = self.placeholder_of(str(file))
+        copy = file if mounted is None else mounted.held(str(file))
+        if mounted is None or copy is not None:
+            assert copy is not None
+            with Path(copy).open("rb") as stream:
+                return stream.read(nbytes)
+        first = bytearray(min(nbytes, Fingerprint.of(str(file), self).nbytes))
+        if first:
+            mounted.read_into(str(file), 0, [memoryview(first)])
+        return bytes(first)
+
     def with_origins(self, text: str) -> str:
         """Return a message in which mounted directories have the names that the user gave."""
         for root, file_system in self._by_root.items():
@@ -125,29 +141,31 @@ class Mounts:
         return text
 
 
-MOUNTS = Mounts()
-"""The mounts of this process. `Files` takes them unless it is given others."""
+class ReadsFiles:
+    """A base class of adapters that read files which no argument of their methods opens for them.
+
+    A scheme reads the scales in a small tensor, a carrier the config.json beside the weights. Their
+    caller gives them the mounts by `through`. Without mounts, as when a method is called on the
+    registered adapter itself, all files are local.
+    """
+
+    _mounts: Mounts | None = None
+
+    @property
+    def mounts(self) -> Mounts:
+        """The file systems to read through."""
+        return Mounts() if self._mounts is None else self._mounts
+
+    def through(self, mounts: Mounts) -> Self:
+        """Return the same adapter, which reads its files through these mounts."""
+        adapter = copy(self)
+        object.__setattr__(adapter, "_mounts", mounts)  # some adapters are frozen
+        return adapter
 
 
-def close_mounts() -> None:
-    """Close the mounts of this process: for one that ends without its exit handlers."""
-    MOUNTS.close()
+T = TypeVar("T")
 
 
-def local_copy(file: str | Path) -> Path:
-    """Return `MOUNTS.local_copy(file)`: for small files that are read at once, as a config is."""
-    return MOUNTS.local_copy(file)
-
-
-def read_head(file: str | Path, nbytes: int) -> bytes:
-    """Return the first bytes of a file, at most `nbytes`. Raise OSError, and as `FileSystem` does."""
-    mounted = MOUNTS.placeholder_of(str(file))
-    copy = file if mounted is None else mounted.held(str(file))
-    if mounted is None or copy is not None:
-        assert copy is not None
-        with Path(copy).open("rb") as stream:
-            return stream.read(nbytes)
-    first = bytearray(min(nbytes, Path(file).stat().st_size))
-    if first:
-        mounted.read_into(str(file), 0, [memoryview(first)])
-    return bytes(first)
+def through(adapter: T, mounts: Mounts) -> T:
+    """Return the adapter as it reads files through these mounts; one that reads none stays itself."""
+    return adapter.through(mounts) if isinstance(adapter, ReadsFiles) else adapter
