@@ -55,7 +55,7 @@ Leave = Annotated[
 
 @takes_options(
     "world_size", "max_memory", "digest", "device", "threads", "overwrite", "mesh", "tp_plan",
-    "wrap", "exact_scales", "max_shard_size", "config_from", "low_disk", "no_sync",
+    "wrap", "exact_scales", "max_shard_size", "config_from", "low_disk", "no_sync", "check_source",
 )  # fmt: skip
 def command(
     base: Annotated[

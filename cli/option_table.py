@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptmap.planning.options import DIGESTS, MAX_MEMORY
+from ckptmap.planning.options import CHECKS, DIGESTS, MAX_MEMORY
 
 from .shared_parameters import one_of
 from .sizes import parse_memory, parse_nbytes
@@ -71,6 +71,13 @@ TABLE: Mapping[str, CliOption] = {
         " none: `verify` can then check structure only, and a killed run begins anew.",
         "|".join(DIGESTS),
         check=one_of(*DIGESTS),
+        show_default=True,
+    ),
+    "check_source": CliOption(
+        "Compare the checksums that SRC states: stored: of all bytes that are read; full: also of"
+        " records that are read in part; none: convert SRC as it is.",
+        "|".join(CHECKS),
+        check=one_of(*CHECKS),
         show_default=True,
     ),
     "device": CliOption("Device for arithmetic: cpu, cuda, cuda:1.", show_default=True),

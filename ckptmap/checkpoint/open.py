@@ -126,6 +126,7 @@ def _opened(
         index = replace(index, leaves=leaves)
     ckpt = assemble(place.path, index, split_roles(leaves, root, place.path), files)
     ckpt.files.seen = fingerprints(index.files, files.mounts)
+    ckpt.files.sums.is_on = True
     return replace(ckpt, fingerprints=ckpt.files.seen)
 
 

@@ -22,6 +22,7 @@ from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.direct_io import ALIGN, Buffer, OutputFile, Outputs, Stream, Sums
 from ckptmap.storage.files import Files
 from ckptmap.storage.journal import Written
+from ckptmap.storage.source_sums import GAP
 from ckptmap.tensors import Box, Extent, StoredTensor
 
 MAX_GAP = 4096
@@ -30,8 +31,6 @@ KERNEL_NBYTES = 64 << 20
 """Bytes that the kernel copies in one call: between two calls the run can be stopped."""
 MAX_BUFFERS = 1000
 """The most buffers of one read: the kernel's limit is 1,024."""
-
-_JUNK = memoryview(bytearray(MAX_GAP))
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def _may_copy(context: Context, target: SlotRef, run: Run) -> bool:
     out = context.plan[target.file].out
     alike = run.offset % ALIGN == out.slots[target.slot].offset % ALIGN
     looked_at = context.digests or out.needs_crc or target.slot in context.plan[target.file].bools
-    return alike and not looked_at
+    return alike and not looked_at and not context.files.sums.states(*run)
 
 
 def _portions(
@@ -227,7 +226,7 @@ def _bring(files: Files, item: FilePlan, first: int, places: Sequence[memoryview
         if not buffers:
             file, begin = home, start
         elif gap:
-            buffers.append(_JUNK[:gap])
+            buffers.append(GAP[:gap])
         buffers.append(place)
         cursor = start + nbytes
     if buffers:

@@ -21,13 +21,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.errors import Interrupted, RunError, SourceError
+from ckptmap.execution.check_source import named, settle, tensors_read
 from ckptmap.execution.copy import Context, copy_span, copy_stream, key_of
 from ckptmap.execution.copy_units import SMALL, spans, streams
 from ckptmap.execution.encode import compare, encode
@@ -41,6 +42,7 @@ from ckptmap.planning.file_plan import Compare, Encode, FilePlan
 from ckptmap.planning.options import Progress, RunOptions
 from ckptmap.protocols import Slot
 from ckptmap.storage.direct_io import ALIGN, Buffer, Outputs, Sums
+from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.files import Files
 from ckptmap.storage.journal import Journal, Written
 from ckptmap.storage.process_guards import one_torch_thread, stopped_by_sigterm
@@ -105,11 +107,16 @@ def execute(
             if ranks.rank:
                 _hand_over(outputs, [paths[file] for file in share.files] if how.sync else [])
             done = run.result()
+            again = tensors_read(plan, encodes) if done.continued_nbytes else ()
+            check = settle(files, ranks, resumed=again, whole=how.check_source == "full")
+            done = replace(done, source=check)
             if ranks.rank == 0:
                 seal(plan, outputs, done, manifest, context.joined)
             run.check()
     except KeyboardInterrupt as error:
         raise _interrupted() from error
+    except DamagedRecord as error:
+        raise named(error, plan, encodes) from error
     finally:
         outputs.close()
     return done

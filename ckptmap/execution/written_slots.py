@@ -5,11 +5,12 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import overload
 
 from ckptmap.storage.journal import Written
+from ckptmap.storage.source_sums import SourceCheck
 
 _ROW = struct.Struct("<IIQI")
 """One slot in the report of a rank: file, slot, digest, CRC-32."""
@@ -55,6 +56,8 @@ class Executed:
     written_nbytes: int
     continued_nbytes: int
     """Bytes of an earlier run that were read back, found good, and kept."""
+    source: SourceCheck = field(default_factory=SourceCheck)
+    """What was compared with the checksums that the source states."""
 
 
 class WrittenSlots:

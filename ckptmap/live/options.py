@@ -12,12 +12,14 @@ from dataclasses import dataclass, fields
 from typing import TypedDict
 
 from ckptmap.core import argument_checks
+from ckptmap.errors import ArgumentError
 
 MAX_MEMORY = 64 << 20
 """Bytes of host buffers by default."""
 PRECISIONS = ("keep", "target", "fp32")
 ROUNDINGS = ("nearest", "stochastic")
 NF4_CLASSES = ("torchao", "bnb")
+VERIFY = ("stored", "full", "none")
 RANDOM = ("auto", "recorded", "fresh", "leave")
 
 
@@ -33,6 +35,7 @@ class LoadKeywords(TypedDict, total=False):
     random: str
     seed: int
     fix: bool
+    verify: str
     max_memory: int
 
 
@@ -57,6 +60,9 @@ class LoadOptions:
                      restore, or refuse; "fresh"; "leave"
     fix              repair torchao's low-bit states in this process where the installed release
                      needs it (`ckptmap doctor` tells)
+    verify           "stored": compare every checksum that the checkpoint states with the bytes that
+                     the ranks read; "full": also read the rest of what a checksum covers where
+                     only a part is needed; "none". With `exact`, "stored" is "full"
     max_memory       bound of host buffers in bytes, beside the tensors themselves
     """
 
@@ -69,6 +75,7 @@ class LoadOptions:
     random: str = "auto"
     seed: int = 0
     fix: bool = False
+    verify: str = "stored"
     max_memory: int = MAX_MEMORY
 
     @classmethod
@@ -88,3 +95,10 @@ class LoadOptions:
         argument_checks.choice("rounding", self.rounding, ROUNDINGS)
         argument_checks.choice("nf4", self.nf4, NF4_CLASSES)
         argument_checks.choice("random", self.random, RANDOM)
+        argument_checks.choice("verify", self.verify, VERIFY)
+        if self.exact and self.verify == "none":
+            raise ArgumentError(
+                "CKM516",
+                'verify: expected "stored" or "full" with exact=True, got "none"',
+                "a damaged byte would make the run another one; leave out one of them",
+            )

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import Unpack
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core import argument_checks
 from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.core.signatures import spelled_out
+from ckptmap.execution import check_source
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.execute import execute
 from ckptmap.execution.ranks import ALONE, Ranks
@@ -81,6 +83,7 @@ def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks)
         workspace.clear()
         return _report(plan, workspace, started, plan.nbytes_out, {})
     with workspace:
+        check_source.begin(plan.ckpt, workspace.how.check_source)
         done = execute(
             plan.files, plan.encodes, plan.compares, plan.ckpt.files,
             workspace.out_dir, workspace.journal, workspace.how,
@@ -88,7 +91,10 @@ def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks)
         )  # fmt: skip
         errors = workspace.prove(done)
         workspace.publish()
-    return _report(plan, workspace, started, done.continued_nbytes, errors)
+    workspace.notes += check_source.source_notes(done.source)
+    return replace(
+        _report(plan, workspace, started, done.continued_nbytes, errors), source=done.source
+    )
 
 
 def _report(

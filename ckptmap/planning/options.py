@@ -31,6 +31,7 @@ STRINGS = ("mesh", "optimizer_keys", "root", "source_root", "names", "names_from
 CHECKPOINT_PATHS = ("like", "names_like", "config_from", "base")
 """Options that name a checkpoint or a file of one; they may be on the Hub."""
 PATTERNS = ("fsdp_units", "include", "exclude", "drop", "encode", "no_encode")
+CHECKS = ("stored", "full", "none")
 DIGESTS = ("xxh3", "sha256", "none")
 
 
@@ -166,8 +167,14 @@ class RunOptions:
     or nothing. A power cut within about half a minute can leave a destination that lacks bytes, and
     nothing of what it replaced: `verify` finds that."""
 
+    check_source: str = "stored"
+    """`"stored"`: compare every checksum that the source states with the bytes that are read.
+    `"full"`: also read the rest of what a checksum covers where only a part is wanted. `"none"`:
+    convert what is there, damaged or not."""
+
     def __post_init__(self) -> None:
         argument_checks.choice("digest", self.digest, DIGESTS)
+        argument_checks.choice("check_source", self.check_source, CHECKS)
         argument_checks.integer("max_memory", self.max_memory, 1)
         argument_checks.integer("threads", self.threads or 0, 0)
         argument_checks.callback("progress", self.progress)
@@ -225,6 +232,7 @@ class RunOptionKeywords(TypedDict, total=False):
     progress: bool | Progress
     low_disk: bool
     sync: bool
+    check_source: str
 
 
 class ConvertKeywords(OptionKeywords, RunOptionKeywords, total=False):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from ckptmap.checkpoint.compare_tensors import worst
 from ckptmap.core.formatting import counted, human
 from ckptmap.core.tensor_table import listed
+from ckptmap.storage.source_sums import SourceCheck
 
 SAMPLE_NUMEL = 1 << 14
 """Values of a quantized tensor that the error is measured on."""
@@ -31,6 +32,8 @@ class Report:
     errors: Mapping[str, float] = field(default_factory=dict)
     """Quantized tensor, by FQN -> rms of its error over rms of its values, on a sample of at most
     SAMPLE_NUMEL values."""
+    source: SourceCheck = field(default_factory=SourceCheck)
+    """Bytes of the source that were compared with the checksums that it states."""
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -38,7 +41,7 @@ class Report:
             "nbytes_out": self.nbytes_out, "seconds": round(self.seconds, 3),
             "fidelity": dict(self.fidelity), "continued_nbytes": self.continued_nbytes,
             "dropped": dict(self.dropped), "tied": dict(self.tied), "notes": list(self.notes),
-            "errors": dict(self.errors),
+            "errors": dict(self.errors), "source_check": asdict(self.source),
         }  # fmt: skip
 
     def __str__(self) -> str:

@@ -15,11 +15,13 @@ An object store would be one more class here.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
+
+from ckptmap.tensors import StatedSum, Sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +76,25 @@ class FileSystem(Protocol):
 
 
 class Mounts:
-    """The file systems that are mounted, by directory. False where none is."""
+    """The file systems that are mounted, by directory. False where none is.
+
+    Also holds the checksums that readers find stated in the files: `SourceSums` compares them.
+    """
 
     def __init__(self) -> None:
         self._by_root: dict[str, FileSystem] = {}  # replaced, not changed: other threads read it
+        self.stated: dict[str, list[StatedSum]] = {}
+        """File -> the checksums that it states for runs of its bytes, in any order."""
 
     def __bool__(self) -> bool:
         return bool(self._by_root)
 
     def __iter__(self) -> Iterator[FileSystem]:
         return iter(self._by_root.values())
+
+    def state(self, file: str, sums: Iterable[tuple[int, int, Sum]]) -> None:
+        """Note checksums that a file states, each (offset, nbytes, checksum)."""
+        self.stated.setdefault(file, []).extend(map(StatedSum._make, sums))
 
     def mount(self, directory: str, file_system: FileSystem) -> None:
         """Let `file_system` answer for all files below `directory`, an absolute path."""

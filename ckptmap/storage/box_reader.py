@@ -18,18 +18,18 @@ from ckptmap.core.rearranged_tensors import ZEROS, Rearranged
 from ckptmap.core.row_chunks import RowChunks
 from ckptmap.errors import SourceError
 from ckptmap.storage.files import Files
+from ckptmap.storage.source_sums import GAP
 from ckptmap.tensors import Box, Extent, Region, StoredTensor, contiguous_strides
 
 SCRATCH = 1 << 20
 """Bytes of the source that are read at once where single elements must be copied."""
-MAX_GAP = 16 << 10
+MAX_GAP = GAP.nbytes
 """Bytes between two runs that are cheaper to read and drop than a second system call."""
 MIN_RUN = 64
 """Bytes of a run below which strided copies beat one buffer a run."""
 IOV_MAX = 1024
 """Buffers that one preadv takes on Linux."""
 
-_DISCARDED = memoryview(bytearray(MAX_GAP))
 _FORMATS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 Dims: TypeAlias = tuple["Dim", ...]
@@ -221,7 +221,7 @@ def _read_runs(
         if not buffers:
             begin = src
         elif gap:
-            buffers.append(_DISCARDED[:gap])
+            buffers.append(GAP[:gap])
         buffers.append(out[dst : dst + run])
         cursor = src + run
     files.read_into(file, begin, buffers)

@@ -18,6 +18,7 @@ from pathlib import Path
 from ckptmap.errors import RunError, SourceError
 from ckptmap.protocols.file_systems import FileSystem, Fingerprint, Mounts
 from ckptmap.storage.resource_limits import or_resource_error
+from ckptmap.storage.source_sums import SourceSums
 
 MAX_OPEN = 2048
 OPEN_SHARE = 0.3
@@ -54,12 +55,15 @@ class Files:
     seen      fingerprints from when headers were read; a file that has another one is refused when
               it is opened
     by_range  read parts of a placeholder's file alone; False: make a verified local copy first
+    sums      compares what is read with the checksums that readers state; switched on for values,
+              not for headers
     """
 
     def __init__(self, max_open: int = 0, mounts: Mounts | None = None) -> None:
         self.mounts = Mounts() if mounts is None else mounts
         self._owns_mounts = mounts is None
         self.by_range = True
+        self.sums = SourceSums(self.mounts.stated)
         self.seen: Mapping[str, Fingerprint] = {}
         self._max_open = max_open or _most_open()
         self._lock = threading.Lock()
@@ -133,6 +137,7 @@ class Files:
             except OSError:
                 read = b""  # `read_into` below fails again, and says why
         if len(read) == nbytes:
+            self.sums.saw(file, offset, [memoryview(read)])
             return read
         buffer = bytearray(nbytes)
         self.read_into(file, offset, [memoryview(buffer)])
@@ -141,8 +146,14 @@ class Files:
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers, one after the other, with the bytes of a file from `offset` on.
 
-        Raise SourceError CKM101 where the file cannot be read, RunError CKM308 where it is shorter.
+        Raise SourceError CKM101 where the file cannot be read, RunError CKM308 where it is shorter,
+        SourceError CKM105 where the bytes complete a record and its stated checksum is another.
         """
+        self.read_unchecked(file, offset, buffers)
+        self.sums.saw(file, offset, buffers)
+
+    def read_unchecked(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers as `read_into` does, without comparing checksums."""
         wanted = sum([buffer.nbytes for buffer in buffers])
         if not wanted:
             return
@@ -179,6 +190,8 @@ class Files:
             if not self.mounts:
                 with self._descriptors([file for file, _, _ in some]) as fds:
                     if _all_read(fds, some):
+                        for file, offset, place in some:
+                            self.sums.saw(file, offset, [place])
                         continue
             for file, offset, place in some:
                 self.read_into(file, offset, [place])  # raises where it is too short

@@ -15,6 +15,7 @@ from ckptmap.core.quantized_codes import Coded
 from ckptmap.errors import ArgumentError
 from ckptmap.protocols import Group
 from ckptmap.storage.box_reader import fill
+from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.files import Files
 from ckptmap.storage.replicas import require_alike
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
@@ -119,7 +120,8 @@ class LazyTensor:
 
         Only the stored bytes that the box needs are read. Raises ValueError if the box leaves the
         tensor, PlanError CKM210 if the device cannot be used, RunError CKM310 if ranks have saved
-        different values of the same part.
+        different values of the same part, SourceError CKM105 if the bytes complete a record of a
+        file whose stated checksum is another.
         """
         import torch
 
@@ -127,7 +129,10 @@ class LazyTensor:
         box = self._box(offsets, sizes)
         self.require_replicas([box])
         out = torch.empty(box.sizes, dtype=self.torch_dtype, device=device)
-        self.read_into(box, out)
+        try:
+            self.read_into(box, out)
+        except DamagedRecord as error:
+            raise error.naming((self.fqn, stored) for stored in self.beneath) from error
         return out
 
     def require_replicas(self, boxes: Iterable[Box] | None = None) -> None:

@@ -16,6 +16,7 @@ from ckptmap.tensors.boxes import (
     TensorInfo,
     contiguous_strides,
 )
+from ckptmap.tensors.stated_sums import StatedSum, Sum
 from ckptmap.tensors.stored import (
     BUFFERS,
     PARAMETERS,
@@ -36,5 +37,5 @@ from ckptmap.tensors.stored import (
 __all__ = [
     "BUFFERS", "FLOATING", "ITEMSIZE", "PARAMETERS", "Box", "Chunk", "Cut", "Extent", "Index",
     "Leaf", "Opaque", "Path", "PerRank", "Places", "PlainValue", "Region", "StateNote",
-    "StoredTensor", "TensorInfo", "as_inert", "contiguous_strides", "in_saved_order",
+    "StatedSum", "StoredTensor", "Sum", "TensorInfo", "as_inert", "contiguous_strides", "in_saved_order",
 ]  # fmt: skip

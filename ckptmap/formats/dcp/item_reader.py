@@ -120,6 +120,7 @@ class Items:
         if kind is not None:
             located = self._same_kind(kind, file, item)
             if located is not None:
+                self._state(*located)
                 return located
         tensor = self._learned(file, item, key, dtype, sizes)
         if not isinstance(tensor, StoredTensor):
@@ -138,8 +139,14 @@ class Items:
             kinds = [self._kinds.get((dtype, sizes, item.nbytes)) for _, item, sizes in some]
             alike = self._alike(some, kinds)
             for (file, item, sizes), same in zip(some, alike, strict=True):
+                if same is not None:
+                    self._state(*same)
                 located.append(same or self.region(file, item, key, dtype, sizes))
         return located
+
+    def _state(self, region: Region, crc32: int | None) -> None:
+        """Note the CRC-32 of an item's one storage, which the region holds whole."""
+        self._files.mounts.state(region.file, [(region.offset, region.nbytes, crc32)])
 
     def _learned(
         self, file: str, item: Item, key: str, dtype: str, sizes: tuple[int, ...]

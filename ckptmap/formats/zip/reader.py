@@ -179,6 +179,7 @@ class Records:
         if start + nbytes > limit:
             raise bad(self.file, f"{name}: overlaps the member or directory at byte {limit}")
         crc = crc32 if crc32 or not nbytes else None
+        self._window.files.mounts.state(self.file, [(self.base + start, nbytes, crc)])
         return self.base + start, nbytes, crc
 
     def locate_all(self, names: Sequence[str]) -> tuple[list[int], list[int | None]]:
@@ -197,15 +198,17 @@ class Records:
         if [raw[fixed:] for raw in raws] != fulls:
             return self._one_by_one(names)
         heads = LOCAL.iter_unpack(b"".join([raw[:fixed] for raw in raws]))
-        signatures, flags, methods, stated, extras = zip(*heads, strict=True)
+        signatures, flags, methods, name_sizes, extras = zip(*heads, strict=True)
         starts = [at + fixed + n for at, n in zip(headers, map(add, lengths, extras), strict=True)]
-        odd = {*signatures} != {_MAGIC} or any(methods) or list(stated) != lengths
+        odd = {*signatures} != {_MAGIC} or any(methods) or list(name_sizes) != lengths
         if odd or any(flag & ENCRYPTED for flag in {*flags}):
             return self._one_by_one(names)
         if any(map(gt, map(add, starts, sizes), limits)):
             return self._one_by_one(names)
-        stored = [crc if crc or not n else None for crc, n in zip(crcs, sizes, strict=True)]
-        return [self.base + start for start in starts], stored
+        stated = [crc if crc or not n else None for crc, n in zip(crcs, sizes, strict=True)]
+        offsets = [self.base + start for start in starts]
+        self._window.files.mounts.state(self.file, zip(offsets, sizes, stated, strict=True))
+        return offsets, stated
 
     def _one_by_one(self, names: Sequence[str]) -> tuple[list[int], list[int | None]]:
         """Return the same by `locate`, which names the member in its error."""

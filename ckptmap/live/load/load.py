@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core import argument_checks
 from ckptmap.core.signatures import spelled_out
+from ckptmap.execution.check_source import begin as begin_check
+from ckptmap.live.load import check_source
 from ckptmap.live.load.continuation import Continuation
 from ckptmap.live.load.load_plan import LoadPlan
 from ckptmap.live.load.same_checkpoint import content_facts
@@ -91,9 +93,14 @@ def load(
             options = LoadOptions.of(keywords)
             _check(path, model, scheduler, options)
             planned = _plan(path, model, optimizer, scheduler, options, facts, closing)
+        verify = "full" if options.exact else options.verify
         with agreed(peers):
+            begin_check(planned.checkpoint, verify)
             planned.run()
-    return planned.report()
+        with agreed(peers):
+            check = check_source.finish(planned.checkpoint, peers, verify)
+            planned.finish()
+    return replace(planned.report(), source=check)
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ class PlannedLoad:
     names: str
 
     def run(self) -> None:
-        """Fill the model, the optimizer's state, and last the scheduler and the random streams."""
+        """Fill the model and the optimizer's state."""
         import torch
 
         with torch.no_grad(), verified_copies(self.checkpoint.files):
@@ -125,6 +132,12 @@ class PlannedLoad:
                 self.checkpoint.files.mounts,
                 "the model has values of both: load it again, all of it",
             )
+
+    def finish(self) -> None:
+        """Restore modules' extra state, the scheduler and the random streams."""
+        import torch
+
+        with torch.no_grad():
             self.continuation.finish()
 
     def report(self) -> LoadReport:

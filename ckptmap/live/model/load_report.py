@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptmap.storage.source_sums import SourceCheck
+
 if TYPE_CHECKING:
     import torch
 
@@ -145,6 +147,8 @@ class LoadReport:
     inexact       reasons why training does not go on bit for bit; empty: it does
     step, extra   the arguments of `ckptmap.save`
     names         the schemes of names that were translated; empty: the names are the model's
+    source        bytes that were compared with the checksums that the checkpoint states, counted
+                  over all ranks; on the first rank of the model only
     peak_*_nbytes the most bytes that the load held at once: buffers, and a tensor until it is in
                   the model
     """
@@ -168,6 +172,7 @@ class LoadReport:
     peak_device_nbytes: int = 0
     left: tuple[str, ...] = ()
     names: str = ""
+    source: SourceCheck = field(default_factory=SourceCheck)
 
     def __str__(self) -> str:
         lines = [f"loaded {len(self.loaded)} tensors"]
@@ -192,6 +197,11 @@ class LoadReport:
             lines.append(f"random streams: {self.streams}")
         if self.inexact:
             lines.append(f"not bit for bit: {listed(self.inexact)}")
+        if self.source.unchecked:
+            lines.append(
+                f"  not compared with checksums: {self.source.unchecked:,} bytes of records that"
+                ' were read in part; verify="full" reads their rest'
+            )
         lines.append(
             f"  most bytes held by load: {self.peak_host_nbytes:,} host, "
             f"{self.peak_device_nbytes:,} device"

@@ -1,0 +1,125 @@
+"""The records of one file: where they lie, what was read of each, and the error of a damaged one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ckptmap.core.formatting import counted
+from ckptmap.errors import SourceError
+from ckptmap.storage.crc32 import crc32_combine
+from ckptmap.tensors import StatedSum, StoredTensor, Sum
+
+AGAIN = "copy the checkpoint again from where it was made"
+OTHERS = "if another program wrote the file after ckptmap, remove ckptmap.manifest.json beside it"
+
+
+class DamagedRecord(SourceError):
+    """The bytes of a record do not have the checksum that the container states (CKM105)."""
+
+    file = ""
+    record = StatedSum(0, 0, None)
+
+    @classmethod
+    def at(cls, file: str, record: StatedSum, got: Sum) -> DamagedRecord:
+        error = cls(
+            "CKM105",
+            f"{file}: bytes {record.offset} to {record.offset + record.nbytes} are damaged: "
+            f"expected {_kind(record.sum)} {_shown(record.sum)}, got {_shown(got)}",
+            AGAIN if isinstance(record.sum, int) else f"{AGAIN}; {OTHERS}",
+        )
+        error.file, error.record = file, record
+        return error
+
+    def naming(self, tensors: Iterable[tuple[str, StoredTensor]]) -> DamagedRecord:
+        """Return the error with the names of those tensors that have bytes in the record."""
+        offset, nbytes, _ = self.record
+        names = {
+            name
+            for name, stored in tensors
+            for _, region, _ in stored.chunks
+            if region.file == self.file
+            and region.offset < offset + nbytes
+            and offset < region.offset + region.span_nbytes
+        }
+        if not names:
+            return self
+        more = f" (and {counted(len(names) - 1, 'more tensor')})" if len(names) > 1 else ""
+        return DamagedRecord(self.code, f"{min(names)}{more}: {self.message}", self.hint)
+
+
+@dataclass(slots=True)
+class Progress:
+    """The parts of one record that were read: disjoint (start, end, CRC-32), in order."""
+
+    parts: list[tuple[int, int, int]] = field(default_factory=list)
+    loose: int = 0
+    """Bytes that were read and not summed."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.loose + sum(end - start for start, end, _ in self.parts)
+
+    def add(self, start: int, end: int, crc: int) -> None:
+        """Add a part, and join it with those that it meets; one that overlaps another is loose."""
+        parts = self.parts
+        at = bisect_left(parts, (start, end, crc))
+        if (at and parts[at - 1][1] > start) or (at < len(parts) and parts[at][0] < end):
+            self.loose += end - start
+            return
+        if at < len(parts) and parts[at][0] == end:
+            _, after, more = parts.pop(at)
+            crc, end = crc32_combine(crc, more, after - end), after
+        if at and parts[at - 1][1] == start:
+            before, _, first = parts.pop(at - 1)
+            crc, start = crc32_combine(first, crc, end - start), before
+        insort(parts, (start, end, crc))
+
+
+class FileRecords:
+    """The records of one file, sorted by offset; no two overlap."""
+
+    def __init__(self, stated: Sequence[StatedSum]) -> None:
+        self._stated = stated
+        self._sorted = 0
+        self.records: list[StatedSum] = []
+        self.starts: list[int] = []
+        self.good: set[int] = set()
+        self.begun: dict[int, Progress] = {}
+
+    def sort(self) -> None:
+        """Take in what was stated since the last call. The first statement of a place counts."""
+        stated = self._stated
+        if self._sorted == len(stated):
+            return
+        good = {self.starts[index] for index in self.good}
+        begun = {self.starts[index]: progress for index, progress in self.begun.items()}
+        end, kept = 0, []
+        for record in sorted(stated, key=_offset_of):
+            if record.nbytes and record.offset >= end:
+                kept.append(record)
+                end = record.offset + record.nbytes
+        self.records, self.starts = kept, [record.offset for record in kept]
+        self.good = {index for index, start in enumerate(self.starts) if start in good}
+        self.begun = {i: begun[start] for i, start in enumerate(self.starts) if start in begun}
+        self._sorted = len(stated)
+
+    def near(self, offset: int, nbytes: int) -> range:
+        """Return the indices of the records that share bytes with a run of the file."""
+        first = bisect_right(self.starts, offset) - 1
+        if first < 0 or sum(self.records[first][:2]) <= offset:
+            first += 1
+        return range(first, bisect_left(self.starts, offset + nbytes))
+
+
+def _offset_of(record: StatedSum) -> int:
+    return record.offset
+
+
+def _kind(stated: Sum) -> str:
+    return "CRC-32" if isinstance(stated, int) else "xxh3"
+
+
+def _shown(value: Sum) -> str:
+    return f"{value:08x}" if isinstance(value, int) else str(value)

@@ -1,0 +1,320 @@
+"""Check the checksums that a container states for its records, while the bytes are read.
+
+A record is a run of bytes of a file with a checksum over exactly these bytes: see `StatedSum`.
+Readers state the records that they locate. `Files` shows every byte that it reads:
+
+    files.mounts.state(file, [(offset, nbytes, 0x1c291ca3), ...])   a reader, from a directory
+    sums.saw(file, offset, buffers)                                 Files, after each read
+    sums.settle(read)                                               who must know: at the end
+
+A record that is read whole is compared at once. Parts of a record may be read in any order, and by
+several threads: the CRC-32 of parts that meet are combined. Parts too small for that, and parts of
+an xxh3 that are read out of order, are counted; `settle` reads such a record once more, in order.
+It reads the rest of a record, too, where little is missing: the padding of a shard, for one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckptmap.storage.crc32 import crc32
+from ckptmap.storage.file_records import DamagedRecord, FileRecords, Progress
+from ckptmap.tensors import StatedSum
+
+Begun: TypeAlias = Mapping[str, Sequence[tuple[int, Sequence[tuple[int, int, int]], int]]]
+"""Records that were read in part, by file: (offset, [(start, end, CRC-32), ...] of the parts, bytes
+that were read and not summed)."""
+
+GAP = memoryview(bytearray(16 << 10))
+"""Bytes between two wanted runs are read into this buffer, and dropped. `saw` knows it."""
+LITTLE_NBYTES = 64 << 10
+"""Up to this many missing bytes of a record are always read."""
+READ_NBYTES = 4 << 20
+"""Bytes that `settle` reads at once."""
+
+
+Read: TypeAlias = Callable[[str, int, Sequence[memoryview]], None]
+"""Fills buffers with the bytes of a file from an offset on."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCheck:
+    """What was compared, in bytes of the records that were read.
+
+    checked    their checksum was computed, and is the stated one
+    unchecked  bytes read of records that were not read whole
+    unstated   bytes of records for which the container states no checksum
+    """
+
+    checked: int = 0
+    unchecked: int = 0
+    unstated: int = 0
+
+    def __add__(self, other: SourceCheck) -> SourceCheck:
+        return SourceCheck(
+            self.checked + other.checked,
+            self.unchecked + other.unchecked,
+            self.unstated + other.unstated,
+        )
+
+
+class SourceSums:
+    """The records that readers have stated, and which of them were read and compared.
+
+    Safe to share between threads. Raises `DamagedRecord` from the call that completes a record.
+    """
+
+    def __init__(self, stated: Mapping[str, Sequence[StatedSum]]) -> None:
+        self.is_on = False
+        self._stated = stated
+        self._files: dict[str, FileRecords] = {}
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Forget what was read so far: a run that begins answers for what it reads itself."""
+        with self._lock:
+            self._files.clear()
+
+    def states(self, file: str, offset: int, nbytes: int) -> bool:
+        """Return whether a checksum is stated for a record that shares bytes with a run."""
+        held = self._of(file)
+        if held is None:
+            return False
+        return any(held.records[index].sum is not None for index in held.near(offset, nbytes))
+
+    def _of(self, file: str) -> FileRecords | None:
+        stated = self._stated.get(file) if self.is_on else None
+        if stated is None:
+            return None
+        with self._lock:
+            held = self._files.get(file)
+            if held is None:
+                held = self._files[file] = FileRecords(stated)
+            held.sort()
+        return held
+
+    def saw(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Take note of bytes that were read into consecutive buffers from `offset` on."""
+        held = self._of(file)
+        if held is None:
+            return
+        total = sum([buffer.nbytes for buffer in buffers])
+        indices = held.near(offset, total)
+        if len(indices) == 1:
+            self._saw_one(file, held, indices[0], offset, buffers)
+        elif indices:
+            self._saw_many(file, held, indices, offset, buffers)
+
+    def _saw_one(
+        self, file: str, held: FileRecords, index: int, offset: int, buffers: Sequence[memoryview]
+    ) -> None:
+        """Note bytes of one record. Runs with gaps between them are small: they are only counted."""
+        start, nbytes, stated = held.records[index]
+        end, at = start + nbytes, offset
+        inside = []
+        for buffer in buffers:
+            low, high = max(at, start), min(at + buffer.nbytes, end)
+            if low < high:
+                inside.append(buffer[low - at : high - at])
+            at += buffer.nbytes
+        low, high = max(offset, start), min(at, end)
+        if stated is None or any(part.obj is GAP.obj for part in inside):
+            wanted = sum([part.nbytes for part in inside if part.obj is not GAP.obj])
+            self._count(held, index, wanted)
+        elif isinstance(stated, str):
+            self._hash(file, held, index, (low, high), inside)
+        else:
+            crc = 0
+            for part in inside:
+                crc = crc32(part, crc)
+            self._join(file, held, index, low, high, crc)
+
+    def _saw_many(
+        self,
+        file: str,
+        held: FileRecords,
+        indices: range,
+        offset: int,
+        buffers: Sequence[memoryview],
+    ) -> None:
+        """Note bytes of several records, mostly one whole record a buffer."""
+        at, index = offset, indices.start
+        for buffer in buffers:
+            end = at + buffer.nbytes
+            if buffer.obj is not GAP.obj:
+                while index < indices.stop:
+                    start, nbytes, stated = held.records[index]
+                    if start >= end:
+                        break
+                    if start == at and start + nbytes == end and type(stated) is int:
+                        self._settled(file, held, index, crc32(buffer))
+                    elif start + nbytes > at:
+                        self._saw_one(file, held, index, at, [buffer])
+                    if start + nbytes > end:
+                        break
+                    index += 1
+            at = end
+
+    def _count(self, held: FileRecords, index: int, nbytes: int) -> None:
+        with self._lock:
+            held.begun.setdefault(index, Progress()).loose += nbytes
+
+    def _hash(
+        self,
+        file: str,
+        held: FileRecords,
+        index: int,
+        run: tuple[int, int],
+        parts: Sequence[memoryview],
+    ) -> None:
+        """Note a run of a record that has an xxh3, which can be computed of the whole only."""
+        start, nbytes, _ = held.records[index]
+        if run != (start, start + nbytes):
+            self._count(held, index, run[1] - run[0])
+            return
+        self._settled(file, held, index, _xxh3(parts))
+
+    def _join(
+        self, file: str, held: FileRecords, index: int, low: int, high: int, crc: int
+    ) -> None:
+        record = held.records[index]
+        if (low, high) != (record.offset, record.offset + record.nbytes):
+            with self._lock:
+                progress = held.begun.setdefault(index, Progress())
+                progress.add(low, high, crc)
+                low, high, crc = progress.parts[0]
+            if high - low != record.nbytes:
+                return
+        self._settled(file, held, index, crc)
+
+    def _settled(self, file: str, held: FileRecords, index: int, got: int | str) -> None:
+        """Compare the checksum of a whole record. Raise DamagedRecord."""
+        record = held.records[index]
+        if got != record.sum:
+            raise DamagedRecord.at(file, record, got)
+        with self._lock:
+            held.good.add(index)
+            held.begun.pop(index, None)
+
+    # ------------------------------------------------------------------ the end of a run
+
+    def settle(
+        self, read: Read, is_local: Callable[[str], bool], whole: bool = False
+    ) -> SourceCheck:
+        """Return what was compared, after reading once more what was read whole in small parts.
+
+        read       reads bytes without showing them to `saw`
+        whole      also read the rest of records of which a part was read
+        is_local   whether a file can be read again at no cost; records of others stay unchecked
+
+        Raise DamagedRecord, and what `read` raises.
+        """
+        unchecked = unstated = 0
+        for file in list(self._stated):
+            held = self._of(file)
+            for index, progress in list(held.begun.items()) if held is not None else ():
+                assert held is not None
+                record = held.records[index]
+                if index in held.good:  # read whole before, and in part once more
+                    continue
+                if record.sum is None:
+                    unstated += min(progress.nbytes, record.nbytes)
+                elif whole or (is_local(file) and _is_little(record.nbytes, progress.nbytes)):
+                    self._complete(read, file, held, index)
+                else:
+                    unchecked += min(progress.nbytes, record.nbytes)
+        return SourceCheck(self.checked_nbytes, unchecked, unstated)
+
+    def _complete(self, read: Read, file: str, held: FileRecords, index: int) -> None:
+        """Read what is missing of a record: its gaps, or all of it where parts have no CRC-32."""
+        record, progress = held.records[index], held.begun[index]
+        if progress.loose:
+            self._settled(file, held, index, _read_sum(read, file, record))
+            return
+        starts = [start for start, _, _ in progress.parts]
+        ends = [end for _, end, _ in progress.parts]
+        end = record.offset + record.nbytes
+        for low, high in list(zip([record.offset, *ends], [*starts, end], strict=True)):
+            if low < high:
+                gap = StatedSum(low, high - low, record.sum)
+                crc = _read_sum(read, file, gap)
+                assert isinstance(crc, int), "parts are joined of CRC-32s only"
+                self._join(file, held, index, low, high, crc)
+
+    def read_again(self, file: str, offset: int, nbytes: int) -> None:
+        """Let `settle` read the records in this run of a file whole, unless they were compared."""
+        held = self._of(file)
+        if held is None:
+            return
+        for index in held.near(offset, nbytes):
+            if index not in held.good:
+                progress = held.begun.setdefault(index, Progress())
+                progress.loose = max(progress.loose, held.records[index].nbytes)
+
+    # ------------------------------------------------------------------ several ranks
+
+    @property
+    def checked_nbytes(self) -> int:
+        """Bytes of the records that were compared."""
+        held = list(self._files.values())
+        return sum(one.records[index].nbytes for one in held for index in one.good)
+
+    def begun(self) -> Begun:
+        """Return the records that were read in part, as `absorb` takes them."""
+        return {
+            file: [(held.starts[i], p.parts, p.loose) for i, p in held.begun.items()]
+            for file, held in self._files.items()
+            if held.begun
+        }
+
+    def absorb(self, begun: Begun) -> None:
+        """Add what another rank has read of its records. Raise DamagedRecord."""
+        for file, records in begun.items():
+            held = self._of(file)
+            if held is None:
+                continue
+            at = {start: index for index, start in enumerate(held.starts)}
+            for offset, parts, loose in records:
+                index = at.get(offset)
+                if index is None or index in held.good:
+                    continue
+                if loose:
+                    self._count(held, index, loose)
+                for low, high, crc in parts:
+                    if index not in held.good:
+                        self._join(file, held, index, low, high, crc)
+
+
+def _is_little(nbytes: int, seen: int) -> bool:
+    """Return whether the rest of a record of `nbytes` costs little beside the `seen` bytes."""
+    return nbytes - seen <= max(seen, LITTLE_NBYTES)
+
+
+def _read_sum(read: Read, file: str, record: StatedSum) -> int | str:
+    """Return the checksum of a record's bytes, of the kind that is stated."""
+    buffer = memoryview(bytearray(min(READ_NBYTES, record.nbytes)))
+
+    def blocks() -> Iterator[memoryview]:
+        for at in range(0, record.nbytes, buffer.nbytes):
+            block = buffer[: min(buffer.nbytes, record.nbytes - at)]
+            read(file, record.offset + at, [block])
+            yield block
+
+    if isinstance(record.sum, str):
+        return _xxh3(blocks())
+    crc = 0
+    for block in blocks():
+        crc = crc32(block, crc)
+    return crc
+
+
+def _xxh3(parts: Iterable[memoryview]) -> str:
+    from xxhash import xxh3_64
+
+    hasher = xxh3_64()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
