@@ -49,6 +49,10 @@ class DamagedRecord(SourceError):
         return DamagedRecord(self.code, f"{min(names)}{more}: {self.message}", self.hint)
 
 
+FEW = 64
+"""Up to this many new records are inserted one by one."""
+
+
 @dataclass(slots=True)
 class Progress:
     """The parts of one record that were read: disjoint (start, end, CRC-32), in order."""
@@ -78,39 +82,57 @@ class Progress:
 
 
 class FileRecords:
-    """The records of one file, sorted by offset; no two overlap."""
+    """The records of one file, sorted by offset; no two overlap.
+
+    good   offsets of the records that were read whole and compared
+    begun  offset -> what was read of a record that was not read whole
+    """
 
     def __init__(self, stated: Sequence[StatedSum]) -> None:
         self._stated = stated
-        self._sorted = 0
-        self.records: list[StatedSum] = []
-        self.starts: list[int] = []
+        self._taken = 0
+        self._records: list[StatedSum] = []
+        self._offsets: list[int] = []
         self.good: set[int] = set()
         self.begun: dict[int, Progress] = {}
 
-    def sort(self) -> None:
+    def take(self) -> None:
         """Take in what was stated since the last call. The first statement of a place counts."""
-        stated = self._stated
-        if self._sorted == len(stated):
+        fresh = self._stated[self._taken :]
+        if not fresh:
             return
-        good = {self.starts[index] for index in self.good}
-        begun = {self.starts[index]: progress for index, progress in self.begun.items()}
+        self._taken += len(fresh)
+        if len(fresh) <= FEW:  # readers locate one tensor after the other, between reads
+            for record in fresh:
+                self._insert(record)
+            return
         end, kept = 0, []
-        for record in sorted(stated, key=_offset_of):
+        for record in sorted([*self._records, *fresh], key=_offset_of):
             if record.nbytes and record.offset >= end:
                 kept.append(record)
                 end = record.offset + record.nbytes
-        self.records, self.starts = kept, [record.offset for record in kept]
-        self.good = {index for index, start in enumerate(self.starts) if start in good}
-        self.begun = {i: begun[start] for i, start in enumerate(self.starts) if start in begun}
-        self._sorted = len(stated)
+        self._records, self._offsets = kept, [record.offset for record in kept]
 
-    def near(self, offset: int, nbytes: int) -> range:
-        """Return the indices of the records that share bytes with a run of the file."""
-        first = bisect_right(self.starts, offset) - 1
-        if first < 0 or sum(self.records[first][:2]) <= offset:
+    def _insert(self, record: StatedSum) -> None:
+        if record.nbytes and not self.near(record.offset, record.nbytes):
+            at = bisect_left(self._offsets, record.offset)
+            self._records.insert(at, record)
+            self._offsets.insert(at, record.offset)
+
+    def near(self, offset: int, nbytes: int) -> list[StatedSum]:
+        """Return the records that share bytes with a run of the file."""
+        first = bisect_right(self._offsets, offset) - 1
+        if first < 0 or sum(self._records[first][:2]) <= offset:
             first += 1
-        return range(first, bisect_left(self.starts, offset + nbytes))
+        return self._records[first : bisect_left(self._offsets, offset + nbytes)]
+
+    def at(self, offset: int) -> StatedSum | None:
+        """Return the record that begins at this byte."""
+        near = self.near(offset, 1)
+        return near[0] if near and near[0].offset == offset else None
+
+    def progress(self, record: StatedSum) -> Progress:
+        return self.begun.setdefault(record.offset, Progress())
 
 
 def _offset_of(record: StatedSum) -> int:

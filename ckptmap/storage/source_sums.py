@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptmap.storage.crc32 import crc32
-from ckptmap.storage.file_records import DamagedRecord, FileRecords, Progress
+from ckptmap.storage.file_records import DamagedRecord, FileRecords
 from ckptmap.tensors import StatedSum
 
 Begun: TypeAlias = Mapping[str, Sequence[tuple[int, Sequence[tuple[int, int, int]], int]]]
@@ -80,124 +80,66 @@ class SourceSums:
 
     def states(self, file: str, offset: int, nbytes: int) -> bool:
         """Return whether a checksum is stated for a record that shares bytes with a run."""
-        held = self._of(file)
-        if held is None:
-            return False
-        return any(held.records[index].sum is not None for index in held.near(offset, nbytes))
+        _, near = self._near(file, offset, nbytes)
+        return any(record.sum is not None for record in near)
 
     def _of(self, file: str) -> FileRecords | None:
+        """Return the records of a file; None: it states none, or nothing is compared. Not locked."""
         stated = self._stated.get(file) if self.is_on else None
         if stated is None:
             return None
-        with self._lock:
-            held = self._files.get(file)
-            if held is None:
-                held = self._files[file] = FileRecords(stated)
-            held.sort()
+        held = self._files.get(file)
+        if held is None:
+            held = self._files[file] = FileRecords(stated)
+        held.take()
         return held
+
+    def _near(
+        self, file: str, offset: int, nbytes: int
+    ) -> tuple[FileRecords | None, Sequence[StatedSum]]:
+        with self._lock:
+            held = self._of(file)
+            return held, () if held is None else held.near(offset, nbytes)
 
     def saw(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Take note of bytes that were read into consecutive buffers from `offset` on."""
-        held = self._of(file)
-        if held is None:
+        if not self.is_on or file not in self._stated:
             return
-        total = sum([buffer.nbytes for buffer in buffers])
-        indices = held.near(offset, total)
-        if len(indices) == 1:
-            self._saw_one(file, held, indices[0], offset, buffers)
-        elif indices:
-            self._saw_many(file, held, indices, offset, buffers)
-
-    def _saw_one(
-        self, file: str, held: FileRecords, index: int, offset: int, buffers: Sequence[memoryview]
-    ) -> None:
-        """Note bytes of one record. Runs with gaps between them are small: they are only counted."""
-        start, nbytes, stated = held.records[index]
-        end, at = start + nbytes, offset
-        inside = []
-        for buffer in buffers:
-            low, high = max(at, start), min(at + buffer.nbytes, end)
-            if low < high:
-                inside.append(buffer[low - at : high - at])
-            at += buffer.nbytes
-        low, high = max(offset, start), min(at, end)
-        if stated is None or any(part.obj is GAP.obj for part in inside):
-            wanted = sum([part.nbytes for part in inside if part.obj is not GAP.obj])
-            self._count(held, index, wanted)
-        elif isinstance(stated, str):
-            self._hash(file, held, index, (low, high), inside)
+        held, near = self._near(file, offset, sum([buffer.nbytes for buffer in buffers]))
+        if held is None or not near:
+            return
+        run = _Reads(self, file, held)
+        if len(near) == 1:
+            run.one(near[0], offset, buffers)
         else:
-            crc = 0
-            for part in inside:
-                crc = crc32(part, crc)
-            self._join(file, held, index, low, high, crc)
+            run.several(near, offset, buffers)
 
-    def _saw_many(
-        self,
-        file: str,
-        held: FileRecords,
-        indices: range,
-        offset: int,
-        buffers: Sequence[memoryview],
-    ) -> None:
-        """Note bytes of several records, mostly one whole record a buffer."""
-        at, index = offset, indices.start
-        for buffer in buffers:
-            end = at + buffer.nbytes
-            if buffer.obj is not GAP.obj:
-                while index < indices.stop:
-                    start, nbytes, stated = held.records[index]
-                    if start >= end:
-                        break
-                    if start == at and start + nbytes == end and type(stated) is int:
-                        self._settled(file, held, index, crc32(buffer))
-                    elif start + nbytes > at:
-                        self._saw_one(file, held, index, at, [buffer])
-                    if start + nbytes > end:
-                        break
-                    index += 1
-            at = end
-
-    def _count(self, held: FileRecords, index: int, nbytes: int) -> None:
-        with self._lock:
-            held.begun.setdefault(index, Progress()).loose += nbytes
-
-    def _hash(
-        self,
-        file: str,
-        held: FileRecords,
-        index: int,
-        run: tuple[int, int],
-        parts: Sequence[memoryview],
-    ) -> None:
-        """Note a run of a record that has an xxh3, which can be computed of the whole only."""
-        start, nbytes, _ = held.records[index]
-        if run != (start, start + nbytes):
-            self._count(held, index, run[1] - run[0])
-            return
-        self._settled(file, held, index, _xxh3(parts))
-
-    def _join(
-        self, file: str, held: FileRecords, index: int, low: int, high: int, crc: int
-    ) -> None:
-        record = held.records[index]
-        if (low, high) != (record.offset, record.offset + record.nbytes):
-            with self._lock:
-                progress = held.begun.setdefault(index, Progress())
-                progress.add(low, high, crc)
-                low, high, crc = progress.parts[0]
-            if high - low != record.nbytes:
-                return
-        self._settled(file, held, index, crc)
-
-    def _settled(self, file: str, held: FileRecords, index: int, got: int | str) -> None:
+    def compare(self, file: str, held: FileRecords, record: StatedSum, got: int | str) -> None:
         """Compare the checksum of a whole record. Raise DamagedRecord."""
-        record = held.records[index]
         if got != record.sum:
             raise DamagedRecord.at(file, record, got)
         with self._lock:
-            held.good.add(index)
-            held.begun.pop(index, None)
+            held.good.add(record.offset)
+            held.begun.pop(record.offset, None)
+
+    def join(
+        self, file: str, held: FileRecords, record: StatedSum, part: tuple[int, int, int]
+    ) -> None:
+        """Add a part (start, end, CRC-32) of a record; compare the record that it completes."""
+        low, high, crc = part
+        if high - low < record.nbytes:
+            with self._lock:
+                progress = held.progress(record)
+                progress.add(low, high, crc)
+                low, high, crc = progress.parts[0]
+            if high - low < record.nbytes:
+                return
+        self.compare(file, held, record, crc)
+
+    def count(self, held: FileRecords, record: StatedSum, nbytes: int) -> None:
+        """Count bytes of a record that were read and not summed."""
+        with self._lock:
+            held.progress(record).loose += nbytes
 
     # ------------------------------------------------------------------ the end of a run
 
@@ -214,45 +156,44 @@ class SourceSums:
         """
         unchecked = unstated = 0
         for file in list(self._stated):
-            held = self._of(file)
-            for index, progress in list(held.begun.items()) if held is not None else ():
+            with self._lock:
+                held = self._of(file)
+            for offset, progress in list(held.begun.items()) if held is not None else ():
                 assert held is not None
-                record = held.records[index]
-                if index in held.good:  # read whole before, and in part once more
+                record = held.at(offset)
+                if record is None or offset in held.good:  # read whole before, and again in part
                     continue
                 if record.sum is None:
                     unstated += min(progress.nbytes, record.nbytes)
                 elif whole or (is_local(file) and _is_little(record.nbytes, progress.nbytes)):
-                    self._complete(read, file, held, index)
+                    self._complete(read, file, held, record)
                 else:
                     unchecked += min(progress.nbytes, record.nbytes)
         return SourceCheck(self.checked_nbytes, unchecked, unstated)
 
-    def _complete(self, read: Read, file: str, held: FileRecords, index: int) -> None:
+    def _complete(self, read: Read, file: str, held: FileRecords, record: StatedSum) -> None:
         """Read what is missing of a record: its gaps, or all of it where parts have no CRC-32."""
-        record, progress = held.records[index], held.begun[index]
+        progress = held.progress(record)
         if progress.loose:
-            self._settled(file, held, index, _read_sum(read, file, record))
+            self.compare(file, held, record, _read_sum(read, file, record))
             return
-        starts = [start for start, _, _ in progress.parts]
-        ends = [end for _, end, _ in progress.parts]
         end = record.offset + record.nbytes
-        for low, high in list(zip([record.offset, *ends], [*starts, end], strict=True)):
+        lows = [record.offset, *(high for _, high, _ in progress.parts)]
+        highs = [*(low for low, _, _ in progress.parts), end]
+        for low, high in zip(lows, highs, strict=True):
             if low < high:
-                gap = StatedSum(low, high - low, record.sum)
-                crc = _read_sum(read, file, gap)
+                crc = _read_sum(read, file, StatedSum(low, high - low, record.sum))
                 assert isinstance(crc, int), "parts are joined of CRC-32s only"
-                self._join(file, held, index, low, high, crc)
+                self.join(file, held, record, (low, high, crc))
 
     def read_again(self, file: str, offset: int, nbytes: int) -> None:
         """Let `settle` read the records in this run of a file whole, unless they were compared."""
-        held = self._of(file)
-        if held is None:
-            return
-        for index in held.near(offset, nbytes):
-            if index not in held.good:
-                progress = held.begun.setdefault(index, Progress())
-                progress.loose = max(progress.loose, held.records[index].nbytes)
+        held, near = self._near(file, offset, nbytes)
+        for record in near:
+            assert held is not None
+            if record.offset not in held.good:
+                progress = held.progress(record)
+                progress.loose = max(progress.loose, record.nbytes)
 
     # ------------------------------------------------------------------ several ranks
 
@@ -260,12 +201,13 @@ class SourceSums:
     def checked_nbytes(self) -> int:
         """Bytes of the records that were compared."""
         held = list(self._files.values())
-        return sum(one.records[index].nbytes for one in held for index in one.good)
+        good = (one.at(offset) for one in held for offset in one.good)
+        return sum(record.nbytes for record in good if record is not None)
 
     def begun(self) -> Begun:
         """Return the records that were read in part, as `absorb` takes them."""
         return {
-            file: [(held.starts[i], p.parts, p.loose) for i, p in held.begun.items()]
+            file: [(offset, p.parts, p.loose) for offset, p in held.begun.items()]
             for file, held in self._files.items()
             if held.begun
         }
@@ -273,19 +215,69 @@ class SourceSums:
     def absorb(self, begun: Begun) -> None:
         """Add what another rank has read of its records. Raise DamagedRecord."""
         for file, records in begun.items():
-            held = self._of(file)
-            if held is None:
-                continue
-            at = {start: index for index, start in enumerate(held.starts)}
             for offset, parts, loose in records:
-                index = at.get(offset)
-                if index is None or index in held.good:
+                held, near = self._near(file, offset, 1)
+                if held is None or not near or offset in held.good:
                     continue
                 if loose:
-                    self._count(held, index, loose)
+                    self.count(held, near[0], loose)
                 for low, high, crc in parts:
-                    if index not in held.good:
-                        self._join(file, held, index, low, high, crc)
+                    if offset not in held.good:
+                        self.join(file, held, near[0], (low, high, crc))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """What one read brought of the records of one file."""
+
+    sums: SourceSums
+    file: str
+    held: FileRecords
+
+    def one(self, record: StatedSum, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Note bytes of one record. Runs with gaps between them are small: they are only counted."""
+        start, nbytes, stated = record
+        end, at = start + nbytes, offset
+        inside = []
+        for buffer in buffers:
+            low, high = max(at, start), min(at + buffer.nbytes, end)
+            if low < high:
+                inside.append(buffer[low - at : high - at])
+            at += buffer.nbytes
+        low, high = max(offset, start), min(at, end)
+        whole = high - low == nbytes
+        if stated is None or any(part.obj is GAP.obj for part in inside):
+            wanted = sum([part.nbytes for part in inside if part.obj is not GAP.obj])
+            self.sums.count(self.held, record, wanted)
+        elif isinstance(stated, int):
+            crc = 0
+            for part in inside:
+                crc = crc32(part, crc)
+            self.sums.join(self.file, self.held, record, (low, high, crc))
+        elif whole:
+            self.sums.compare(self.file, self.held, record, _xxh3(inside))
+        else:  # an xxh3 can be computed of the whole only
+            self.sums.count(self.held, record, high - low)
+
+    def several(
+        self, records: Sequence[StatedSum], offset: int, buffers: Sequence[memoryview]
+    ) -> None:
+        """Note bytes of several records, mostly one whole record a buffer."""
+        at, index = offset, 0
+        for buffer in buffers:
+            end = at + buffer.nbytes
+            while buffer.obj is not GAP.obj and index < len(records):
+                start, nbytes, stated = record = records[index]
+                if start >= end:
+                    break
+                if start == at and start + nbytes == end and type(stated) is int:
+                    self.sums.compare(self.file, self.held, record, crc32(buffer))
+                elif start + nbytes > at:
+                    self.one(record, at, [buffer])
+                if start + nbytes > end:
+                    break
+                index += 1
+            at = end
 
 
 def _is_little(nbytes: int, seen: int) -> bool:
