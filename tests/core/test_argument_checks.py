@@ -67,7 +67,10 @@ LOAD: dict[str, tuple[Call, str]] = {
     ),
     "no path": (lambda p, m, o: ckptmap.load(None, m), "path=None, expected a path"),
     "swapped": (lambda p, m, o: ckptmap.load(m, p), "expected a path"),
-    "a file of words": (lambda p, m, o: ckptmap.load(p.parent / "file", m), "file: is "),
+    "a file of words": (
+        lambda p, m, o: ckptmap.load(p.parent / "file", m),
+        "file: truncated, expected a checkpoint",
+    ),
     "no parameters": (
         lambda p, m, o: ckptmap.load(p, torch.nn.ReLU()),
         r"4 unexpected: 0\.weight",

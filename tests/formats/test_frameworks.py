@@ -413,7 +413,9 @@ def test_groups_that_trainer_cannot_have(framework_directories: Path, tmp_path: 
     state["optimizer"]["param_groups"] = parts
     torch.save(state, src)
     config = str(inner(sample(framework_directories, "trainer_w1")))
-    with pytest.raises(PlanError, match=r"was trained with lr 0\.[12], .* in one group") as caught:
+    with pytest.raises(
+        PlanError, match=r"was trained with lr 0\.[12], .* puts both into one group"
+    ) as caught:
         ckptmap.plan(src, "trainer", config_from=config)
     assert caught.value.code == "CKM207"
 

@@ -131,8 +131,8 @@ def test_moments_are_coded_where_they_are(
     qmap = getattr(made, "qmap", None)
     theirs.copy_(values)
     if qmap is not None:
-        counter = FineBucketizer(lowbit_codes.thresholds(qmap).to(where))  # type: ignore[union-attr]
-        monkeypatch.setattr(lowbit_codes, "_counter", lambda qmap: counter)
+        bucketizer = FineBucketizer(lowbit_codes.thresholds(qmap).to(where))  # type: ignore[union-attr]
+        monkeypatch.setattr(lowbit_codes, "_bucketizer", lambda qmap: bucketizer)
         qmap = qmap.to(where)
     codes, scale = made.codes.to(where), made.scale.to(where)
     assert lowbit_codes.encode(values.to(where), made.block_size, qmap, codes, scale)

@@ -61,7 +61,7 @@ def _refuse_placeholder(path: str, mounts: Mounts) -> None:
     """
     absolute = Path(path).absolute()
     inside = any(part.startswith(MIRROR_PREFIX) for part in absolute.parts)
-    if inside and mounts.file_system_of(str(absolute)) is None:
+    if inside and mounts.file_system_of(f"{absolute}/") is None:
         raise SourceError(
             "CKM101",
             f"{path}: is the placeholder of a file on the Hub, not its content",

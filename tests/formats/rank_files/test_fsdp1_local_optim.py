@@ -197,10 +197,13 @@ def test_groups_that_part_a_unit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
-        (lambda s: s.update(exp_avg=s["exp_avg"].half()), "exp_avg is a float16 tensor, that of"),
-        (lambda s: s.update(step=7), "step is 7, that of .* a float32 scalar"),
+        (
+            lambda s: s.update(exp_avg=s["exp_avg"].half()),
+            "exp_avg is a float16 tensor, but a float32 tensor for",
+        ),
+        (lambda s: s.update(step=7), "step is 7, but a float32 scalar for"),
         (lambda s: s.pop("exp_avg_sq"), "has no exp_avg_sq, others of its flat parameter"),
-        (lambda s: s.update(exp_avg=torch.zeros(3)), "has shape .3., its weight"),
+        (lambda s: s.update(exp_avg=torch.zeros(3)), "has shape .3., expected its weight"),
     ],
 )
 def test_state_that_no_flat_parameter_can_have(spoil: Any, match: str, tmp_path: Path) -> None:
