@@ -31,7 +31,6 @@ CONTRADICTIONS = (
 )
 KNOWN_OPEN: Sequence[Open] = (
     Open(BYTES, "missed", ""),
-    Open(BYTES, "unnamed", "manifest.json"),
     Open(LISTING, "silent", "^work directory: "),
     Open("FIFOs are refused, never waited for", "hang", "fifo|link"),
     Open("JSON nested 1,500 deep", "internal", "RecursionError"),
