@@ -247,6 +247,22 @@ def test_nothing_that_a_file_names_is_run_or_imported(package: str) -> None:
         assert not importing or str(file.relative_to(ROOT / package)) in IMPORTERS, file
 
 
+@pytest.mark.parametrize("package", ["ckptmap", "cli", "mappings"])
+def test_json_is_parsed_in_one_place(package: str) -> None:
+    """`core/json_text` bounds what others wrote; the standard library takes anything."""
+    parsers = {"json.load", "json.loads", "json.JSONDecoder", "json.decoder.JSONDecoder"}
+    for file, tree in parsed(package).items():
+        at_home = file == ROOT / "ckptmap" / "core" / "json_text.py"
+        assert at_home or not parsers & set(_calls(tree)), file
+        taken = {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "json"
+            for alias in node.names
+        }
+        assert not taken, f"{file}: import json, not its names"
+
+
 # ------------------------------------------------------------------ in a process of its own
 
 

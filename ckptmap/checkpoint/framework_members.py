@@ -11,7 +11,6 @@ state, schedulers. The container that claims a member reads it; its leaves then 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
@@ -23,6 +22,7 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.detect import look, refuse_place
 from ckptmap.protocols import Directory, Index, Member, Place
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.json_file import read_json
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, PlainValue, StoredTensor
 
 MAX_DOCUMENT_NBYTES = 256 << 20
@@ -250,15 +250,13 @@ def _name(member: Member) -> str:
 def _document(file: FilePath, mounts: Mounts) -> PlainValue:
     """Return the value of a JSON file. Raises SourceError CKM101 or CKM103."""
     try:
-        if file.stat().st_size > MAX_DOCUMENT_NBYTES:
-            raise ValueError(f"{file.stat().st_size} bytes long")
-        document: PlainValue = json.loads(mounts.local_copy(file).read_bytes())
+        document: PlainValue = read_json(file, mounts, max_nbytes=MAX_DOCUMENT_NBYTES)
         return document
     except OSError as error:
         raise SourceError(
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise SourceError(
             "CKM103", f"{file}: is not valid JSON: {error}", "copy the checkpoint again"
         ) from error

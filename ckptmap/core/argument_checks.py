@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckptmap.errors import ArgumentError, CkptmapError
 
@@ -71,6 +71,20 @@ def patterns_or_all(name: str, value: object) -> tuple[str, ...]:
     if value is None or isinstance(value, bool):
         return ("*",) if value else ()
     return patterns(name, value)
+
+
+def order(name: str, value: object) -> tuple[tuple[str, ...], ...]:
+    """Return lists of names as tuples."""
+    groups = tuple(value) if _is_list(value) else (None,)
+    if not all(
+        _is_list(group) and all(isinstance(item, str) for item in group) for group in groups
+    ):
+        raise _refusal(name, value, "a list of names for each group")
+    return tuple(map(tuple, groups))
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def path(name: str, value: object) -> None:

@@ -98,6 +98,15 @@ class Recoder(Protocol):
 
 
 @runtime_checkable
+class ScalesActivations(Protocol):
+    """An encoding with parts that scale the activations of a layer. Its weight does not need them."""
+
+    @property
+    def activation_parts(self) -> Sequence[str]:
+        """The names of these parts. They are dropped where the weight is decoded or encoded anew."""
+
+
+@runtime_checkable
 class Recodes(Protocol):
     """An encoding that can take codes of a grid as they are."""
 

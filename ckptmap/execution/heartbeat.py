@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from ckptmap.core.formatting import first_line
+from ckptmap.core.json_text import parse_json
 from ckptmap.errors import Interrupted, RunError
 from ckptmap.storage.locks import Owner
 
@@ -107,7 +108,7 @@ class Heartbeat:
         self._seen = time.monotonic()
         for other in self.others:
             self._beats[other].since = self._seen
-            owner = Owner(**json.loads(self._store.get(f"owner/{other}")))
+            owner = Owner(**parse_json(self._store.get(f"owner/{other}")))
             # All ranks are alive now: an owner that is not found here runs in another PID namespace.
             if not owner.is_gone:
                 self._near[other] = owner

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from ckptmap.core.columns import Columns, each
 from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.json_text import parse_json
 from ckptmap.core.state_paths import join, logical_key
 from ckptmap.errors import SourceError
 from ckptmap.execution.manifest_schema import malformed
@@ -253,8 +254,8 @@ def _digest(file: CarriedFile) -> dict[str, object]:
 def parse(data: bytes, where: str) -> dict[str, object]:
     """Return the manifest in `data`. Raises SourceError CKM403 if it is none, or of another version."""
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(data, allow_nan=True)
+    except ValueError as error:
         raise SourceError(
             "CKM403",
             f"{where}: its manifest is not valid JSON: {error}",
@@ -264,7 +265,7 @@ def parse(data: bytes, where: str) -> dict[str, object]:
         schema = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise SourceError(
             "CKM403",
-            f"{where}: manifest schema {schema}, expected {SCHEMA}",
+            f"{where}: manifest schema {schema!s:.40}, expected {SCHEMA}",
             "use the release of ckptmap that wrote it",
         )
     place = malformed(document)

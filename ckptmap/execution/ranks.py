@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Self
 
 from ckptmap import errors
 from ckptmap.core.formatting import first_line
+from ckptmap.core.json_text import parse_json
 from ckptmap.errors import CkptmapError, DestinationError, Interrupted, PlanError, RunError
 from ckptmap.execution.heartbeat import Heartbeat, Stopped
 
@@ -233,7 +234,7 @@ class GlooRanks(Ranks):
         atexit.register(beats.leave, own)
         beats.fail()
         beats.hear(beats.others, GRACE_S)
-        words = {0: json.loads(own)} | {r: json.loads(text) for r, text in beats.left.items()}
+        words = {0: parse_json(own)} | {r: parse_json(text) for r, text in beats.left.items()}
         causes = {
             rank: said
             for rank, said in sorted(words.items())
@@ -262,7 +263,7 @@ class GlooRanks(Ranks):
         beats.hear((0,), 2 * GRACE_S)
         if self.rank == 1 and 0 not in beats.left:
             return _lost(0, beats.lost.get(0, f"gave no sign of life for {beats.timeout:g} s"))
-        return ShownElsewhere(json.loads(own).get("exit", RunError.exit_code))
+        return ShownElsewhere(parse_json(own).get("exit", RunError.exit_code))
 
 
 def _own_words(error: BaseException) -> str:

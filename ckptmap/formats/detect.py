@@ -23,7 +23,7 @@ HEAD_NBYTES = 512
 
 def natural(name: str) -> list[tuple[int, int | str]]:
     """Return a sort key that puts rank_2 before rank_10."""
-    return [(0, int(s)) if s.isdigit() else (1, s) for s in re.split(r"(\d+)", name)]
+    return [(0, int(s)) if s.isdecimal() else (1, s) for s in re.split(r"(\d+)", name)]
 
 
 def look(path: Path, mounts: Mounts | None = None) -> Place:
@@ -45,6 +45,12 @@ def look(path: Path, mounts: Mounts | None = None) -> Place:
             "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", _way_to(path, error)
         )
         raise or_resource_error(error, failed) from error
+    except SourceError:
+        raise
+    except ValueError as error:  # a lone surrogate, or a zero byte
+        raise SourceError(
+            "CKM101", f"{path}: no file can have this name", "check the path"
+        ) from error
 
 
 def _way_to(path: Path, error: OSError) -> str:

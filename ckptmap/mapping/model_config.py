@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import closing
@@ -12,6 +11,7 @@ from ckptmap.errors import PlanError
 from ckptmap.formats.meta.params_json import PARAMS, read_params
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import locate
+from ckptmap.storage.json_file import read_object
 
 CONFIG = "config.json"
 MAX_NBYTES = 64 << 20
@@ -25,22 +25,13 @@ def read_config(path: str | os.PathLike[str], mounts: Mounts) -> dict[str, objec
     file = locate(path, mounts).path
     file = file / CONFIG if file.is_dir() else file
     try:
-        if file.stat().st_size > MAX_NBYTES:
-            raise ValueError(f"{file.stat().st_size} bytes")
-        config = json.loads(mounts.local_copy(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_object(file, mounts, max_nbytes=MAX_NBYTES)
+    except (OSError, ValueError) as error:
         raise PlanError(
             "CKM605",
             f"{file}: cannot be read as JSON: {error}",
             "give the model's config.json with --config-from PATH",
         ) from error
-    if not isinstance(config, dict):
-        raise PlanError(
-            "CKM605",
-            f"{file}: is not a JSON object",
-            "give the model's config.json with --config-from PATH",
-        )
-    return config
 
 
 def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[str, object] | None:

@@ -17,6 +17,7 @@ from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import CkptmapError
 from ckptmap.execution import manifest as manifests
+from ckptmap.storage.safe_names import is_file
 from ckptmap.tensors import Box, Extent, Region, StoredTensor
 
 
@@ -127,7 +128,7 @@ def _is_listed(region: Region, listed: Container[tuple[str, int, int]], base: Pa
 
 def nbytes_of(file: Path) -> int:
     """Return the size of a file in bytes; -1 if there is no such file."""
-    return file.stat().st_size if file.is_file() else -1
+    return file.stat().st_size if is_file(file) else -1
 
 
 def _place_problems(

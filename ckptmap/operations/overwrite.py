@@ -9,7 +9,6 @@ name.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
+from ckptmap.core.json_text import parse_json
 from ckptmap.errors import CkptmapError, DestinationError, SourceError
 from ckptmap.execution import manifest as manifests
 from ckptmap.formats.detect import look
@@ -109,7 +109,7 @@ def _foreign(target: Path, ckpt: Checkpoint, written: Collection[str]) -> Iterat
 def _listed(root: Path) -> list[str]:
     """Return the files that an earlier run of ckptmap wrote here, as its manifest lists them."""
     try:
-        document = json.loads((root / manifests.NAME).read_bytes())
+        document = parse_json((root / manifests.NAME).read_bytes())
         return [manifests.NAME, *document["files"], *document["carried"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []

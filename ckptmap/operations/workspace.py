@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from ckptmap.core import requirements
+from ckptmap.core.json_text import parse_json
 from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.errors import DestinationError
 from ckptmap.execution.ranks import Ranks
@@ -126,7 +127,7 @@ class Workspace:
             journal = Journal(work.journal_path, plan.digest)
             self.ranks.of_lead(json.dumps([str(work.out_dir), str(work.journal_path)]).encode())
             return work.out_dir, journal
-        out_dir, journal_path = map(Path, json.loads(self.ranks.of_lead(b"")))
+        out_dir, journal_path = map(Path, parse_json(self.ranks.of_lead(b"")))
         if not journal_path.is_file():
             raise DestinationError(
                 "CKM304",

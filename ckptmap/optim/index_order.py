@@ -8,13 +8,13 @@ their place alone.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
 from ckptmap.core.formatting import counted
+from ckptmap.core.json_text import parse_json
 from ckptmap.errors import SourceError
 from ckptmap.optim.align_order import align_named
 from ckptmap.optim.state import NAMES, PARAMS, Optimizer
@@ -63,7 +63,7 @@ def read_order(path: str | os.PathLike[str]) -> tuple[tuple[str, ...], ...]:
     """
     try:
         text = FilePath(path).read_text(encoding="utf-8")
-        order = json.loads(text) if text.lstrip().startswith("[") else _lines(text)
+        order = parse_json(text) if text.lstrip().startswith("[") else _lines(text)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise _unreadable(path, str(why)) from error

@@ -109,6 +109,8 @@ class Options:
         if self.world_size is not None:  # its range is the setup's to check
             argument_checks.integer("world_size", self.world_size, -(1 << 63))
         argument_checks.integer("max_shard_nbytes", self.max_shard_nbytes, 1)
+        if self.param_order is not None:
+            self._store("param_order", argument_checks.order("param_order", self.param_order))
         argument_checks.choice("optimizer", self.optimizer, ("keep", "drop"))
         for name in (*CHECKPOINT_PATHS, "tp_plan"):
             if getattr(self, name) is not None:

@@ -15,6 +15,7 @@ from pathlib import Path as FilePath
 from shlex import quote
 from typing import Any
 
+from ckptmap.core.json_text import parse_json
 from ckptmap.errors import PlanError
 from ckptmap.planning.options import Options
 from ckptmap.planning.plan import SCHEMA, Plan
@@ -51,7 +52,7 @@ def replan(path: str | os.PathLike[str]) -> Plan:
     Raises PlanError CKM209 where the file is no plan, or is not what would be done now.
     """
     try:
-        saved = json.loads(FilePath(path).read_text(encoding="utf-8"))
+        saved = parse_json(FilePath(path).read_bytes())
         given: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in saved["options"].items()
         }
@@ -72,8 +73,6 @@ def replan(path: str | os.PathLike[str]) -> Plan:
             f"plan again with this ckptmap: ckptmap plan {quote(str(source))} --to {options.to}"
             f" -o {quote(str(path))}",
         )
-    if options.param_order is not None:  # JSON has lists
-        options = replace(options, param_order=tuple(map(tuple, options.param_order)))
     made = plan(source, options.to, options=options)
     if made.digest != digest:
         raise PlanError(
@@ -93,5 +92,5 @@ def replan(path: str | os.PathLike[str]) -> Plan:
 
 def _edited(saved: Mapping[str, object], made: Plan) -> str:
     """Return the first entry of the file that is not what would be done; empty: all of it is."""
-    document = json.loads(json.dumps(made.to_json()))
+    document = parse_json(json.dumps(made.to_json()))
     return next((name for name in OUTCOME if saved.get(name) != document[name]), "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -10,12 +10,13 @@ from typing import TypeAlias
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.columns import each
+from ckptmap.core.quantized_codes import ScalesActivations
 from ckptmap.planning.encoding_choice import beside_ties, encoding_for, matches
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.options import Options
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
-from ckptmap.protocols import Encoding, Refusal, Scheme
+from ckptmap.protocols import Encoding, Refusal, Scheme, part_key
 from ckptmap.quantization.unsupported_schemes import (
     INT8_WITHOUT_SCALES,
     RESTORE,
@@ -86,8 +87,20 @@ def weight_encodings(request: Request, selection: Selection) -> WeightEncodings:
         elif scheme is not None and not request.options.encode:
             left_by_shape.update(_left_by_shape(lazy, scheme, request.options))
         written[fqn] = (encoding or lazy.encoding_, lazy.info)
-    remarks = Remarks(unresolved=unresolved)
+    remarks = Remarks(_activation_scales(request.ckpt, anew), unresolved)
     return WeightEncodings(anew, written, foreign, beside, left_by_shape, remarks)
+
+
+def _activation_scales(ckpt: Checkpoint, anew: Collection[str]) -> dict[str, str]:
+    """Return the scales of activations that belong to weights of other encodings now, with why."""
+    dropped: dict[str, str] = {}
+    for fqn in anew:
+        encoding = ckpt[fqn].encoding_
+        if encoding.name == "dense" or not isinstance(encoding, ScalesActivations):
+            continue
+        why = f"scales the activations of {fqn}, which is no longer stored as {encoding.name}"
+        dropped |= {part_key(encoding, fqn, part): why for part in encoding.activation_parts}
+    return dropped
 
 
 def _stored_dense(ckpt: Checkpoint) -> Mapping[str, TensorInfo]:

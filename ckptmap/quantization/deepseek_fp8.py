@@ -8,6 +8,7 @@
 Despite its name the scale is multiplied (transformers 5, integrations/finegrained_fp8.py). A single scale
 covers the whole tensor. DeepSeek-V4 names it `.scale`, Mistral `.qscale_weight`; some store exponents only
 (float8_e8m0fnu). The file does not record the dtype of the weights: it is that of the dense tensors.
+With `activation_scheme: static` a scale of the activations (`fc.activation_scale`) belongs to each weight.
 """
 
 from __future__ import annotations
@@ -18,10 +19,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
+from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.block_geometry import fits, grid_shape
-from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
+from ckptmap.quantization.blockwise.group_checks import (
+    DAMAGED,
+    check_parts,
+    contradiction,
+    malformed,
+    refuse_unstated,
+)
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.read_config import quantization_config
 from ckptmap.quantization.blockwise.rounding_rules import FinegrainedFloat8, RoundingRule
@@ -36,6 +44,8 @@ _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 _NAMES = ("weight_scale_inv", "qscale_weight", "scale")
 """The last segment of the scale's name in place of `weight`: DeepSeek-V3, Mistral, DeepSeek-V4."""
 _ENDINGS = ("_scale_inv", ".qscale_weight", ".scale")
+ACTIVATIONS = ("activation_scale", "input_scale", "qscale_act")
+"""The names of a static scale of activations: transformers', that of other writers, Mistral's."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class Fp8(ScaledEncoding):
     codes_part: ClassVar[str] = ""
     scale_part: ClassVar[str] = "scale_inv"
     codes_dtype: ClassVar[str] = CODES
+    activations: ClassVar[Collection[str]] = ACTIVATIONS
 
     scale_name: str = "weight_scale_inv"
     scale_stored: tuple[int, ...] | None = None
@@ -59,6 +70,8 @@ class Fp8(ScaledEncoding):
         if not part:
             return key
         stem, dot, last = key.rpartition(".")
+        if part in ACTIVATIONS:
+            return activation_key(key, part)
         if self.scale_name == "weight_scale_inv":
             return f"{stem}{dot}{last}_{part}"
         return f"{stem}{dot}{self.scale_name}"
@@ -71,7 +84,19 @@ class Fp8(ScaledEncoding):
 
     def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         stored = None if self.scale_stored is None else list(self.scale_stored)
-        return {"native": "transformers", "scale_name": self.scale_name, "scale_stored": stored}
+        more = {"native": "transformers", "scale_name": self.scale_name, "scale_stored": stored}
+        if not self.extra:
+            return more
+        return more | {"extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra]}
+
+
+def activation_key(fqn: str, name: str) -> str:
+    """Return the stored name of a scale of activations, which is beside `weight` or after another name.
+
+    fc.weight -> fc.activation_scale, experts.down_proj -> experts.down_proj_activation_scale
+    """
+    stem, dot, last = fqn.rpartition(".")
+    return f"{stem}{dot}{name}" if last == "weight" else f"{fqn}_{name}"
 
 
 class Fp8Scheme(ReadsFiles, LinearLayerScheme):
@@ -80,6 +105,7 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
     name = "fp8"
     suffix = "fp8"
     live = "float8"
+    declares = ("fp8",)
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
@@ -87,7 +113,11 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
         """Return the groups of weights and scales. Raises SourceError CKM115 where scales do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
-        return [*groups, *_found(stored, mine, self.mounts)]
+        groups += _found(stored, mine, self.mounts)
+        config = quantization_config(groups[0][0].parts[""], self.mounts) if groups else {}
+        for group, _ in groups:
+            _require_agreement(group, config)
+        return groups
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
         """Return the encoding for the weight of a linear layer that whole tiles cover, else None.
@@ -110,16 +140,49 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
         """Return the encoding if the codes are in tiles of 128 x 128, else None."""
         return Fp8(BLOCK).keeping(info, grid)
 
-    def quantization_config(
-        self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
+    def quantization_config_of(
+        self,
+        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        dense: Collection[str],
+        beyond: Mapping[str, object],
     ) -> Mapping[str, object]:
-        """Return the config as transformers' `FineGrainedFP8Config` writes it."""
+        """Return the config as transformers' `FineGrainedFP8Config` writes it.
+
+        Raises PlanError CKM203 where the weights have scales of several kinds: it can state one.
+        """
+        kinds = {_declared(encoding, info): fqn for fqn, (encoding, info) in encoded.items()}
+        if len(kinds) > 1:
+            (first, one), (second, other), *_ = kinds.items()
+            raise PlanError(
+                "CKM203",
+                f"{one} has {first[2]}, {other} has {second[2]}, and one config.json cannot declare both",
+                "decode them all with --to hf-bf16, and from that --to hf-fp8; or keep both as they are"
+                " where there is no config.json, --to full",
+            )
+        scheme, tile, _ = next(iter(kinds))
         return {
             "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": list(BLOCK),
+            "activation_scheme": scheme,
+            "weight_block_size": None if tile is None else list(tile),
             "modules_to_not_convert": sorted(dense),
         }
+
+    def beyond_weights(
+        self, config: Mapping[str, object], names: Collection[str]
+    ) -> Mapping[str, object]:
+        """Return nothing: the config has no settings but those of the weights."""
+        return {}
+
+
+def _declared(encoding: Encoding, info: TensorInfo) -> tuple[str, tuple[int, ...] | None, str]:
+    """Return the activation scheme and the tile that a config states of a weight, and both as text."""
+    assert isinstance(encoding, Fp8), f"{encoding} is not an encoding of fp8"
+    scheme = "static" if encoding.extra else "dynamic"
+    stated = encoding.block[-2:]
+    is_whole = encoding.block_of(info)[-2:] == info.shape[-2:]
+    if is_whole and (stated != BLOCK or encoding.scale_stored is not None):
+        return scheme, None, f"one scale and {scheme} activations"
+    return scheme, stated, f"tiles of {list(stated)} and {scheme} activations"
 
 
 def _recorded(
@@ -133,10 +196,14 @@ def _recorded(
     encoding = Fp8(
         read.block,
         read.scale_dtype,
+        extra=read.extra(),
         scale_name=name,
         scale_stored=None if shape is None else tuple(shape),
     )
-    return _group(fqn, read.info, encoding, stored)
+    group, keys = _group(fqn, read.info, encoding, stored)
+    unstated = {n: activation_key(fqn, n) for n in ACTIVATIONS if n not in group.parts}
+    refuse_unstated(fqn, "its encoding record", unstated, stored)
+    return group, keys
 
 
 def _found(
@@ -146,7 +213,8 @@ def _found(
     pairs = dict(_pairs(stored))
     if not pairs.keys() - set(known):
         return
-    dtype = model_dtype(stored, {key for key, _ in pairs.values()})
+    activations = {activation_key(fqn, name) for fqn in pairs for name in ACTIVATIONS}
+    dtype = model_dtype(stored, activations | {key for key, _ in pairs.values()})
     config = quantization_config(stored[next(iter(pairs))], mounts)
     for fqn, (key, name) in pairs.items():
         if fqn in known:
@@ -156,7 +224,12 @@ def _found(
         block = _block(fqn, info, scale.info, config)
         grid = grid_shape(info.shape, block)
         odd = None if scale.info.shape == grid else scale.info.shape
-        encoding = Fp8(block, scale.info.dtype, scale_name=name, scale_stored=odd)
+        extra = tuple(
+            (part, tensor.info.dtype, tensor.info.shape)
+            for part in ACTIVATIONS
+            if (tensor := stored.get(activation_key(fqn, part))) is not None
+        )
+        encoding = Fp8(block, scale.info.dtype, extra=extra, scale_name=name, scale_stored=odd)
         yield _group(fqn, info, encoding, stored)
 
 
@@ -206,6 +279,27 @@ def _block(
     raise malformed(
         fqn, f"scales {scale} of {info} fit no known tiles, expected tiles of 128 x 128",
         "put the config.json with weight_block_size beside the weights",
+    )  # fmt: skip
+
+
+def _require_agreement(group: Group, config: Mapping[str, object]) -> None:
+    """Raise SourceError CKM115 where the tiles that config.json states are not those of the scales."""
+    if config.get("quant_method", "fp8") != "fp8" or "weight_block_size" not in config:
+        return
+    said, shape, scale = config["weight_block_size"], group.info.shape, group.parts["scale_inv"]
+    tile = shape[-2:] if said is None else said
+    if len(shape) < 2 or not isinstance(tile, list | tuple) or len(tile) != 2:
+        return
+    if not all(type(n) is int and n > 0 for n in tile):
+        return
+    grid = grid_shape(shape, (*(1 for _ in shape[2:]), *tile))
+    single = scale.info.numel == 1 and (said is None or math.prod(grid) == 1)
+    if scale.info.shape == grid or single:
+        return
+    stated = "null" if said is None else str(list(tile))
+    raise contradiction(
+        group.fqn, f"config.json states weight_block_size {stated}, scales of shape {list(grid)}",
+        f"the scales of {group.info} are {scale.info}", scale,
     )  # fmt: skip
 
 

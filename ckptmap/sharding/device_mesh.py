@@ -12,13 +12,13 @@ is a TOML or JSON file that maps a pattern of module or tensor names to a style,
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
 
+from ckptmap.core.json_text import parse_json
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Placement
 from ckptmap.sharding.dtensor_spec import cut_rows
@@ -189,7 +189,7 @@ def _read_plan(path: str) -> dict[str, str]:
     """Return the styles by pattern. Raises PlanError CKM201 if the file is no such plan."""
     try:
         text = FilePath(path).read_text(encoding="utf-8")
-        plan: object = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+        plan: object = parse_json(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError("CKM201", f"--tp-plan {path}: {error}", _plan_example()) from error
     if not isinstance(plan, dict) or not plan:

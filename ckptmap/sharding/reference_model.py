@@ -6,7 +6,6 @@ FSDP1's flat parameters store the elements of many tensors without shapes. The r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -17,6 +16,7 @@ from ckptmap.core.state_paths import role_and_fqn
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.transformers_meta_model import on_meta
+from ckptmap.storage.json_file import read_json
 from ckptmap.tensors import Leaf, Path
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def like_manifest(manifest: FilePath, mounts: Mounts) -> Like:
     Raises SourceError CKM403 if it cannot be read or lists none.
     """
     try:
-        document = json.loads(mounts.local_copy(manifest).read_text(encoding="utf-8"))
+        document = read_json(manifest, mounts)
         shapes = {
             fqn: tuple(map(int, about["shape"]))
             for key, about in document["logical"].items()
@@ -117,7 +117,7 @@ def like_manifest(manifest: FilePath, mounts: Mounts) -> Like:
             if role == "model"
         }
         ties = {str(fqn): str(kept) for fqn, kept in document["tied"].items() if kept in shapes}
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise SourceError(
             "CKM403",
             f"{manifest}: does not list what was written: {type(error).__name__}",

@@ -6,12 +6,12 @@ could make it fetch or run code (kernels, `auto_map`, quantizers) are removed fi
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.json_file import read_object
 from ckptmap.storage.process_guards import quiet_torchao
 
 if TYPE_CHECKING:
@@ -51,11 +51,9 @@ def on_meta(config: Path, mounts: Mounts, max_layers: int = MAX_LAYERS) -> nn.Mo
 
 def _described(config: Path, mounts: Mounts, max_layers: int) -> dict[str, Any]:
     try:
-        settings = json.loads(mounts.local_copy(config).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        settings = read_object(config, mounts)
+    except (OSError, ValueError) as error:
         raise unusable(config, f"is not valid JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise unusable(config, "is not a JSON object")
     names = settings.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
         raise unusable(config, f"names the architectures {names!r}, expected a list of one")

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from ckptmap.core.json_text import parse_json
 from ckptmap.errors import DestinationError, RunError
 
 
@@ -170,17 +171,24 @@ def _entries(path: Path, plan_digest: str) -> dict[str, Sequence[Written]]:
 
 def _parse(line: str) -> object:
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_json(line)
+    except ValueError:
         return None
 
 
 def _unit(value: Any) -> tuple[str, Sequence[Written]] | None:
     try:
         slots = tuple(
-            Written(int(file), int(slot), str(digest), int(crc))
+            Written(_number(file), _number(slot), str(digest), _number(crc))
             for file, slot, digest, crc in value["slots"]
         )
         return str(value["unit"]), slots
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _number(value: object) -> int:
+    """Return an index or a CRC-32. Raises ValueError for what cannot be one."""
+    if isinstance(value, int) and 0 <= value < 1 << 32:
+        return value
+    raise ValueError(f"expected an integer of 32 bits, got {value!r:.40}")

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 
+from ckptmap.core.json_text import parse_object
 from ckptmap.errors import DestinationError
 
 ATTEMPTS = 100
@@ -106,10 +107,13 @@ def _sweep(path: Path) -> None:
 def read_owner(path: Path) -> Owner | None:
     """Return the owner of a lock; None if there is no lock file, or if it cannot be read."""
     try:
-        value = json.loads(path.read_text())
-        return Owner(str(value["host"]), int(value["pid"]), int(value["start"]), value["token"])
-    except (OSError, ValueError, KeyError, TypeError):
+        value = parse_object(path.read_bytes())
+        host, pid, start, token = (value[name] for name in ("host", "pid", "start", "token"))
+    except (OSError, ValueError, KeyError):
         return None
+    if isinstance(host, str) and isinstance(pid, int) and isinstance(start, int):
+        return Owner(host, pid, start, str(token))
+    return None
 
 
 def _held(what: Path, owner: Owner, path: Path) -> DestinationError:

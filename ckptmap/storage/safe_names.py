@@ -30,6 +30,14 @@ def inside(directory: str, name: str, where: str, also: Sequence[str] = ()) -> s
     raise _escapes(where, name, f"it is a symlink to {real}")
 
 
+def is_file(path: str | Path) -> bool:
+    """Return whether a file has the path; False for a name that no file can have.
+
+    For names that a file gives: `Path.is_file` raises OSError for a name of 300 characters.
+    """
+    return os.path.isfile(path)
+
+
 def _escapes(where: str, name: str, why: str) -> SourceError:
     return SourceError(
         "CKM116",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.open import open as open_checkpoint
+from ckptmap.core.json_text import parse_json
 from ckptmap.operations.convert import convert
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Scheme
 from ckptmap.storage.files import Files
@@ -297,7 +298,7 @@ class _Try:
         record = self.encoding.record(self.info)
         if record is None and list(self.parts) == [""]:
             return  # stored as a plain tensor: nothing to recognize
-        records = json.loads(json.dumps({"a.w": record})) if record is not None else {}
+        records = parse_json(json.dumps({"a.w": record})) if record is not None else {}
         with tempfile.TemporaryDirectory() as folder:
             lying = on_disk(Path(folder) / "parts", self.encoding, self.parts, "a.w")
             other = {"a.bias": stored(TensorInfo((4,), "float32"))}

@@ -16,7 +16,6 @@ The pytest plugin collects files that match the setting `ckptmap_mappings`; each
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.core.json_text import parse_object
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.expected_keys import TYPICAL, expected_tensors
 from ckptmap.mapping.mapping_file import load_scheme
@@ -180,8 +180,7 @@ class MappingKit:
         file = self.path.with_suffix(".config.json")
         if not file.is_file():
             return dict(TYPICAL)
-        config: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
-        return config
+        return parse_object(file.read_bytes(), allow_nan=True)
 
     @property
     def scheme(self) -> NamingScheme:

@@ -202,7 +202,7 @@ def test_no_config_where_the_shapes_do_not_tell(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "is not a JSON object"),
+        ("[]", "expected a JSON object, got an array"),
         ("{", "cannot be read as JSON"),
         ("\xff", "cannot be read as JSON"),
     ],

@@ -77,7 +77,8 @@ def judged(path: Path, file: Path) -> tuple[str, str]:
         if report.ok:
             return "missed", ""
         text = "; ".join(report.problems)
-    words = (file.name, ".weight", "exp_avg", *(["manifest"] if "manifest" in file.name else []))
+    names = {file.name, *(other.name for other in path.rglob("*"))}
+    words = (*names, "manifest", "layers.", "embed", "norm", "head", ".weight", "exp_avg")
     return ("named" if any(word in text for word in words) else "unnamed"), text
 
 

@@ -31,11 +31,16 @@ CONTRADICTIONS = (
 )
 KNOWN_OPEN: Sequence[Open] = (
     Open(BYTES, "missed", ""),
-    Open(BYTES, "unnamed", "manifest.json"),
     Open(LISTING, "silent", "^work directory: "),
     Open("FIFOs are refused, never waited for", "hang", "fifo|link"),
     Open("JSON nested 1,500 deep", "internal", "RecursionError"),
     Open(SWEPT, "left", ""),
+    Open("ENOSPC while a lock is released", "internal", "ckptmap-lock'"),
+    Open(
+        "no error of the file system is internal: an old destination that cannot be listed",
+        "internal",
+        "listdir out",
+    ),
     Open(CHECKSUMS, "silent", "is not that of its CRC-32|^ours-"),
     Open(CONTRADICTIONS, "silent", "^(ct-|bnb-|float8_|lora)"),
 )

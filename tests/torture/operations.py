@@ -1,17 +1,22 @@
-"""What is tortured by failing calls and by power cuts: convert, merge, save and their overwriting."""
+"""What is tortured by failing calls and by power cuts: convert, merge, save, push, and overwriting."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 
 import ckptmap
 from tests.corpus import Corpus
+from tests.support.hub.client import connected, llama
+from tests.support.hub.server import Hub
+from tests.support.hub.state import Tree, holds, shown_on
 from tests.torture import readers as r
 from tests.torture.runner import refusal
 
@@ -69,6 +74,40 @@ class Operation:
         return sorted(file.name for file in place.iterdir() if file.name != self.dst)
 
 
+@dataclass(frozen=True)
+class Push(Operation):
+    """Publishes a model on the Hub of the tests, which runs in the process that prepares it."""
+
+    hubs: dict[Path, tuple[Hub, object]] = field(default_factory=dict)
+    """The Hub of each place, and the context that keeps it running."""
+
+    def prepare(self, place: Path) -> None:
+        place.mkdir()
+        patch = pytest.MonkeyPatch()  # for the rest of the process
+        context = connected(place / "home", patch)
+        hub = context.__enter__()
+        patch.setenv("HF_TOKEN", "hf_owner")
+        assert self.old is not None
+        hub.add("org/m", self.old)
+        self.hubs[place] = hub, context
+
+    def state(self, place: Path) -> str:
+        """Judge what main shows, and all that it has shown."""
+        seen = [self._tree(tree) for tree in shown_on(self.hubs[place][0].repos["org/m"])[1:]]
+        return next((state for state in seen if state not in (OLD, NEW)), seen[-1])
+
+    def _tree(self, tree: Tree) -> str:
+        assert self.old is not None
+        if holds(tree, self.old):
+            return OLD
+        held = r.Content((path, "", (), blob.sha256) for path, blob in tree.items() if blob.lfs)
+        return NEW if held == self.whole else f"main shows {sorted(tree)}"
+
+    def left(self, place: Path) -> list[str]:
+        """Return nothing: what is beside lies in the client's own cache."""
+        return []
+
+
 def operations(corpus: Corpus, folder: Path) -> list[Operation]:
     """Return all operations; each is run once, so that what it writes is known."""
     source = corpus["torch_module_attribute"].path
@@ -119,10 +158,11 @@ def _convert(
 
 
 def _merge(folder: Path) -> Operation:
-    from tests.support.merge_cases import LINEARS, llama, saved
+    from tests.support.merge_cases import LINEARS, saved
+    from tests.support.merge_cases import llama as small
 
     place = _fresh(folder)
-    saved(place, llama(hidden=32), target_modules=LINEARS)
+    saved(place, small(hidden=32), target_modules=LINEARS)
 
     def run(to: Path) -> None:
         ckptmap.merge(place / "base", place / "adapter", to / "out", threads=1)
@@ -146,6 +186,23 @@ def _save(folder: Path, other: Path | None) -> Operation:
         old = _fresh(folder) / "out"
         ckptmap.convert(other, old, "fsdp2", sync=False)
     return _known(folder, "save" + (" over an old one" if old else ""), "out", run, _trained, old)
+
+
+def pushing(folder: Path) -> Operation:
+    """Push a sharded Llama over another one; what it publishes is what `convert` writes."""
+    model = llama(_fresh(folder) / "model", "60KB")
+    old = llama(_fresh(folder) / "old", dtype="float32")
+    whole = _fresh(folder) / "whole"
+    ckptmap.convert(model, whole, "hf", sync=False, max_shard_nbytes=80_000)
+    weights = [
+        (file.name, "", (), hashlib.sha256(file.read_bytes()).hexdigest())
+        for file in whole.glob("*.safetensors")
+    ]
+
+    def run(place: Path) -> None:
+        ckptmap.push(model, "org/m", to="hf", work=place / "work", max_shard_nbytes=80_000)
+
+    return Push("push", "work", run, r.read_hf, r.Content(weights), old)
 
 
 def _trained(path: Path) -> r.Named:

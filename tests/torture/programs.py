@@ -25,8 +25,8 @@ def program(kind: str, corpus: Corpus, folder: Path, worlds: Sequence[int]) -> P
 
         return Flips(place)
     from tests.torture.faults import Faults
-    from tests.torture.operations import operations
+    from tests.torture.operations import operations, pushing
     from tests.torture.power import Power
 
     works = operations(corpus, place)
-    return Faults(works, place) if kind == "faults" else Power(works)
+    return Faults([*works, pushing(place)], place) if kind == "faults" else Power(works)

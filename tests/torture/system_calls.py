@@ -47,7 +47,8 @@ class Fault:
 
     @classmethod
     def drawn(cls, draw: random.Random, calls: int) -> Fault:
-        kind = draw.choice((draw.choice(ERRNOS), "short", draw.choice(KILLS)))
+        errors = (draw.choice(ERRNOS), draw.choice(ERRNOS), "short")
+        kind = draw.choice((draw.choice(errors), draw.choice(KILLS)))
         lasts = isinstance(kind, int) and kind != errno.EINTR and draw.random() < 0.3
         return cls(draw.randrange(calls), kind, lasts)
 

@@ -6,7 +6,6 @@ adds to its base, in a way that is not a product of two matrices, is refused by 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.json_file import read_json
 
 _NESTED = re.compile(r"\)[*+{]|(?:[*+{].*){5}")
 """A repeated group, or much repetition: what makes a search take time without end, and no module's
@@ -74,7 +74,7 @@ def read_config(file: Path, mounts: Mounts) -> LoraConfig:
     """Return the settings of the file. Raises SourceError CKM320 unless they are of a LoRA that can be
     merged."""
     try:
-        text = json.loads(mounts.local_copy(file).read_text(encoding="utf-8"))
+        text = read_json(file, mounts, allow_nan=False)
     except (OSError, ValueError) as error:
         raise SourceError(
             "CKM320", f"{file}: cannot be read as JSON: {error}", "copy or save the adapter again"

@@ -9,7 +9,6 @@ made of the base's embedding, which it was until then.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
+from ckptmap.storage.json_file import read_object
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 EMBEDDINGS = frozenset(
@@ -104,10 +104,9 @@ def _config(
             place = asked / "config.json" if asked.is_dir() else asked
         else:
             place = Path(ckpt.index.files[0]).parent / "config.json"
-        config = json.loads(ckpt.files.mounts.local_copy(place).read_text())
+        return read_object(place, ckpt.files.mounts)
     except (OSError, ValueError, IndexError):
         return None
-    return config if isinstance(config, dict) else None
 
 
 def _has_head(config: Mapping[str, object]) -> bool:

@@ -14,12 +14,12 @@ Source: torch/distributed/checkpoint/hf_storage.py and _hf_utils.py, torch 2.13.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
 from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.json_text import parse_object
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.safetensors_ranks import Part, contradiction, is_proven, rows_of
@@ -29,7 +29,8 @@ from ckptmap.protocols import Index, Place
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.reference_model import MANIFEST
 from ckptmap.storage.files import Files
-from ckptmap.storage.safe_names import inside
+from ckptmap.storage.json_file import read_json
+from ckptmap.storage.safe_names import inside, is_file
 from ckptmap.tensors import Box, Chunk, Path, Region, StoredTensor, TensorInfo
 
 NAME = re.compile(
@@ -139,12 +140,11 @@ def _is_listed(root: str, mounts: Mounts) -> bool:
     """Return True if ckptmap's own manifest lists shards. Raise SourceError CKM110 if a listed one is
     missing."""
     try:
-        text = mounts.local_copy(FilePath(root) / MANIFEST).read_text(encoding="utf-8")
-        document = json.loads(text)
+        document = read_json(FilePath(root) / MANIFEST, mounts)
         listed = [name for name in document["files"] if NAME.fullmatch(name)]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return False
-    lost = next((name for name in listed if not (FilePath(root) / name).is_file()), None)
+    lost = next((name for name in listed if not is_file(FilePath(root) / name)), None)
     if lost is not None:
         raise _incomplete(f"{root}: {MANIFEST} lists {lost}, which is missing")
     return bool(listed)
@@ -190,12 +190,9 @@ def _read(header: Header, file: str, parts: dict[str, list[tuple[str, Chunk]]]) 
 
 def _sharding(header: Header, file: str) -> Mapping[str, object]:
     try:
-        sharding = json.loads(header.metadata.get(SHARDING, "null"))
-    except (ValueError, RecursionError):
-        sharding = None
-    if not isinstance(sharding, dict):
-        raise _bad(file, f"__metadata__[{SHARDING!r}], expected a JSON object")
-    return sharding
+        return parse_object(header.metadata.get(SHARDING, "null"))
+    except ValueError as error:
+        raise _bad(file, f"__metadata__[{SHARDING!r}], expected a JSON object: {error}") from error
 
 
 def _offsets(entry: object, info: TensorInfo, key: str, file: str) -> tuple[int, ...]:

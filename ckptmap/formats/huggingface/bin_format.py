@@ -23,7 +23,7 @@ from ckptmap.formats.torch_save.reader import load
 from ckptmap.protocols import Index, Place, in_saved_order
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.files import Files
-from ckptmap.storage.safe_names import blobs_of, inside
+from ckptmap.storage.safe_names import blobs_of, inside, is_file
 from ckptmap.tensors import Leaf, Path
 
 FIRST = "pytorch_model.bin.index.json"
@@ -100,7 +100,7 @@ def _leaves(
     leaves: dict[Path, Leaf] = {}
     for shard in shards:
         name = FilePath(shard).name
-        if not FilePath(shard).is_file():
+        if not is_file(shard):
             raise SourceError(
                 "CKM108", f"{where}: the shard {name!r} is missing", "finish the download"
             )

@@ -11,12 +11,14 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from ckptmap.core.json_text import parse_json
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface import tied_heads
 from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
 from ckptmap.formats.safetensors.file import LFS_MAGIC
 from ckptmap.protocols import CarriedFile, Declared
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
+from ckptmap.storage.json_file import read_json
 from ckptmap.storage.safe_names import blobs_of, inside
 from ckptmap.storage.sidecar import Sidecar
 from ckptmap.tensors import TensorInfo
@@ -135,7 +137,7 @@ class HfCarrier(ReadsFiles):
         if CONFIG not in carried:
             return OPEN_CLIP_STEM if OPEN_CLIP in carried else None
         try:
-            config = json.loads(carried[CONFIG].read())
+            config = parse_json(carried[CONFIG].read(), allow_nan=True)
         except ValueError:  # `files` has refused it
             return None
         return DIFFUSERS_STEM if isinstance(config, dict) and config.keys() >= DIFFUSERS else None
@@ -186,8 +188,8 @@ def _of_modules(listing: Path, mounts: Mounts) -> dict[str, str]:
     Raise SourceError CKM116 for a path out of its directory."""
     directory = str(listing.parent)
     try:
-        entries = json.loads(mounts.local_copy(listing).read_bytes())
-    except (ValueError, RecursionError):  # not a modules.json of sentence-transformers
+        entries = read_json(listing, mounts)
+    except ValueError:  # not a modules.json of sentence-transformers
         return {}
     paths = [e.get("path") for e in entries if isinstance(e, dict)] if type(entries) is list else []
     files = {}
@@ -219,7 +221,7 @@ def _config(files: Mapping[str, str], mounts: Mounts) -> dict[str, object]:
             "fetch it: git lfs pull, or give another with --config-from PATH",
         )
     try:
-        config = json.loads(content.decode("utf-8"))
+        config = parse_json(content, allow_nan=True)
     except ValueError as error:
         raise PlanError("CKM103", f"{files[CONFIG]}: is not JSON: {error}", REPAIR) from error
     return config if isinstance(config, dict) else {}

@@ -31,7 +31,7 @@ from ckptmap.formats.safetensors.file import RECORDS, records_of, refuse_text, s
 from ckptmap.formats.safetensors.header import Header, emit, parse
 from ckptmap.protocols import Index, Mounts, OutFile, OutState, OutTensor, Place, Setup, Slot
 from ckptmap.storage.files import Files
-from ckptmap.storage.safe_names import blobs_of, inside
+from ckptmap.storage.safe_names import blobs_of, inside, is_file
 from ckptmap.tensors import Box
 
 SUFFIX = ".safetensors"
@@ -147,7 +147,7 @@ def _is_stale(place: Place, where: str, shards: Sequence[str]) -> bool:
     because libraries differ in which of them they load."""
     if ONE_FILE not in place.names or ONE_FILE in shards:
         return False
-    present = [shard for shard in shards if (FilePath(place.path) / shard).is_file()]
+    present = [shard for shard in shards if is_file(FilePath(place.path) / shard)]
     if present:
         raise SourceError(
             "CKM108",
@@ -179,7 +179,7 @@ def _complete_set(place: Place) -> list[str]:
 
 
 def _require_all(root: str, shards: Sequence[str], where: str) -> None:
-    absent = [shard for shard in shards if not (FilePath(root) / shard).is_file()]
+    absent = [shard for shard in shards if not is_file(FilePath(root) / shard)]
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise SourceError(

@@ -10,13 +10,14 @@ Source: transformers `save_pretrained`, and the split of huggingface_hub
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptmap.core.json_text import JsonError
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.json_file import read_json
 
 MAX_INDEX_NBYTES = 100_000_000
 HINT = "download the repository again, or save the model again"
@@ -35,21 +36,12 @@ def parse_index(file: str, mounts: Mounts) -> ShardIndex:
     index."""
     path = Path(file)
     try:
-        nbytes = path.stat().st_size
-        if nbytes > MAX_INDEX_NBYTES:
-            raise _bad(file, f"expected at most {MAX_INDEX_NBYTES} bytes, found {nbytes}")
-        if not nbytes:
+        if not path.stat().st_size:
             raise _bad(file, "is empty (0 bytes), expected an index")
-        tree = json.loads(
-            mounts.local_copy(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique
-        )
-    except SourceError:
-        raise
+        tree = read_json(path, mounts, max_nbytes=MAX_INDEX_NBYTES, allow_nan=False)
     except OSError as error:
         raise _bad(file, f"cannot be read: {error.strerror}") from error
-    except RecursionError as error:
-        raise _bad(file, "is nested too deeply") from error
-    except ValueError as error:  # not UTF-8, not JSON, a name twice
+    except JsonError as error:
         raise _bad(file, f"is not an index: {error}") from error
     weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -97,14 +89,6 @@ def shard_name(stem: str, number: int, count: int) -> str:
     """Return a file name like `model-00001-of-00002.safetensors`, or `model.safetensors` for the only
     shard."""
     return f"{stem}{'' if count == 1 else f'-{number:05d}-of-{count:05d}'}.safetensors"
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    tree = dict(pairs)
-    if len(tree) != len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the name {twice!r} is there twice")
-    return tree
 
 
 def _kind(value: object) -> str:

@@ -13,7 +13,6 @@ Source: megatron-core 0.16, dist_checkpointing/serialization.py, and transformer
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,6 +29,7 @@ from ckptmap.protocols import Index, Place
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.tensor_parallel import unstacked
 from ckptmap.storage.files import Files
+from ckptmap.storage.json_file import read_json
 from ckptmap.tensors import Leaf, Path, StoredTensor
 
 _COMMON, _BACKEND = "common.pt", "metadata.json"
@@ -81,8 +81,8 @@ class DcpMegatron:
 
 def _check_backend(file: FilePath, mounts: Mounts) -> None:
     try:
-        settings = json.loads(mounts.read_head(file, _MAX_NBYTES))
-    except (OSError, ValueError, RecursionError) as error:
+        settings = read_json(file, mounts, max_nbytes=_MAX_NBYTES)
+    except (OSError, ValueError) as error:
         raise SourceError(
             "CKM103", f"{file}: is not JSON: {error}", "copy the checkpoint again"
         ) from error

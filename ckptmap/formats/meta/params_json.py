@@ -9,7 +9,6 @@ states the size. Source: meta-llama/llama-models, models/llama3/args.py and mode
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.json_file import read_object
 
 PARAMS = "params.json"
 MAX_NBYTES = 1 << 20
@@ -110,22 +110,13 @@ def read_params(file: Path, mounts: Mounts) -> Params | None:
 
 def _object(file: Path, mounts: Mounts) -> Mapping[str, object]:
     try:
-        if file.stat().st_size > MAX_NBYTES:
-            raise ValueError(f"expected at most {MAX_NBYTES} bytes, found {file.stat().st_size}")
-        tree = json.loads(mounts.local_copy(file).read_bytes())
+        return read_object(file, mounts, max_nbytes=MAX_NBYTES, allow_nan=False)
     except OSError as error:
         raise SourceError(
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise SourceError("CKM103", f"{file}: is not JSON: {error}", "download it again") from error
-    if not isinstance(tree, dict):
-        raise SourceError(
-            "CKM103",
-            f"{file}: expected a JSON object, found {type(tree).__name__}",
-            "download it again",
-        )
-    return tree
 
 
 def _size(values: Mapping[str, object], name: str, where: str) -> int:

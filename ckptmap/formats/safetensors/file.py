@@ -6,10 +6,10 @@ An encoding record tells how a quantized tensor is stored: its scheme, shape, dt
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 
+from ckptmap.core.json_text import parse_json
 from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.formats.safetensors import torchao_metadata
@@ -63,8 +63,8 @@ def records_of(header: Header, file: str) -> dict[str, Mapping[str, object]]:
     if text is None:
         return others
     try:
-        records = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        records = parse_json(text)
+    except ValueError as error:
         raise _bad_records(file, f"not JSON: {error}") from error
     if not isinstance(records, dict) or not all(isinstance(r, dict) for r in records.values()):
         raise _bad_records(file, "expected an object of objects")

@@ -20,6 +20,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from ckptmap.core.json_text import parse_json
 from ckptmap.formats.huggingface.loaded_names import loaded_as
 
 NAMES = "tensor_names"
@@ -119,8 +120,8 @@ def by_stored_name(
 
 def _json(text: str) -> object:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return None
 
 

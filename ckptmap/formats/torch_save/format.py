@@ -16,6 +16,7 @@ from pathlib import Path as FilePath
 from ckptmap.core.columns import distinct, each
 from ckptmap.core.formatting import counted
 from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.json_text import JsonError, parse_json
 from ckptmap.core.slot_columns import Form, OutTensors, Slots
 from ckptmap.core.state_tree import flatten, nest
 from ckptmap.core.tensor_columns import nbytes_of
@@ -110,9 +111,9 @@ def _read_records(records: Records) -> Mapping[str, Mapping[str, object]]:
     if RECORDS not in records:
         return {}
     try:
-        encodings = json.loads(records.read(RECORDS, check=True))
-    except (ValueError, RecursionError):
-        encodings = None
+        encodings = parse_json(records.read(RECORDS, check=True))
+    except JsonError as error:
+        raise bad(records.file, f"{RECORDS}: is not JSON: {error}") from error
     if not isinstance(encodings, dict) or not all(isinstance(r, dict) for r in encodings.values()):
         raise bad(records.file, f"{RECORDS}: expected a JSON object of objects")
     return encodings

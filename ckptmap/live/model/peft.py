@@ -16,7 +16,6 @@ the adapter: it is taken to be the active one.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from ckptmap.live.model.load_report import listed
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import locate
+from ckptmap.storage.json_file import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -244,10 +244,8 @@ def _weights(path: str | os.PathLike[str], mounts: Mounts) -> Path | None:
 def _differences(file: Path, live: object, mounts: Mounts) -> list[str]:
     """Return the settings of an adapter's config that differ from the model's, a phrase each."""
     try:
-        text = json.loads(mounts.local_copy(file).read_text(encoding="utf-8"))
+        text = read_object(file, mounts)
     except (OSError, ValueError):
-        text = None
-    if not isinstance(text, dict):
         return [f"{CONFIG}: is no JSON object"]
     if live is None:
         return ["the model has no single active adapter"]

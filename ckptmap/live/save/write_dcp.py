@@ -6,7 +6,6 @@ snapshot -> files of all ranks in one work directory -> manifest -> read back ->
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -167,7 +166,7 @@ def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile
     document = _document(layout, {one.name: one.digests for one in written})
     (out_dir / manifest.NAME).write_bytes(manifest.emit(document))
     with open_checkpoint(out_dir) as ckpt:
-        problems = check_structure(ckpt, json.loads(manifest.emit(document)))
+        problems = check_structure(ckpt, manifest.parse(manifest.emit(document), str(out_dir)))
     if problems:
         raise RunError(
             "CKM401",

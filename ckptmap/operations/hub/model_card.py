@@ -6,13 +6,14 @@ It states only what the manifest says. Fields are those of the Hub's model cards
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptmap.core.json_text import parse_object
 from ckptmap.storage.hub.uri import is_hub, parse
 from ckptmap.version import __version__
 
@@ -37,11 +38,12 @@ def base_of(origin: str, folder: Path) -> str | None:
     if not config.is_file():
         return None
     try:
-        base = json.loads(config.read_text(encoding="utf-8")).get("_name_or_path")
-    except (OSError, ValueError, AttributeError):
+        base = parse_object(config.read_bytes(), allow_nan=True).get("_name_or_path")
+    except (OSError, ValueError):
         return None
-    named = isinstance(base, str) and _REPO.fullmatch(base) and not Path(base).exists()
-    return base if named else None
+    if not isinstance(base, str) or not _REPO.fullmatch(base) or os.path.exists(base):
+        return None
+    return base
 
 
 def card(

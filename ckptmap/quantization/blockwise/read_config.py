@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.box_reader import fill
 from ckptmap.storage.files import Files
+from ckptmap.storage.json_file import read_json
 from ckptmap.tensors import Box, StoredTensor
 
 MAX_NBYTES = 16 << 20
@@ -25,10 +25,8 @@ def quantization_config(stored: StoredTensor, mounts: Mounts) -> Mapping[str, ob
         return {}
     file = Path(place.region.file).parent / "config.json"
     try:
-        if not file.is_file() or file.stat().st_size > MAX_NBYTES:
-            return {}
-        config = json.loads(mounts.local_copy(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        config = read_json(file, mounts, max_nbytes=MAX_NBYTES)
+    except (OSError, ValueError):
         return {}
     for holder in (config, config.get("text_config") if isinstance(config, dict) else None):
         section = holder.get("quantization_config") if isinstance(holder, dict) else None

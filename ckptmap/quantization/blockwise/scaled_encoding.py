@@ -8,7 +8,7 @@ A subclass is a frozen dataclass. A box of the tensor is the same box of the cod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -47,11 +47,17 @@ class ScaledEncoding:
     codes_dtype: ClassVar[str] = "int8"
     factor: ClassVar[float] = 1.0
     """A constant that decoding multiplies by last, in fp32."""
+    activations: ClassVar[Collection[str]] = ()
+    """The names of further parts that scale activations."""
 
     block: tuple[int, ...] = ()
     scale_dtype: str = "float32"
     zero_dtype: str = ""
     extra: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+
+    @property
+    def activation_parts(self) -> Sequence[str]:
+        return [name for name, _, _ in self.extra if name in self.activations]
 
     # ------------------------------------------------------------------ shapes
 

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ckptmap.core.json_text import parse_json
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal
 from ckptmap.quantization.blockwise import fourbit
@@ -236,7 +237,7 @@ class FourBit:
         if self.nested is None:
             return absmax
         block = self.nested.block
-        offset = json.loads(bytes(parts[self.state].tolist()))["nested_offset"]
+        offset = parse_json(bytes(parts[self.state].tolist()), allow_nan=True)["nested_offset"]
         return double_quant.dequantize(
             absmax, parts[NESTED_ABSMAX], parts[NESTED_MAP], offset, block, first % block,
             getattr(torch, self.nested.dtype),

@@ -6,12 +6,12 @@ bytes a tensor.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptmap.core.json_text import parse_object
 from ckptmap.protocols import Group, Refusal
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.group_checks import malformed
@@ -28,6 +28,7 @@ from ckptmap.quantization.bnb.fourbit import (
 from ckptmap.quantization.linear_weights import CONV1D
 from ckptmap.storage.box_reader import fill
 from ckptmap.storage.files import Files
+from ckptmap.storage.json_file import read_object
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
 MAX_STATE_NBYTES = 1 << 16
@@ -126,11 +127,11 @@ def _state(fqn: str, stored: StoredTensor, files: Files) -> dict[str, Any]:
     data = bytearray(stored.info.numel)
     fill(files, stored, Box.whole(stored.info.shape), memoryview(data))
     try:
-        state = json.loads(bytes(data))
+        state = parse_object(data, allow_nan=True)
         shape, block = state["shape"], state["blocksize"]
         good = isinstance(shape, list) and all(type(n) is int and n > 0 for n in (*shape, block))
         good = good and state["dtype"] in DTYPES
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         good = False
     if not good:
         raise malformed(
@@ -185,8 +186,7 @@ class Conv1DModels:
 
 def _model_type(config: Path, mounts: Mounts) -> str | None:
     try:
-        config_values = json.loads(mounts.local_copy(config).read_text(encoding="utf-8"))
-        kind = config_values.get("model_type") if isinstance(config_values, dict) else None
-    except (OSError, ValueError, RecursionError):
+        kind = read_object(config, mounts).get("model_type")
+    except (OSError, ValueError):
         return None
     return kind if isinstance(kind, str) else None

@@ -55,6 +55,7 @@ class Plain(ScaledEncoding):
     codes_part: ClassVar[str] = ""
     scale_part: ClassVar[str] = "scale"
     zero_part: ClassVar[str] = "zero_point"
+    activations: ClassVar[Collection[str]] = ACTIVATIONS
 
     scale_stored: tuple[int, ...] | None = None
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ckptmap.core.json_text import parse_json
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, parts_of
 from ckptmap.protocols import Encoding, Group, Refusal
@@ -55,7 +56,7 @@ class TorchaoEncoding(ScaledEncoding):
             "kind": self.kind,
             "zero_dtype": self.zero_dtype,
             "extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra],
-            "attributes": json.loads(self.attributes),
+            "attributes": parse_json(self.attributes),
             "activation": self.activation,
         }
 

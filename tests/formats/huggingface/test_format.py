@@ -294,7 +294,7 @@ BAD: dict[str, tuple[Callable[[FilePath], None], str, str]] = {
     "index names twice": (
         lambda d: (d / "model.safetensors.index.json").write_text('{"a":1,"a":2}') and None,
         "CKM108",
-        "'a' is there twice",
+        "expected each key once, got 'a' twice",
     ),
     "absolute": (set_shard("/etc/passwd"), "CKM116", "'/etc/passwd' leads out"),
     "dots": (set_shard("../x.safetensors"), "CKM116", "relative path without '..'"),

@@ -1,0 +1,167 @@
+"""Parse JSON that others may have written: bounded, strict, and with one line that says what is wrong.
+
+Every JSON document that ckptmap reads is parsed here; a test forbids `json.loads` elsewhere. Python's
+parser alone takes a key twice, integers of thousands of digits (which other code then cannot print
+or convert), `1e400` as infinity, and nesting until the stack ends. The format is RFC 8259: UTF-8
+without a byte order mark.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+MAX_NBYTES = 1 << 30
+"""Bytes of a document: the manifest of a million tensors takes less."""
+MAX_VALUES = 16_000_000
+"""Values in a document, counted before it is parsed: parsing costs about 100 bytes each."""
+MAX_DEPTH = 100
+"""Levels of arrays and objects."""
+MAX_DIGITS = 100
+"""Digits of an integer. 64 bits take 20; transformers writes int(1e30), which has 31."""
+SHOWN = 20
+"""Characters of the text that an error shows."""
+
+_LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
+_STRING = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
+_BRACKETS = re.compile(r"[^\[\]{}]+")
+_STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+class JsonError(ValueError):
+    """Text that ckptmap does not take as JSON; one line with the place, what was expected, and what is
+    there. The caller adds the file's name."""
+
+
+def parse_json(
+    data: bytes | bytearray | str, *, max_nbytes: int = MAX_NBYTES, allow_nan: bool = False
+) -> Any:
+    """Return the value of a JSON document. Raises JsonError.
+
+    max_nbytes  the size that is accepted: bytes, or characters of a `str`
+    allow_nan   True: NaN and Infinity, which JSON has no form for, and numbers that float64 cannot
+                hold, are read as Python reads them. Configs of transformers hold them.
+    """
+    return _parsed(_text(data, max_nbytes), allow_nan, _unique)
+
+
+def parse_object(
+    data: bytes | bytearray | str, *, max_nbytes: int = MAX_NBYTES, allow_nan: bool = False
+) -> dict[str, object]:
+    """Return the JSON object in `data`, as `parse_json` does. Raises JsonError for any other value, too."""
+    return as_object(parse_json(data, max_nbytes=max_nbytes, allow_nan=allow_nan))
+
+
+def parse_pairs(data: bytes | bytearray | str, *, max_nbytes: int = MAX_NBYTES) -> Any:
+    """Return the value of a JSON document whose objects are tuples of (key, value) pairs.
+
+    Keys that stand there twice are kept, for a caller that names them itself. Raises JsonError.
+    """
+    return _parsed(_text(data, max_nbytes), False, tuple)
+
+
+def as_object(value: object) -> dict[str, object]:
+    """Return the value if it is a JSON object. Raises JsonError."""
+    if not isinstance(value, dict):
+        raise JsonError(f"expected a JSON object, got {_kind(value)}")
+    return value
+
+
+def _text(data: bytes | bytearray | str, max_nbytes: int) -> str:
+    if len(data) > max_nbytes:
+        raise JsonError(f"expected at most {max_nbytes} bytes, got {len(data)} or more")
+    if isinstance(data, str):
+        text = data
+    else:
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            got = bytes(data[error.start : error.start + 4])
+            raise JsonError(f"byte {error.start}: expected UTF-8, got {got!r}") from error
+    if text.startswith("\ufeff"):
+        raise JsonError("byte 0: expected JSON, got a byte order mark (save the text without one)")
+    values = text.count(",") + text.count("[") + text.count("{")
+    if values > MAX_VALUES:
+        raise JsonError(f"expected at most {MAX_VALUES} JSON values, got {values}")
+    return text
+
+
+def _parsed(text: str, allow_nan: bool, pairs: Callable[[list[tuple[str, Any]]], object]) -> Any:
+    # `int` itself is much faster, and right where no run of digits is long.
+    integer = _integer if _LONG_NUMBER.search(text) else int
+    real, constant = (float, float) if allow_nan else (_finite, _constant)
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=pairs,
+            parse_int=integer,
+            parse_float=real,
+            parse_constant=constant,
+        )
+    except json.JSONDecodeError as error:
+        raise JsonError(_what(error, text)) from error
+    except RecursionError as error:
+        raise _too_deep(_depth(text)) from error
+    depth = _depth(text)
+    if depth > MAX_DEPTH:
+        raise _too_deep(depth)
+    return value
+
+
+def _what(error: json.JSONDecodeError, text: str) -> str:
+    """Return the parser's message as place, expected, got."""
+    expected = error.msg.replace("Expecting", "expected", 1)
+    expected = expected.replace("Extra data", "expected the end of the text")
+    got = repr(text[error.pos : error.pos + SHOWN]) if error.pos < len(text) else "the end"
+    return f"line {error.lineno}, column {error.colno}: {expected.removesuffix(' at')}, got {got}"
+
+
+def _depth(text: str) -> int:
+    """Return how many levels of arrays and objects the text has."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return 0  # it cannot have more levels than brackets
+    brackets = _BRACKETS.sub("", _STRING.sub("", text))
+    return max(accumulate(map(_STEPS.__getitem__, brackets)), default=0)
+
+
+def _too_deep(depth: int) -> JsonError:
+    return JsonError(f"nested too deeply: expected at most {MAX_DEPTH} levels, got {depth}")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise JsonError(f"expected each key once, got {twice[:80]!r} twice")
+    return tree
+
+
+def _integer(digits: str) -> int:
+    count = len(digits.lstrip("-"))
+    if count > MAX_DIGITS:
+        raise JsonError(
+            f"expected integers of at most {MAX_DIGITS} digits, got one of {count}:"
+            f" {digits[:SHOWN]}..."
+        )
+    return int(digits)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise JsonError(f"expected numbers that float64 can hold, got {text[:SHOWN]}")
+    return number
+
+
+def _constant(name: str) -> float:
+    raise JsonError(f"expected finite numbers, got {name}")
+
+
+def _kind(value: object) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,29 @@
+"""Read a JSON file of a checkpoint, on this machine or on a mounted Hub repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptmap.core.json_text import MAX_NBYTES, as_object, parse_json
+from ckptmap.protocols.file_systems import Mounts
+
+
+def read_json(
+    file: str | Path, mounts: Mounts, *, max_nbytes: int = MAX_NBYTES, allow_nan: bool = True
+) -> Any:
+    """Return the value of a JSON file.
+
+    By default NaN and Infinity are read: configs and states of frameworks hold them. Raises OSError
+    where the file cannot be read, JsonError (a ValueError) where `core.json_text` refuses the text.
+    """
+    with mounts.local_copy(file).open("rb") as handle:
+        data = handle.read(max_nbytes + 1)
+    return parse_json(data, max_nbytes=max_nbytes, allow_nan=allow_nan)
+
+
+def read_object(
+    file: str | Path, mounts: Mounts, *, max_nbytes: int = MAX_NBYTES, allow_nan: bool = True
+) -> dict[str, object]:
+    """Return the JSON object in a file, as `read_json` does. Raises JsonError for any other value."""
+    return as_object(read_json(file, mounts, max_nbytes=max_nbytes, allow_nan=allow_nan))
