@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.formatting import human
+from ckptmap.core.json_text import parse_json
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.copy import key_of
 from ckptmap.execution.ranks import Ranks
@@ -43,7 +44,7 @@ def settle(
         mine = json.dumps([sums.checked_nbytes, sums.begun()]).encode()
         for rank, report in enumerate(ranks.gather(mine)):
             if ranks.rank == 0 and rank:
-                nbytes, begun = json.loads(report)
+                nbytes, begun = parse_json(report)
                 checked += nbytes
                 sums.absorb(begun)
         if ranks.rank:
