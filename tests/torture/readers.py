@@ -41,7 +41,10 @@ def content(tensors: Named, wide: bool = False, close: bool = False) -> Content:
 
 
 def _wide(value: Tensor) -> Tensor:
-    return value.float() if value.is_floating_point() else value
+    """Return floats as float32 with one NaN: arithmetic does not keep the payload of another."""
+    if not value.is_floating_point():
+        return value
+    return torch.where(value.isnan(), torch.nan, value.float())
 
 
 def _about(value: Tensor) -> str:
