@@ -43,12 +43,16 @@ NEAR_ZERO = 1 / 64
 _bucketizers: dict[tuple[str, str], Bucketizer] = {}
 
 
+def table_values(kind: str) -> tuple[float, ...]:
+    """Return the 16 values by code."""
+    return NF4 if kind == "nf4" else (*_FP4, 0.0, *(-value for value in _FP4[1:]))
+
+
 def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return the 16 values by code, float32."""
     import torch
 
-    values = NF4 if kind == "nf4" else (*_FP4, 0.0, *(-value for value in _FP4[1:]))
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    return torch.tensor(table_values(kind), dtype=torch.float32, device=device)
 
 
 # ------------------------------------------------------------------------------- encoding

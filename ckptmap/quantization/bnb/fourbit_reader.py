@@ -6,6 +6,8 @@ bytes a tensor.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,14 @@ from typing import Any
 from ckptmap.core.json_text import parse_object
 from ckptmap.protocols import Group, Refusal
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.quantization.blockwise.group_checks import malformed
+from ckptmap.quantization.blockwise.fourbit import table_values
+from ckptmap.quantization.blockwise.group_checks import (
+    CONTRADICTORY,
+    contradiction,
+    file_of,
+    malformed,
+)
+from ckptmap.quantization.blockwise.read_config import read_small
 from ckptmap.quantization.bnb.fourbit import (
     ABSMAX,
     DTYPES,
@@ -32,6 +41,8 @@ from ckptmap.storage.json_file import read_object
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
 MAX_STATE_NBYTES = 1 << 16
+TABLE_ERROR = 1e-6
+"""How much a stored table may differ from the one that readers use: by rounding, not by a value."""
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 
 
@@ -89,9 +100,46 @@ def _group(
     if len(encoding.blob(info)) == encoding.written:
         encoding = replace(encoding, written=None)
     keys = {part: f"{fqn}.{part}" if part else fqn for part in _names(encoding)}
-    return Group(fqn, info, encoding, _parts(fqn, encoding, info, keys, stored)), tuple(
-        keys.values()
-    )
+    parts = _parts(fqn, encoding, info, keys, stored)
+    _require_agreement(fqn, encoding, state, parts, files)
+    _require_bias_of(fqn, shape, parts[encoding.state], stored)
+    return Group(fqn, info, encoding, parts), tuple(keys.values())
+
+
+def _require_agreement(
+    fqn: str,
+    encoding: FourBit,
+    state: Mapping[str, object],
+    parts: Mapping[str, StoredTensor],
+    files: Files,
+) -> None:
+    """Raise SourceError CKM115 where the key, the JSON and the table name different kinds of codes."""
+    stated = f"the key {fqn}.{encoding.state} states {encoding.kind}"
+    kind = state.get("quant_type", encoding.kind)
+    if kind != encoding.kind:
+        shown = f"its JSON has quant_type {str(kind)[:40]!r}"
+        raise contradiction(fqn, stated, shown, parts[encoding.state])
+    table = struct.unpack("<16f", read_small(parts[MAP], files, fqn))
+    for code, (want, have) in enumerate(zip(table_values(encoding.kind), table, strict=True)):
+        if not math.isclose(want, have, abs_tol=TABLE_ERROR):
+            stated = f"{encoding.kind} decodes code {code} to {want:.6g}"
+            raise contradiction(fqn, stated, f"quant_map has {have:.6g} for it", parts[MAP])
+
+
+def _require_bias_of(
+    fqn: str, shape: tuple[int, ...], state: StoredTensor, stored: Mapping[str, StoredTensor]
+) -> None:
+    """Raise SourceError CKM115 where the layer's bias has another size than the JSON's shape has rows.
+
+    The sizes of the codes follow from the number of elements alone: [64, 128] and [128, 64] are alike.
+    """
+    stem, dot, last = fqn.rpartition(".")
+    bias = stored.get(f"{stem}{dot}bias")
+    if last != "weight" or len(shape) != 2 or bias is None or len(bias.info.shape) != 1:
+        return
+    if bias.info.shape != shape[:1]:
+        stated = f"its quant_state states shape {list(shape)}"
+        raise contradiction(fqn, stated, f"the bias of the layer is {bias.info}", state)
 
 
 def _names(encoding: FourBit) -> tuple[str, ...]:
@@ -115,7 +163,11 @@ def _parts(
         if have is None:
             raise malformed(fqn, f"{keys[part]} is missing, expected {want}")
         if have.info != want:
-            raise malformed(fqn, f"{keys[part]}, expected {want}, found {have.info}")
+            raise malformed(
+                fqn,
+                f"{keys[part]}, expected {want}, found {have.info} in {file_of(have)}",
+                CONTRADICTORY,
+            )
         parts[part] = have
     return parts
 
@@ -154,7 +206,10 @@ def _nested(fqn: str, state: Mapping[str, object], has_parts: bool) -> Nested | 
         return None
     offset, block = state["nested_offset"], state.get("nested_blocksize")
     dtype = state.get("nested_dtype")
-    if type(offset) not in (int, float) or type(block) is not int or block < 1:
+    good = (
+        isinstance(offset, int | float) and not isinstance(offset, bool) and math.isfinite(offset)
+    )
+    if not good or type(block) is not int or block < 1:
         raise malformed(fqn, f"nested offset {offset!r} and blocksize {block!r}, expected numbers")
     if dtype not in DTYPES:
         raise malformed(fqn, f"nested dtype {dtype!r}, expected one of {', '.join(DTYPES)}")

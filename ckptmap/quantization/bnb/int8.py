@@ -22,7 +22,14 @@ from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
-from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
+from ckptmap.quantization.blockwise import block_geometry
+from ckptmap.quantization.blockwise.group_checks import (
+    DAMAGED,
+    check_parts,
+    contradiction,
+    malformed,
+    refuse_unstated,
+)
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.read_config import read_small
 from ckptmap.quantization.blockwise.rounding_rules import BitsandbytesInt8, RoundingRule
@@ -174,10 +181,19 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
 def _recorded(
     fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
 ) -> tuple[Group, Sequence[str]]:
-    info = read_record(fqn, record, "bnb-int8").info
+    read = read_record(fqn, record, "bnb-int8")
     extra = _FORMAT_PART if record.get("format") else ()
     encoding = BnbInt8(extra=extra, transposed=record.get("transposed") is True)
-    return _group(fqn, info, encoding, stored)
+    group, keys = _group(fqn, read.info, encoding, stored)
+    stated = read.scale_dtype, block_geometry.clamped(read.block, read.info.shape)
+    if stated != ("float32", encoding.block_of(read.info)):
+        raise contradiction(
+            fqn, f"its encoding record states {stated[0]} scales of blocks {list(stated[1])}",
+            f"SCB {group.parts[SCB].info} has one a row", group.parts[SCB],
+        )  # fmt: skip
+    unstated = {} if extra else {FORMAT: encoding.part_key(fqn, FORMAT)}
+    refuse_unstated(fqn, "its encoding record", unstated, stored)
+    return group, keys
 
 
 def _found(

@@ -14,8 +14,14 @@ from dataclasses import dataclass
 
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, part_key
 from ckptmap.quantization.blockwise import block_geometry
-from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed, read_sizes
-from ckptmap.quantization.torchao.subclass_reader import TorchaoParts
+from ckptmap.quantization.blockwise.group_checks import (
+    DAMAGED,
+    contradiction,
+    malformed,
+    read_sizes,
+    refuse_unstated,
+)
+from ckptmap.quantization.torchao.subclass_reader import PARTS, TorchaoParts
 from ckptmap.tensors import ITEMSIZE, StoredTensor, TensorInfo
 
 __all__ = ["FlatEntry", "flat_of", "flat_parts", "part_key"]
@@ -47,6 +53,8 @@ def flat_parts(
 ) -> tuple[tuple[str, ...], TorchaoParts]:
     """Return the stored keys of an entry, and its parts as of a pickled object. Raises CKM115."""
     keys = {name: _key(flat.fqn, name, stored) for name in flat.names}
+    unstated = {part: part_key(flat.fqn, part) for part in PARTS if part not in keys}
+    refuse_unstated(flat.fqn, "torchao's metadata", unstated, stored)
     parts = {name: stored[key] for name, key in keys.items()}
     codes, scale, zero = (parts.get(name) for name in ("qdata", "scale", "zero_point"))
     if codes is None or scale is None:
@@ -64,7 +72,10 @@ def flat_parts(
     grid = block_geometry.grid_shape(info.shape, block)
     for part in (scale, zero):
         if part is not None and not block_geometry.fits(part.info.shape, grid):
-            raise malformed(flat.fqn, f"scales, expected shape {list(grid)}, found {part.info}")
+            stated = f"torchao's metadata states block_size {list(block)} of {list(info.shape)}"
+            raise contradiction(
+                flat.fqn, stated, f"scales, expected shape {list(grid)}, found {part.info}", part
+            )
     attributes = {k: v for k, v in flat.data.items() if k not in ("block_size", "dtype")}
     extra = {k: v for k, v in parts.items() if k not in ("qdata", "scale", "zero_point")}
     return tuple(keys.values()), TorchaoParts(

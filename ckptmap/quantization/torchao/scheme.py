@@ -19,14 +19,19 @@ from ckptmap.core.json_text import parse_json
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, parts_of
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
+from ckptmap.quantization.blockwise.group_checks import (
+    DAMAGED,
+    check_parts,
+    malformed,
+    refuse_unstated,
+)
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert
 from ckptmap.quantization.torchao import config_json as torchao_config
 from ckptmap.quantization.torchao.rank_join import unpack_cut
 from ckptmap.quantization.torchao.safetensors_flat import flat_of, flat_parts, part_key
-from ckptmap.quantization.torchao.subclass_reader import TorchaoParts, kind_of, unpack
+from ckptmap.quantization.torchao.subclass_reader import PARTS, TorchaoParts, kind_of, unpack
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 
@@ -158,6 +163,8 @@ class TorchaoScheme(LinearLayerScheme):
         names = ("qdata", "scale", "zero_point", *(name for name, _, _ in encoding.extra))
         tensors = {part: stored.get(part_key(fqn, part)) for part in names}
         parts = self._checked(fqn, encoding, read.info, tensors)
+        unstated = {part: part_key(fqn, part) for part in PARTS if part not in parts}
+        refuse_unstated(fqn, "its encoding record", unstated, stored)
         return Group(fqn, read.info, encoding, parts), tuple(part_key(fqn, p) for p in parts)
 
     def _checked(

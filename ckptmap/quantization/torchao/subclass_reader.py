@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptmap.errors import SourceError
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed, read_sizes
 from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
@@ -27,6 +28,8 @@ _ENUMS: Mapping[tuple[str, object], str] = {
     ("MappingType", 3): "ASYMMETRIC",
 }
 _OPTIONAL = ("act_quant_scale", "act_quant_zero_point", "act_pre_scale")
+PARTS = ("qdata", "scale", "zero_point", *_OPTIONAL)
+"""The tensors that an object of these classes may hold."""
 _ATTRIBUTES = {
     "Int8Tensor": ("act_quant_kwargs", "reduce_range"),
     "IntxUnpackedToInt8Tensor": ("target_dtype", "activation_quantization"),
@@ -102,6 +105,7 @@ def unpack(fqn: str, leaf: Opaque) -> TorchaoParts:
     if leaf.name == _WRAPPER:
         func, within = state.get("input_quant_func"), _within(leaf)
         assert within is not None, f"{fqn}: adopted by its kind, which it does not have"
+        _require_same(fqn, leaf, within)
         inner = unpack(fqn, within)
         name = func.name if isinstance(func, Opaque) else "unknown"
         return TorchaoParts(**{**vars(inner), "activation": name})
@@ -114,6 +118,19 @@ def unpack(fqn: str, leaf: Opaque) -> TorchaoParts:
     kind = _RENAMED.get(leaf.name, leaf.name)
     attributes = {name: as_json(state.get(name)) for name in _ATTRIBUTES[kind]}
     return _made(fqn, kind, leaf.info, block, state, "qdata", attributes)
+
+
+def _require_same(fqn: str, outer: Opaque, inner: Opaque) -> None:
+    """Raise SourceError CKM115 where a wrapper is of another shape or dtype than the tensor inside."""
+    if inner.info is not None and inner.info != outer.info:
+        raise _differs(fqn, outer, inner)
+
+
+def _differs(fqn: str, outer: Opaque, inner: Opaque) -> SourceError:
+    return malformed(
+        fqn, f"its {outer.name} is {outer.info}, but the {inner.name} inside is {inner.info}",
+        "the pickle is damaged; save it again",
+    )  # fmt: skip
 
 
 def _block(fqn: str, info: TensorInfo, state: Mapping[str, object]) -> tuple[int, ...]:
@@ -130,6 +147,8 @@ def _block(fqn: str, info: TensorInfo, state: Mapping[str, object]) -> tuple[int
 def _affine(fqn: str, leaf: Opaque, state: Mapping[str, object]) -> TorchaoParts:
     impl, info = state["tensor_impl"], leaf.info
     assert isinstance(impl, Opaque) and info is not None, "kind_of has seen both"
+    if impl.info is not None and impl.info.shape != info.shape:
+        raise _differs(fqn, leaf, impl)
     inner = state_of(impl)
     block = block_geometry.clamped(_block(fqn, info, state), info.shape)
     if impl.name == "Float8AQTTensorImpl":
