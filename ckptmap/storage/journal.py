@@ -1,8 +1,9 @@
 """The journal of a run: one JSON line for each finished unit of work, so that a run can continue.
 
 The first line holds the digest of the plan that the journal belongs to. A unit's line is added
-after its writes have returned; a line that a killed run wrote in part is dropped. The next run
-trusts an entry only after it has read the bytes back and compared their digests.
+after its writes have returned. It ends with its own CRC-32: a line that a killed run wrote in part,
+or that was damaged, is a unit that was not written, and so are those after it. The next run trusts
+an entry only after it has read the bytes back and compared their digests.
 
 Each rank has its own journal. Rank 0 opens first, and moves the entries of all ranks of an earlier
 run, however many they were, into its own. A journal is locked as long as its writer lives: a rank
@@ -17,6 +18,7 @@ import json
 import os
 import re
 import threading
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 
 from ckptmap.core.json_text import parse_json
 from ckptmap.errors import DestinationError, RunError
+from ckptmap.storage.own_files import open_plain, read_plain, write_new
 
 
 class Written(NamedTuple):
@@ -72,12 +75,12 @@ class Journal:
         lines = [json.dumps({"plan": plan_digest})]
         if rank == 0:
             lines += [_line(unit, slots) for unit, slots in self.entries.items()]
-        temporary.write_text("".join(line + "\n" for line in lines))
+        write_new(temporary, ["".join(line + "\n" for line in lines).encode()])
         os.replace(temporary, self.path)
         for file in theirs:
             _refuse_if_locked(file)
             file.unlink()
-        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        return open_plain(self.path, os.O_WRONLY | os.O_APPEND)
 
     def add(self, unit: str, slots: Sequence[Written]) -> None:
         """Record a unit whose writes have returned. On return the kernel has the line."""
@@ -121,7 +124,7 @@ def _of_other_ranks(path: Path) -> list[Path]:
 
 def _refuse_if_locked(path: Path) -> None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_plain(path, os.O_RDONLY)
     except FileNotFoundError:
         return
     try:
@@ -149,46 +152,52 @@ def _flock(fd: int) -> bool:
 
 
 def _line(unit: str, slots: Sequence[Written]) -> str:
-    return json.dumps({"unit": unit, "slots": slots}, separators=(",", ":"))
+    body = json.dumps({"unit": unit, "slots": slots}, separators=(",", ":"))[:-1]
+    return body + _line_end(body)
+
+
+def _line_end(body: str) -> str:
+    """Return the last member of a line: the CRC-32 of the text before it."""
+    return f',"crc32":"{zlib.crc32(body.encode()):08x}"}}'
 
 
 def _entries(path: Path, plan_digest: str) -> dict[str, Sequence[Written]]:
     """Return the units of an earlier run of the same plan; empty if there was none."""
-    try:
-        first, *lines = path.read_text(errors="replace").split("\n")
-    except FileNotFoundError:
-        return {}
+    content = read_plain(path)
+    first, *lines = (content or b"").decode(errors="replace").split("\n")
     if _parse(first) != {"plan": plan_digest}:
         return {}
     entries: dict[str, Sequence[Written]] = {}
     for line in lines:
-        entry = _unit(_parse(line))
+        entry = _unit(line)
         if entry is None:
             break  # lines after a damaged one are not trusted either
         entries[entry[0]] = entry[1]
     return entries
 
 
-def _parse(line: str) -> object:
+def _parse(line: str) -> Any:
     try:
         return parse_json(line)
     except ValueError:
         return None
 
 
-def _unit(value: Any) -> tuple[str, Sequence[Written]] | None:
-    try:
-        slots = tuple(
-            Written(_number(file), _number(slot), str(digest), _number(crc))
-            for file, slot, digest, crc in value["slots"]
-        )
-        return str(value["unit"]), slots
-    except (KeyError, TypeError, ValueError):
+def _unit(line: str) -> tuple[str, Sequence[Written]] | None:
+    """Return the unit that a line records; None for a damaged line."""
+    body = line[: -len(_line_end(""))]
+    if line != body + _line_end(body):
         return None
+    value = _parse(line)
+    try:
+        slots = tuple(Written(*slot) for slot in value["slots"])
+        unit = value["unit"]
+    except (KeyError, TypeError):
+        return None
+    return (unit, slots) if isinstance(unit, str) and all(map(_is_sound, slots)) else None
 
 
-def _number(value: object) -> int:
-    """Return an index or a CRC-32. Raises ValueError for what cannot be one."""
-    if isinstance(value, int) and 0 <= value < 1 << 32:
-        return value
-    raise ValueError(f"expected an integer of 32 bits, got {value!r:.40}")
+def _is_sound(slot: Written) -> bool:
+    """Return whether a slot's numbers are in range: bool and float, as JSON may have them, are not."""
+    numbers = type(slot.file) is type(slot.slot) is type(slot.crc32) is int
+    return numbers and 0 <= slot.crc32 < 1 << 32 and isinstance(slot.digest, str)

@@ -7,11 +7,13 @@ belongs to a younger process. A lock of another host is never taken over.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import glob
 import json
 import os
+import re
 import socket
 import time
 import uuid
@@ -21,6 +23,7 @@ from shlex import quote
 
 from ckptmap.core.json_text import parse_object
 from ckptmap.errors import DestinationError
+from ckptmap.storage.own_files import create, open_plain, read_plain
 
 ATTEMPTS = 100
 """How often taking the lock is tried again if other processes take and release it meanwhile."""
@@ -55,65 +58,135 @@ class Owner:
 class Lock:
     """A lock on `what` with the lock file `path`, held until `release`.
 
-    Raises DestinationError CKM305 if another process holds it, OSError if the directory cannot be
-    written.
+    Raises DestinationError CKM305 if another process holds it, CKM304 if the lock file is a link or
+    no file, OSError if the directory cannot be written.
     """
 
     def __init__(self, path: Path, what: Path) -> None:
         self.path = path
         self.owner = Owner.this()
-        _sweep(path)
+        _sweep_candidates(path)
         # The name has the owner too: a process killed before it writes leaves an empty file.
         who = self.owner
         made = path.with_name(f"{path.name}.{who.host}.{who.pid}.{who.start}.{who.token}")
-        made.write_text(json.dumps(asdict(self.owner)))
+        _taking.add(who.token)
         try:
+            create(made, [json.dumps(asdict(who)).encode()])
+            self.uid = os.lstat(made).st_uid
+            """Our user id on this file system: a server may map it to another one."""
             self._take(made, what)
         finally:
-            made.unlink(missing_ok=True)
+            # Where it fails, the next run sweeps it; the lock must not be lost for that.
+            with contextlib.suppress(OSError):
+                made.unlink()
+            _taking.discard(who.token)
 
     def _take(self, made: Path, what: Path) -> None:
         for _ in range(ATTEMPTS):
             if _link(made, self.path):
                 return
-            owner = read_owner(self.path)
-            if owner is None:
-                time.sleep(0.01)  # just released, or being written on a filesystem without links
-            elif not owner.is_gone:
+            content = _content(self.path)
+            owner = None if content is None else _parsed(content)
+            if content is not None and (_is_released(content) or (owner and owner.is_gone)):
+                if _replace(made, self.path, content):
+                    return
+            elif owner is not None:
                 raise _held(what, owner, self.path)
-            elif _replace(made, self.path, owner):
-                return
+            time.sleep(0.01)  # just released, or being written on a filesystem without links
         raise DestinationError(
             "CKM305",
             f"{what}: its lock {self.path} names no process that can be checked",
-            "if nothing writes there, delete that file and run again",
+            f"if nothing writes there, delete it, then run again: rm {quote(str(self.path))}",
         )
 
     def release(self) -> None:
-        if read_owner(self.path) == self.owner:
-            self.path.unlink(missing_ok=True)
+        """Remove the lock file. Where that fails, write into it that it is free: the next run takes
+        it then. Raises nothing, because the output is published or another error is on its way."""
+        with contextlib.suppress(OSError):
+            content = _content(self.path)
+            if content is None or _parsed(content) != self.owner:
+                return
+            try:
+                os.unlink(self.path)
+            except OSError:
+                _write_released(self.path, len(content))
 
 
-def _sweep(path: Path) -> None:
+_taking: set[str] = set()
+"""Tokens of the locks that threads of this process are about to take: their files are not swept."""
+_RELEASED = b'{"released": true}'
+_MAX_NBYTES = 4096
+"""The most bytes of a lock file that are read: one of ours has about 120."""
+_CANDIDATE = re.compile(r"(.*)\.([0-9]{1,20})\.([0-9]{1,20})\.([0-9a-f]+)")
+
+
+def sweep(path: Path, what: Path) -> None:
+    """Remove the lock and the files beside it that killed processes left. Raises nothing."""
+    with contextlib.suppress(OSError):
+        _sweep_candidates(path)
+        content = _content(path)
+        owner = None if content is None else _parsed(content)
+        if content is not None and (_is_released(content) or (owner and owner.is_gone)):
+            Lock(path, what).release()
+
+
+def _sweep_candidates(path: Path) -> None:
     """Remove the files of processes that were killed while they took the lock."""
+    this = Owner.this()
     for left in path.parent.glob(f"{glob.escape(path.name)}.*"):
-        host, *numbers = left.name.removeprefix(f"{path.name}.").rsplit(".", 3)
-        if len(numbers) == 3 and numbers[0].isdigit() and numbers[1].isdigit():
-            owner = Owner(host, int(numbers[0]), int(numbers[1]), numbers[2])
-            if owner.is_gone:
-                left.unlink(missing_ok=True)
+        match = _CANDIDATE.fullmatch(left.name.removeprefix(f"{path.name}."))
+        if match is None:
+            continue
+        owner = Owner(match[1], int(match[2]), int(match[3]), match[4])
+        mine = (owner.host, owner.pid, owner.start) == (this.host, this.pid, this.start)
+        if owner.is_gone or (mine and owner.token not in _taking):
+            with contextlib.suppress(OSError):
+                left.unlink()
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Return the owner of a lock; None if there is no lock file, or if it cannot be read."""
+    """Return the owner of a lock; None if there is no lock file, or if it cannot be read.
+
+    Raises DestinationError CKM304 if the lock file is a link or no file.
+    """
+    content = _content(path)
+    return None if content is None else _parsed(content)
+
+
+def _content(path: Path) -> bytes | None:
     try:
-        value = parse_object(path.read_bytes())
-        host, pid, start, token = (value[name] for name in ("host", "pid", "start", "token"))
-    except (OSError, ValueError, KeyError):
+        # A process that takes the lock gives it two names for a moment; reading it is safe.
+        return read_plain(path, linked=True, limit=_MAX_NBYTES)
+    except DestinationError:
+        raise
+    except OSError:
         return None
-    if isinstance(host, str) and isinstance(pid, int) and isinstance(start, int):
-        return Owner(host, pid, start, str(token))
-    return None
+
+
+def _parsed(content: bytes) -> Owner | None:
+    try:
+        value = parse_object(content)
+        host, pid, start, token = (value[key] for key in ("host", "pid", "start", "token"))
+    except (ValueError, KeyError):
+        return None
+    if type(pid) is not int or type(start) is not int or pid <= 0:  # bool is an int, too
+        return None
+    if not isinstance(host, str) or not isinstance(token, str):
+        return None
+    return Owner(host, pid, start, token)
+
+
+def _is_released(content: bytes) -> bool:
+    return content.rstrip() == _RELEASED
+
+
+def _write_released(path: Path, nbytes: int) -> None:
+    """Overwrite a lock in place, with as many bytes as it has: that needs no space on the disk."""
+    fd = open_plain(path, os.O_WRONLY, linked=True)
+    try:
+        os.pwrite(fd, _RELEASED.ljust(nbytes), 0)
+    finally:
+        os.close(fd)
 
 
 def _held(what: Path, owner: Owner, path: Path) -> DestinationError:
@@ -143,29 +216,28 @@ def _create(made: Path, path: Path) -> bool:
     Returns False if it exists. For a moment other processes can see it empty.
     """
     try:
-        with path.open("x") as handle:
-            handle.write(made.read_text())
+        create(path, [made.read_bytes()])
     except FileExistsError:
         return False
     return True
 
 
-def _replace(made: Path, path: Path, stale: Owner) -> bool:
+def _replace(made: Path, path: Path, stale: bytes) -> bool:
     """Replace a stale lock by ours. Return False if another process was faster.
 
     All who try lock the stale file itself (flock): the second one then finds another file there.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_plain(path, os.O_RDONLY, linked=True)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if read_owner(path) != stale or os.fstat(fd).st_ino != path.stat().st_ino:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _content(path) != stale or os.fstat(fd).st_ino != os.lstat(path).st_ino:
             return False
         made.replace(path)
         return True
-    except FileNotFoundError:
+    except (FileNotFoundError, BlockingIOError):
         return False
     finally:
         os.close(fd)
