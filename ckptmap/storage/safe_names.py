@@ -1,4 +1,7 @@
-"""Check file names that an index file or `.metadata` gives: they must stay inside its directory."""
+"""Check file names that somebody else gives: an index file, `.metadata`, a repository on the Hub.
+
+They must stay inside the directory.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,26 @@ def _escapes(where: str, name: str, why: str) -> SourceError:
         f"{where}: the file name {name!r} leads out of the directory: {why}",
         "copy the file into the directory, or do not trust this checkpoint",
     )
+
+
+def problem_in_repository(name: str) -> str:
+    """Return what keeps a name from being a file of a repository on the Hub; "" for a sound name.
+
+    Git refuses a folder `.git` in every spelling that some file system takes for it: a file
+    `.git/hooks/x` would run at the next command of git.
+    """
+    windows = PureWindowsPath(name)
+    if not name or "\0" in name or "\\" in name:
+        return "is empty, or has a NUL or a backslash"
+    if windows.drive or windows.root or any(part in ("", ".", "..") for part in name.split("/")):
+        return "is no path inside the repository"
+    if any(part.rstrip(". ").casefold() in _GIT for part in name.split("/")):
+        return "lies in .git, whose files git runs"
+    return ""
+
+
+_GIT = (".git", "git~1")
+"""The folder of git, and the short name that Windows gives it."""
 
 
 def blobs_of(directory: str) -> tuple[str, ...]:

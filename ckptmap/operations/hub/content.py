@@ -16,6 +16,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import AnswerNo, DestinationError
 from ckptmap.operations.verify import read_manifest, sha256_of, verify
 from ckptmap.storage.hub.entry import Entry, git_sha1
+from ckptmap.storage.safe_names import problem_in_repository
 
 WEIGHTS = re.compile(
     r"((diffusion_pytorch_)?model|ckptmap)(-\d+-of-\d+)?\.safetensors"
@@ -25,7 +26,9 @@ WEIGHTS = re.compile(
 )
 """Names that a loader takes for the model's weights: old ones must not stay beside new ones. They
 do not match adapters, variants, or files in folders below."""
-LOCAL_ONLY = re.compile(r"(\.git|\.cache|__pycache__)(/.*)?|.*\.(lock|tmp|incomplete)|\.env.*")
+LOCAL_ONLY = re.compile(
+    r"(.*/)?(\.git|\.cache|__pycache__)(/.*)?|.*\.(lock|tmp|incomplete)|\.env.*"
+)
 
 
 @dataclass(frozen=True)
@@ -97,15 +100,31 @@ def items_of(ckpt: Checkpoint, folder: str, fresh: bool) -> tuple[list[UploadIte
     place = Path(ckpt.path)
     if place.is_file():
         return [_item(place, place.name, folder, sha256)], []
-    files = sorted(file for file in place.rglob("*") if file.is_file())
-    names = {file: file.relative_to(place).as_posix() for file in files}
-    left = [name for name in names.values() if LOCAL_ONLY.fullmatch(name)]
-    items = [_item(file, name, folder, sha256) for file, name in names.items() if name not in left]
+    names, left = names_of(place)
+    items = [_item(file, name, folder, sha256) for file, name in names.items()]
     if not items:
         raise DestinationError(
             "CKM715", f"{place}: holds no file to publish", "give the directory that convert wrote"
         )
     return items, [f"left behind: {name}" for name in left]
+
+
+def names_of(place: Path) -> tuple[dict[Path, str], list[str]]:
+    """Return the names in the repository of the files of a directory, and the names left behind.
+
+    Raises DestinationError CKM715 for a name that no repository should hold.
+    """
+    files = sorted(file for file in place.rglob("*") if file.is_file())
+    names = {file: file.relative_to(place).as_posix() for file in files}
+    left = [name for name in names.values() if LOCAL_ONLY.fullmatch(name)]
+    names = {file: name for file, name in names.items() if name not in left}
+    for file, name in names.items():
+        problem = problem_in_repository(name)
+        if problem:
+            raise DestinationError(
+                "CKM715", f"{file}: {problem}; nothing was pushed", "rename or remove it"
+            )
+    return names, left
 
 
 def _check(ckpt: Checkpoint) -> None:

@@ -25,6 +25,7 @@ from ckptmap.operations.hub.content import (
     UploadItem,
     items_of,
     manifest_of,
+    names_of,
     replaced,
     written,
 )
@@ -141,7 +142,8 @@ def push(
     elif is_hub(src) or options:
         raise _needs_to(src)
     else:
-        open(src).close()  # raises where it is no checkpoint, before a repository is created
+        with open(src) as ckpt:  # raises before a repository is created
+            names_of(Path(ckpt.path))
     at = found_or_made(name, private)
     made = _Made(Path(src), "", fresh=False)
     if made_plan is not None:
@@ -168,6 +170,12 @@ def _name(repo: str, revision: str, pr: bool) -> HubName:
             "CKM715",
             f"{name}: expected a branch, found {branch!r}",
             "name a branch with --revision, or open a pull request with --pr",
+        )
+    if ".cache" in name.path.split("/"):
+        raise DestinationError(
+            "CKM715",
+            f"{name}: lies in a folder .cache, into which huggingface_hub pushes nothing",
+            "name another folder",
         )
     if pr and branch != MAIN:
         raise DestinationError(

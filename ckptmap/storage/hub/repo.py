@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError, SourceError
@@ -19,6 +19,7 @@ from ckptmap.storage.hub.entry import Entry
 from ckptmap.storage.hub.errors import Kind, hub_errors
 from ckptmap.storage.hub.resume_download import continued, over_http
 from ckptmap.storage.hub.uri import HubName
+from ckptmap.storage.safe_names import problem_in_repository
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile, RepoFolder
@@ -226,12 +227,12 @@ def _check(entry: Entry, repo: str) -> None:
             " expected a size and a SHA",
             "do not use this endpoint (HF_ENDPOINT)",
         )
-    windows = PureWindowsPath(path)
-    plain = path and "\0" not in path and "\\" not in path
-    if not plain or windows.drive or windows.root or ".." in windows.parts:
+    problem = problem_in_repository(path)
+    if problem:
         raise SourceError(
             "CKM716",
-            f"hf://{repo}: lists a file {path!r}, expected a path inside the repository",
+            f"hf://{repo}: lists a file {path!r}, which {problem}; expected a path inside the"
+            " repository",
             "do not use this repository, or this endpoint (HF_ENDPOINT)",
         )
 

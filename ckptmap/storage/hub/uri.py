@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 from ckptmap.errors import SourceError
+from ckptmap.storage.safe_names import problem_in_repository
 
 MIRROR_PREFIX = "ckptmap-hub-"
 """How the name of the temporary directory of a mirror begins."""
@@ -64,7 +65,7 @@ def parse(text: str) -> HubName:
     revision, path = _cut_revision(rest) if at else ("", rest)
     if at and not revision:
         raise _malformed(text, "the revision after @ is empty", "a branch, a tag or a commit")
-    if any(part in ("", ".", "..") for part in path.split("/")) and path:
+    if path and problem_in_repository(path):
         raise _malformed(text, f"the path is {path!r}", "names of folders and files")
     return HubName(repo, revision, path)
 

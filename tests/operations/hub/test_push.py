@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -595,3 +596,43 @@ def test_large_files_go_in_several_commits(
     repo = hub.repos["org/m"]
     assert len(shown_on(repo, "refs/pr/1")) >= 4 and len(shown_on(repo)) == 2
     assert holds(repo.tree(), folder)
+
+
+# ------------------------------------------------------------------ names
+
+
+def test_files_of_git_are_never_pushed(hub: Hub, model: Path, tmp_path: Path) -> None:
+    """Such as a clone in a folder below; git's own spellings elsewhere are refused."""
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    for name in (".git/hooks/post-checkout", "below/.git/hooks/post-checkout", "below/.cache/x"):
+        (copy / name).parent.mkdir(parents=True)
+        (copy / name).write_text("#!/bin/sh")
+    report = ckptmap.push(copy, "org/new")
+    assert holds(hub.repos["org/new"].tree(), model)
+    left = [note for note in report.notes if note.startswith("left behind")]
+    assert left == [
+        "left behind: .git/hooks/post-checkout",
+        "left behind: below/.cache/x",
+        "left behind: below/.git/hooks/post-checkout",
+    ]
+
+
+@pytest.mark.parametrize("name", [".GIT/hooks/x", "below/.Git/config", "git~1/hooks/x", "a\\b"])
+def test_names_that_no_repository_should_hold_are_refused(
+    hub: Hub, model: Path, tmp_path: Path, name: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    (copy / name).parent.mkdir(parents=True, exist_ok=True)
+    (copy / name).write_text("#!/bin/sh")
+    with pytest.raises(DestinationError, match="nothing was pushed") as caught:
+        ckptmap.push(copy, "org/new")
+    assert caught.value.code == "CKM715" and "org/new" not in hub.repos
+
+
+def test_folders_that_nobody_pushes_into(hub: Hub, model: Path) -> None:
+    for folder, code in ((".git/hooks", "CKM701"), ("a/.GIT", "CKM701"), ("a/.cache", "CKM715")):
+        with pytest.raises(CkptmapError) as caught:
+            ckptmap.push(model, f"hf://org/new/{folder}")
+        assert caught.value.code == code and "org/new" not in hub.repos

@@ -148,6 +148,25 @@ def test_names_in_a_tree_stay_inside(hub: Hub, large: Path, tmp_path: Path) -> N
     assert caught.value.code == "CKM716"
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".git/hooks/post-checkout", "a/.GIT/config", "git~1/hooks/x", ".git. /config", "/etc/x", "..",
+        "a/../../x", "a//b", "./x", "C:x", "a\\b", "a\0b", "",
+    ],
+)  # fmt: skip
+def test_no_file_is_fetched_where_a_name_is_none(hub: Hub, path: str, tmp_path: Path) -> None:
+    hub.add("org/m")
+    good = {"type": "file", "path": "model.safetensors", "size": 8, "oid": "0" * 40}
+    body = json.dumps([good, {**good, "path": path}]).encode()
+    for use in (ckptmap.open, lambda name: ckptmap.pull(name, tmp_path / "out")):
+        hub.faults.append(Fault("GET .*/tree/", status=200, body=body))
+        with pytest.raises(SourceError, match="expected a path inside the repository") as caught:
+            use("hf://org/m")
+        assert caught.value.code == "CKM716"
+    assert not hub.asked("/resolve/") and not (tmp_path / "out").exists()
+
+
 def test_a_tree_of_nonsense_is_refused(hub: Hub, large: Path) -> None:
     hub.add("org/m", large)
     entry = {"type": "file", "path": "model.safetensors", "size": 8, "oid": "../../x"}

@@ -62,6 +62,7 @@ def test_names(text: str, name: HubName) -> None:
         ("hf://org/a--b", "expected org/name"),
         ("hf://org/name@", "the revision after @ is empty"),
         ("hf://org/name/a/../b", "the path is"),
+        ("hf://org/name@v1/.git/hooks", "the path is"),
         ("hf://datasets/org/name", "names one of the Hub's datasets"),
     ],
 )
