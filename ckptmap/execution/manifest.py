@@ -25,11 +25,12 @@ from ckptmap.execution.manifest_schema import malformed
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.plan import Plan
 from ckptmap.protocols import CarriedFile
+from ckptmap.storage.publish_by_marker import MANIFEST
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 
 SCHEMA = 1
-NAME = "ckptmap.manifest.json"
+NAME = MANIFEST
 BATCH = 1000
 """Entries whose texts are joined at once."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.publish_by_marker import PENDING
 from ckptmap.storage.resource_limits import or_resource_error
 
 HEAD_NBYTES = 512
@@ -111,6 +112,12 @@ def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, t
 def _refuse_part(place: Place) -> None:
     """Raise SourceError CKM111 for a part of a checkpoint that looks like a whole checkpoint."""
     path = Path(place.path)
+    if place.is_dir and PENDING in place.names:
+        raise SourceError(
+            "CKM111",
+            f"{path}: is not complete: ckptmap publishes it now, or was killed while it did ({PENDING})",
+            "wait, or run the command that wrote it again, which finishes it",
+        )
     names = place.names if place.is_dir else (path.name,)
     if any(map(ZERO_PART.fullmatch, names)):
         raise SourceError(

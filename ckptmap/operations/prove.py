@@ -13,7 +13,7 @@ from ckptmap.checkpoint.compare_tensors import sampled_error
 from ckptmap.checkpoint.open import open
 from ckptmap.core.formatting import counted
 from ckptmap.core.gc_pause import paused_gc
-from ckptmap.errors import CkptmapError, RunError
+from ckptmap.errors import CkptmapError, DestinationError, RunError
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.written_slots import Executed
 from ckptmap.operations.check_structure import check_structure
@@ -22,8 +22,9 @@ from ckptmap.operations.verify import NO_DIGESTS, sha256_of, verify
 from ckptmap.planning.options import RunOptions
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.report import SAMPLE_NUMEL
-from ckptmap.storage.publish import sync_tree
+from ckptmap.storage.own_files import write_new
 from ckptmap.storage.resource_limits import or_resource_error
+from ckptmap.storage.sync import sync_tree
 
 LOSSY = ("codes", "quantize", "requantize")
 """Fidelities of tensors whose error is measured."""
@@ -87,11 +88,12 @@ def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) ->
     try:
         for name, carried in plan.carried.items():
             (out_dir / name).parent.mkdir(exist_ok=True)
-            with (out_dir / name).open("wb") as stream:
-                stream.writelines(carried.pieces())
+            write_new(out_dir / name, carried.pieces())
         sha256 = {name: sha256_of(out_dir / name) for name in names} if digest == "sha256" else {}
         manifest = manifests.build(plan, done, sha256)
-        (out_dir / manifests.NAME).write_bytes(manifests.emit(manifest))
+        write_new(out_dir / manifests.NAME, [manifests.emit(manifest)])
+    except DestinationError:
+        raise
     except OSError as error:
         failed = RunError(
             "CKM306",

@@ -25,6 +25,7 @@ from ckptmap.core import requirements
 from ckptmap.core.json_text import parse_json
 from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.errors import DestinationError
+from ckptmap.execution import manifest as manifests
 from ckptmap.execution.ranks import Ranks
 from ckptmap.execution.written_slots import Executed
 from ckptmap.operations.overwrite import refuse_stranger
@@ -35,7 +36,9 @@ from ckptmap.planning.options import RunOptions
 from ckptmap.planning.plan import Plan
 from ckptmap.storage.destination import check_overlap, named_place
 from ckptmap.storage.journal import Journal
-from ckptmap.storage.publish import WorkDirectory, clear_published
+from ckptmap.storage.publish import WorkDirectory
+from ckptmap.storage.publish_by_marker import is_pending
+from ckptmap.storage.recover import clear_published
 from ckptmap.storage.source_changes import require_unchanged
 
 
@@ -88,6 +91,7 @@ class Workspace:
             if self.ranks.rank == 0:
                 self._work = held.enter_context(self._open())
                 held.push(self._discard_if_coarse)
+                self._work.refuse_strangers(self._files)
             self.out_dir, self.journal = self._share()
             held.enter_context(self.journal)
             self._held = held.pop_all()
@@ -103,8 +107,8 @@ class Workspace:
 
     def _open(self) -> WorkDirectory:
         plan, overwrite = self.plan, self.how.overwrite
-        if overwrite:
-            refuse_stranger(self.dst, {*(file.out.name for file in plan.files), *plan.carried})
+        if overwrite and not is_pending(self.dst):
+            refuse_stranger(self.dst, self._files)
         return WorkDirectory.open(
             self.dst, plan.digest, one_file=plan.one_file, overwrite=overwrite,
             nbytes=plan.nbytes_out,
@@ -156,13 +160,20 @@ class Workspace:
     def publish(self) -> None:
         """Let the output appear at the destination. Waits for all ranks.
 
-        Raises DestinationError CKM301 or RunError CKM306; the destination is then as it was.
+        Raises RunError CKM401 where files lie among those of the output that the plan does not name,
+        DestinationError CKM301, RunError CKM306; the destination is then as it was.
         """
         if self._work is not None:
             self.ranks.check()
-            self._work.publish(self.how.sync)
+            self._work.publish(self._files, self.how.sync)
             self.notes += self._work.notes
         self.ranks.barrier()
+
+    @property
+    def _files(self) -> set[str]:
+        """The names of all files of the output."""
+        written = {file.out.name for file in self.plan.files}
+        return written if self.plan.one_file else {*written, *self.plan.carried, manifests.NAME}
 
     def _note_sha256(self, written: Path) -> None:
         """Note the sha256 of a one-file output: its manifest lies inside and cannot state it."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.storage.crc32 import crc32
+from ckptmap.storage.own_files import odd_file, refusal
 from ckptmap.storage.resource_limits import or_resource_error
 
 if TYPE_CHECKING:
@@ -106,9 +107,10 @@ class OutputFile:
         # The kernel lets one thread at a time write to the page cache of a file. The others spin
         # there, so they wait for this lock instead.
         self._turn = threading.Lock()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             self._fd = os.open(path, flags, 0o666)
+            problem = odd_file(os.fstat(self._fd))
         except OSError as error:
             failed = DestinationError(
                 "CKM304",
@@ -116,6 +118,9 @@ class OutputFile:
                 "choose a destination that can be written",
             )
             raise or_resource_error(error, failed) from error
+        if problem:
+            os.close(self._fd)
+            raise refusal(path, problem)
         self._direct = _open_direct(path) if direct and nbytes >= DIRECT_MIN else None
         try:
             _reserve(self._fd, nbytes)
@@ -321,7 +326,7 @@ def _open_direct(path: Path) -> int | None:
     if not flag:
         return None
     try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag)
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flag)
     except OSError:
         return None
 

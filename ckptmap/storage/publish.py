@@ -10,7 +10,9 @@
     .NAME.ckptmap-DIGEST.done/   a work directory that is being removed
 
 A run that fails leaves the destination as it was, and keeps the work directory for the next run of
-the same plan. The next `WorkDirectory.open` takes the lock and repairs what a killed run left.
+the same plan. The next `WorkDirectory.open` takes the lock and repairs what a killed run left
+(`recover`). Nothing in these files is trusted: see `own_files` and `listing`. Where the file system
+cannot rename a directory, the files are moved one by one: see `publish_by_marker`.
 """
 
 from __future__ import annotations
@@ -20,18 +22,27 @@ import ctypes
 import errno
 import os
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.storage.destination import cannot_write, check_destination, check_space
+from ckptmap.storage.listing import require_listing
 from ckptmap.storage.locks import Lock
+from ckptmap.storage.own_files import own_directory, read_plain, require_own_tree, write_new
+from ckptmap.storage.publish_by_marker import (
+    file_rename_problem,
+    is_pending,
+    note,
+    publish_by_marker,
+    rename_problem,
+)
+from ckptmap.storage.recover import PUBLISHING, discard, lock_path, recover, sweep, work_path
 from ckptmap.storage.resource_limits import or_resource_error
+from ckptmap.storage.sync import files_below, sync_tree
+from ckptmap.storage.sync import sync as sync_one
 
-_DONE = ".done"
-"""Suffix of a work directory that is being removed."""
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
@@ -52,6 +63,8 @@ class WorkDirectory:
         self.notes: tuple[str, ...] = ()
         """Notes for the user: what was restored or removed after a killed run."""
         self._lock = lock
+        self._no_rename = ""
+        """Why directories cannot be renamed here; "" where they can."""
 
     @classmethod
     def open(
@@ -72,27 +85,43 @@ class WorkDirectory:
         dst = Path(os.path.abspath(dst))  # noqa: PTH100 (resolve would follow a link at dst)
         if not re.fullmatch(r"[0-9A-Za-z]{12,}", plan_digest):
             raise ValueError(f"plan digest {plan_digest!r}: expected at least 12 letters or digits")
-        check_destination(dst, one_file, overwrite)
+        if not is_pending(dst):
+            _check_free(dst, one_file, overwrite)
         try:
             dst.parent.mkdir(parents=True, exist_ok=True)
-            lock = Lock(_lock_path(dst), dst)
+            lock = Lock(lock_path(dst), dst)
         except DestinationError:
             raise
         except OSError as error:
             raise cannot_write(dst, error) from error
-        path = _work_path(dst, plan_digest)
         try:
-            work = cls(dst, path, one_file, overwrite, lock)
-            work.notes = tuple(_recover(dst, path))
-            check_destination(dst, one_file, overwrite)  # again, because only now it is locked
-            check_space(dst.parent, nbytes, _allocated(work.out_dir))
-            work.out_dir.mkdir(parents=True, exist_ok=True)
+            work = cls(dst, work_path(dst, plan_digest), one_file, overwrite, lock)
+            work._begin(nbytes)
         except BaseException as error:
             lock.release()
             if isinstance(error, OSError) and not isinstance(error, DestinationError):
                 raise cannot_write(dst, error) from error
             raise
         return work
+
+    def _begin(self, nbytes: int) -> None:
+        """Repair, check and make the directories. The lock is held."""
+        dst, path, uid = self.dst, self.path, self._lock.uid
+        self.notes = tuple(recover(dst, path, uid))
+        check_destination(dst, self.one_file, self.overwrite)  # again: only now it is locked
+        check_space(dst.parent, nbytes, _allocated(self.out_dir))
+        own_directory(path, uid)
+        own_directory(self.out_dir, uid)
+        require_own_tree(path, uid)
+        if not self.one_file:
+            self._no_rename = rename_problem(path, self.out_dir, dst)
+        elif problem := file_rename_problem(path):
+            discard(path)
+            raise DestinationError(
+                "CKM304",
+                f"{dst}: cannot be written: its file system cannot rename a file ({problem})",
+                "choose a destination on another file system",
+            )
 
     def __enter__(self) -> WorkDirectory:
         return self
@@ -113,35 +142,41 @@ class WorkDirectory:
 
     def _drop_if_nothing_done(self) -> None:
         journals = self.path.glob("journal*.jsonl")  # one for each rank
-        if all(journal.read_bytes().count(b"\n") <= 1 for journal in journals):
-            _discard(self.path)
+        if all((read_plain(journal) or b"").count(b"\n") <= 1 for journal in journals):
+            discard(self.path)
 
     def discard(self) -> None:
         """Remove the work directory, because another plan replaces this one."""
-        _discard(self.path)
+        discard(self.path)
 
-    def publish(self, sync: bool = True) -> None:
+    def refuse_strangers(self, files: Collection[str]) -> None:
+        """Raise RunError CKM401 for a file in `out_dir` that is none of `files`."""
+        require_listing(self.out_dir, files, complete=False)
+
+    def publish(self, files: Collection[str], sync: bool = True) -> None:
         """Sync all files, then move the output to the destination by one rename.
 
+        `files` are the names of all files of the output: there must be these and no others.
         Without `sync` other processes still see all of it or nothing, but after a power cut some
-        files may be incomplete. Raises DestinationError CKM301 if something appeared at the
-        destination meanwhile, RunError CKM306 if syncing or renaming fails: then the work is kept,
-        and the destination is as it was.
+        files may be incomplete. Where directories cannot be renamed, files are moved one by one.
+
+        Raises RunError CKM401 where `out_dir` holds other files, DestinationError CKM301 if
+        something appeared at the destination meanwhile, RunError CKM306 if syncing or renaming
+        fails: then the work is kept, and the destination is as it was.
         """
         content = self.out_dir
         try:
+            require_listing(content, files, complete=True)
             if self.one_file:
                 (content,) = self.out_dir.iterdir()
             if sync:
                 sync_tree(self.out_dir)
-            marker = self.path / "publishing"
-            marker.write_text(str(content.lstat().st_ino))
+            if self._no_rename:
+                self._move_files(files, sync)
+            else:
+                self._rename_marked(content, sync)
             if sync:
-                for file in (marker, self.path):
-                    _sync(file)
-            self._rename(content)
-            if sync:
-                _sync(self.dst.parent)
+                sync_one(self.dst.parent)
         except DestinationError:
             raise
         except OSError as error:
@@ -152,9 +187,23 @@ class WorkDirectory:
             )
             raise or_resource_error(error, failed) from error
         try:
-            _discard(self.path)
+            discard(self.path)
         except OSError as error:
             self.notes += (f"{error.filename}: could not be removed; delete it",)
+
+    def _move_files(self, files: Collection[str], sync: bool) -> None:
+        check_destination(self.dst, self.one_file, self.overwrite)
+        publish_by_marker(self.out_dir, self.dst, files, sync)
+        self.notes += (note(self.dst, self._no_rename),)
+
+    def _rename_marked(self, content: Path, sync: bool) -> None:
+        """Write down the inode, then rename: the next run can tell whether the rename happened."""
+        marker = self.path / PUBLISHING
+        write_new(marker, [str(content.lstat().st_ino).encode()])
+        if sync:
+            for file in (marker, self.path):
+                sync_one(file)
+        self._rename(content)
 
     def _rename(self, content: Path) -> None:
         check_destination(self.dst, self.one_file, self.overwrite)
@@ -177,125 +226,20 @@ class WorkDirectory:
             raise
 
 
-# ------------------------------------------------------------------------------- recovery
-
-
-def _recover(dst: Path, mine: Path) -> Iterator[str]:
-    """Repair what killed runs left, and yield notes about it. The caller holds the lock."""
-    pattern = re.compile(re.escape(f".{dst.name}.ckptmap-") + r"[0-9A-Za-z]{12}(\.done)?")
-    for work in sorted(dst.parent.iterdir()):
-        if not pattern.fullmatch(work.name) or work.is_symlink() or not work.is_dir():
-            continue
-        if work.suffix == _DONE:
-            shutil.rmtree(work)
-            continue
-        old = work / "old"
-        if old.exists() and not os.path.lexists(dst):
-            os.rename(old, dst)
-            _sync(dst.parent)
-            yield f"{dst}: restored; a run was killed while it replaced it"
-        elif _was_published(work, dst):
-            _discard(work)
-            yield _removed(work)
-        elif old.exists():
-            raise DestinationError(
-                "CKM304",
-                f"{dst}: appeared while {old} held what was there before a run was killed",
-                f"move {dst} or {old} away, then run again",
-            )
-        if work != mine and work.exists():
-            _discard(work)
-            yield f"{work}: removed; left by another conversion that did not finish"
-    (mine / "publishing").unlink(missing_ok=True)
-
-
-def clear_published(dst: Path, plan_digest: str, sync: bool) -> Iterator[str]:
-    """Remove the work directory of a run of this plan that was killed just after it published.
-
-    Yields notes. Does nothing if another process holds the lock: that process removes it.
-    """
-    dst = Path(os.path.abspath(dst))  # noqa: PTH100 (as `WorkDirectory.open` names it)
-    work = _work_path(dst, plan_digest)
-    done = work.with_name(work.name + _DONE)
-    if not (work.is_dir() or done.is_dir()):
-        return
+def _check_free(dst: Path, one_file: bool, overwrite: bool) -> None:
     try:
-        lock = Lock(_lock_path(dst), dst)
-    except (DestinationError, OSError):
-        return
-    try:
-        if sync:
-            _sync(dst.parent)
-        if done.is_dir() and not done.is_symlink():
-            shutil.rmtree(done)
-        if not work.is_symlink() and _was_published(work, dst):
-            _discard(work)
-            yield _removed(work)
-    except OSError as error:
-        yield f"{error.filename}: could not be removed; delete it"
-    finally:
-        with contextlib.suppress(OSError):
-            lock.release()
-
-
-def _work_path(dst: Path, plan_digest: str) -> Path:
-    return dst.parent / f".{dst.name}.ckptmap-{plan_digest[:12]}"
-
-
-def _lock_path(dst: Path) -> Path:
-    return dst.parent / f".{dst.name}.ckptmap-lock"
-
-
-def _removed(work: Path) -> str:
-    return f"{work}: removed; a run was killed just after it published"
-
-
-def _discard(work: Path) -> None:
-    """Remove a work directory. It is renamed first, because a next run would misread half of
-    one."""
-    done = work.with_name(work.name + _DONE)
-    shutil.rmtree(done, ignore_errors=True)
-    os.rename(work, done)
-    shutil.rmtree(done)
-
-
-def _was_published(work: Path, dst: Path) -> bool:
-    try:
-        return int((work / "publishing").read_text()) == os.lstat(dst).st_ino
-    except (FileNotFoundError, ValueError):
-        return False
+        check_destination(dst, one_file, overwrite)
+    except DestinationError:
+        sweep(dst)
+        raise
 
 
 # --------------------------------------------------------------------------- system calls
 
 
-def _files(directory: Path) -> Iterator[str]:
-    for folder, _, names in os.walk(directory):
-        yield from (os.path.join(folder, name) for name in names)
-
-
 def _allocated(directory: Path) -> int:
     """Return the bytes of disk space that the files of a directory take."""
-    return sum(os.lstat(file).st_blocks * 512 for file in _files(directory))
-
-
-def sync_tree(path: Path) -> None:
-    """Sync one file, or every file below a directory and then every directory, innermost first."""
-    if not path.is_dir():
-        _sync(path)
-        return
-    for file in _files(path):
-        _sync(file)
-    for folder, _, _ in os.walk(path, topdown=False):
-        _sync(folder)
-
-
-def _sync(path: str | Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    return sum(os.lstat(file).st_blocks * 512 for file in files_below(directory))
 
 
 def _renameat2(old: Path, new: Path, flags: int) -> bool:

@@ -191,7 +191,7 @@ def test_what_a_run_left_that_was_killed_after_its_rename_is_removed(
     ckptmap.convert(tmp_path / "old", dst, to=to)
     killed = (
         "import os, ckptmap; from ckptmap.storage import publish as publish\n"
-        "publish._discard = lambda work: os._exit(9)\n"
+        "publish.discard = lambda work: os._exit(9)\n"
         f"ckptmap.convert({str(tmp_path / 'new')!r}, {str(dst)!r}, to={to!r}, overwrite=True)"
     )
     assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == 9

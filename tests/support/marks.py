@@ -70,6 +70,7 @@ SLOW = frozenset(
         "quantization/test_nf4_recode_runs.py::test_the_gpu_benchmark_runs_on_a_cpu_for_a_try",
         "quantization/test_torchao_int8.py::test_reading_imports_no_torchao",
         "storage/test_publish.py::test_killed_at_any_point_of_publishing",
+        "storage/test_publish_by_marker.py::test_killed_after_any_step_it_is_no_checkpoint_and_the_next_run_finishes",
         "test_imports.py::test_a_cast_does_import_torch",
         "test_output_digests.py::test_outputs_are_the_recorded_bytes",
         "testing/test_conformance.py::test_container",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckptmap import registry
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.core.formatting import counted
-from ckptmap.errors import RunError
+from ckptmap.errors import DestinationError, RunError
 from ckptmap.execution import manifest
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.model.tensor_reader import as_bytes, is_as_it_lies
@@ -23,7 +23,9 @@ from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.protocols import OutFile, OutState
 from ckptmap.storage.crc32 import crc32
+from ckptmap.storage.own_files import open_plain, write_new
 from ckptmap.storage.publish import WorkDirectory
+from ckptmap.storage.publish_by_marker import is_pending
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 
@@ -74,6 +76,11 @@ class FileLayout:
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
+    @property
+    def names(self) -> set[str]:
+        """The names of all files of the output, the manifest included."""
+        return {*(file.name for file in self.files), manifest.NAME}
+
 
 @dataclass(frozen=True)
 class WrittenFile:
@@ -95,6 +102,7 @@ def write(
         with peers.together():
             if peers.rank == 0:
                 work = _open(layout, dst, overwrite)
+                work.refuse_strangers(layout.names)
         out_dir = FilePath(peers.all(str(work.out_dir) if work else "")[0])
         written: list[WrittenFile] = []
         with peers.together():
@@ -104,7 +112,7 @@ def write(
         with peers.together():
             if work is not None:
                 _finish(layout, out_dir, everything)
-                work.publish()
+                work.publish(layout.names)
         return peers.all(tuple(work.notes) if work else ())[0]
     finally:
         if work is not None:
@@ -112,7 +120,7 @@ def write(
 
 
 def _open(layout: FileLayout, dst: FilePath, overwrite: bool) -> WorkDirectory:
-    if overwrite:
+    if overwrite and not is_pending(dst):
         refuse_stranger(dst)
     return WorkDirectory.open(
         dst, layout.digest, one_file=False, overwrite=overwrite, nbytes=layout.nbytes
@@ -136,7 +144,8 @@ def _write_file(
 
     digests, crcs = [], []
     try:
-        fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        write_new(path, [])
+        fd = open_plain(path, os.O_WRONLY)
         try:
             for slot in file.slots:
                 data = as_bytes(values[slot.path, slot.box])
@@ -148,6 +157,8 @@ def _write_file(
                 _write_all(fd, memoryview(piece), offset)
         finally:
             os.close(fd)
+    except DestinationError:
+        raise
     except OSError as error:
         raise RunError(
             "CKM306", f"{path}: write failed: {error.strerror}", "free some space and save again"
@@ -164,7 +175,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile]) -> None:
     """Write the manifest, then open the directory and check that every tensor is where it was put."""
     document = _document(layout, {one.name: one.digests for one in written})
-    (out_dir / manifest.NAME).write_bytes(manifest.emit(document))
+    write_new(out_dir / manifest.NAME, [manifest.emit(document)])
     with open_checkpoint(out_dir) as ckpt:
         problems = check_structure(ckpt, manifest.parse(manifest.emit(document), str(out_dir)))
     if problems:

@@ -23,7 +23,10 @@ from ckptmap.storage.hub.entry import Entry
 from ckptmap.storage.hub.mirror import Mirror, mirrored
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.hub.uri import is_hub, parse
-from ckptmap.storage.publish import WorkDirectory, clear_published, sync_tree
+from ckptmap.storage.publish import WorkDirectory
+from ckptmap.storage.publish_by_marker import is_pending
+from ckptmap.storage.recover import clear_published
+from ckptmap.storage.sync import sync_tree
 
 OTHER_WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot",
@@ -109,7 +112,7 @@ def _pull(
             sync_tree(target)
         notes += clear_published(target, _digest(ckpt.origin, wanted), sync)
     else:
-        if overwrite:
+        if overwrite and not is_pending(target):
             refuse_stranger(target, wanted)
         with WorkDirectory.open(
             target, _digest(ckpt.origin, wanted), one_file=one_file, overwrite=overwrite,
@@ -117,7 +120,7 @@ def _pull(
         ) as work:  # fmt: skip
             _fetch(mirror, wanted, work)
             _prove(work.out_dir / target.name if one_file else work.out_dir, ckpt)
-            work.publish(sync)
+            work.publish([target.name] if one_file else wanted, sync)
             notes += work.notes
     seconds = time.monotonic() - started
     return PullReport(ckpt.origin, str(target), len(wanted), nbytes, seconds, notes)

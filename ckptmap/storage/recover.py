@@ -1,0 +1,153 @@
+"""Repair what killed runs left beside a destination: work directories, locks, old outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptmap.errors import DestinationError
+from ckptmap.storage.locks import Lock
+from ckptmap.storage.locks import sweep as sweep_locks
+from ckptmap.storage.own_files import kind_of, odd_file, read_plain, refusal
+from ckptmap.storage.publish_by_marker import PENDING, REFUSED, is_pending, withdraw
+from ckptmap.storage.sync import sync
+
+_DONE = ".done"
+"""Suffix of a work directory that is being removed."""
+PUBLISHING = "publishing"
+"""The file in a work directory that holds the inode of the output."""
+
+
+def work_path(dst: Path, plan_digest: str) -> Path:
+    return dst.parent / f".{dst.name}.ckptmap-{plan_digest[:12]}"
+
+
+def lock_path(dst: Path) -> Path:
+    return dst.parent / f".{dst.name}.ckptmap-lock"
+
+
+def sweep(dst: Path) -> None:
+    """Remove the lock of a run that was killed as it removed it. Raises nothing."""
+    sweep_locks(lock_path(dst), dst)
+
+
+def recover(dst: Path, mine: Path, uid: int) -> Iterator[str]:
+    """Repair what killed runs left, and yield notes about it. The caller holds the lock."""
+    if is_pending(dst):
+        yield withdraw(dst, uid)
+    pattern = re.compile(re.escape(f".{dst.name}.ckptmap-") + r"[0-9A-Za-z]{12}(\.done)?")
+    for work in sorted(dst.parent.iterdir()):
+        if not pattern.fullmatch(work.name):
+            continue
+        status = os.lstat(work)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid:
+            if work == mine:
+                raise refusal(work, _strange(status, uid))
+            yield f"{work}: left alone; it {_strange(status, uid)}"
+            continue
+        if work.suffix == _DONE:
+            shutil.rmtree(work)
+            continue
+        old = _old(work)
+        if old is not None and not os.path.lexists(dst):
+            os.rename(old, dst)
+            sync(dst.parent)
+            yield f"{dst}: restored; a run was killed while it replaced it"
+        elif was_published(work, dst):
+            discard(work)
+            yield _removed(work)
+        elif old is not None:
+            raise DestinationError(
+                "CKM304",
+                f"{dst}: appeared while {old} held what was there before a run was killed",
+                f"move {dst} or {old} away, then run again",
+            )
+        if work != mine and work.exists():
+            discard(work)
+            yield f"{work}: removed; left by another conversion that did not finish"
+    (mine / PUBLISHING).unlink(missing_ok=True)
+
+
+def _strange(status: os.stat_result, uid: int) -> str:
+    if not stat.S_ISDIR(status.st_mode):
+        return f"is {kind_of(status.st_mode)}, expected a directory"
+    return f"belongs to user {status.st_uid}, expected {uid}"
+
+
+def _old(work: Path) -> Path | None:
+    """Return the path of the replaced output in a work directory; None if there is none."""
+    old = work / "old"
+    try:
+        status = os.lstat(old)
+    except FileNotFoundError:
+        return None
+    problem = "" if stat.S_ISDIR(status.st_mode) else odd_file(status, linked=True)
+    if problem:
+        raise refusal(old, problem)
+    return old
+
+
+def clear_published(dst: Path, plan_digest: str, synced: bool) -> Iterator[str]:
+    """Remove what a run of this plan left that was killed just after it published.
+
+    Yields notes. Does nothing if another process holds the lock: that process removes it.
+    """
+    dst = Path(os.path.abspath(dst))  # noqa: PTH100 (as `WorkDirectory.open` names it)
+    work = work_path(dst, plan_digest)
+    done = work.with_name(work.name + _DONE)
+    if not (work.is_dir() or done.is_dir() or is_pending(dst)):
+        sweep(dst)
+        return
+    try:
+        lock = Lock(lock_path(dst), dst)
+    except OSError:  # a DestinationError, too
+        return
+    try:
+        if synced:
+            sync(dst.parent)
+        if done.is_dir() and not done.is_symlink():
+            shutil.rmtree(done)
+        moved = is_pending(dst)
+        if moved:
+            (dst / PENDING).unlink()
+        if work.is_dir() and not work.is_symlink() and (moved or was_published(work, dst)):
+            discard(work)
+            yield _removed(work)
+    except DestinationError as error:
+        yield error.message
+    except OSError as error:
+        yield f"{error.filename}: could not be removed; delete it"
+    finally:
+        lock.release()
+
+
+def _removed(work: Path) -> str:
+    return f"{work}: removed; a run was killed just after it published"
+
+
+def discard(work: Path) -> None:
+    """Remove a work directory. It is renamed first, because a next run would misread half of
+    one."""
+    done = work.with_name(work.name + _DONE)
+    shutil.rmtree(done, ignore_errors=True)
+    try:
+        os.rename(work, done)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        # Without a journal the next run believes nothing of what is left.
+        for journal in work.glob("journal*.jsonl"):
+            journal.unlink()
+        done = work
+    shutil.rmtree(done)
+
+
+def was_published(work: Path, dst: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return int(read_plain(work / PUBLISHING, limit=64) or b"") == os.lstat(dst).st_ino
+    return False
