@@ -22,7 +22,9 @@ import shutil
 import stat
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+from ckptmap.core.json_text import parse_object
 from ckptmap.errors import DestinationError
 from ckptmap.storage.own_files import create, read_plain, write_new
 from ckptmap.storage.sync import files_below, sync, sync_directories
@@ -212,10 +214,10 @@ def _record(dst: Path, uid: int) -> tuple[str, Sequence[str], Sequence[str]]:
     if os.lstat(file).st_uid != uid:
         raise _cannot(dst, f"is half published by user {os.lstat(file).st_uid}")
     try:
-        value = json.loads(read_plain(file) or b"")
+        value: dict[str, Any] = parse_object(read_plain(file) or b"")
         work, files, replaced = str(value["work"]), value["files"], value["replaced"]
         names = [*files, *replaced]
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise _cannot(dst, f"is half published, and {PENDING} cannot be read") from error
     sound = work.startswith(f".{dst.name}.ckptmap-") and "/" not in work
     if not sound or not all(isinstance(name, str) and _is_below(name) for name in names):
