@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptmap.core.printable import as_lines
+
 from .printer import Printer
 from .shared_parameters import Json
 
@@ -56,7 +58,7 @@ def command(
         if out.json:
             out.document({"holding": rows})
         else:
-            out.text("\n".join(_table(rows)))
+            out.text(as_lines(_table(rows)))
         one = (source is not None and to is not None) or len(rows) == 1
         if one and not all(row["holds"] for row in rows):
             raise typer.Exit(1)
@@ -65,7 +67,7 @@ def command(
     if out.json:
         out.document(document)
     else:
-        out.text("\n".join(_lines(document)))
+        out.text(as_lines(_lines(document)))
     if any(fix["problem"] for fix in document["fixes"]):
         raise typer.Exit(1)
 

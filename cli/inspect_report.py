@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.columns import distinct, each
 from ckptmap.core.formatting import counted, human
+from ckptmap.core.printable import as_lines
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import TensorSummary, table
 from ckptmap.errors import CkptmapError
@@ -148,7 +149,7 @@ class InspectReport:
         facts = [(name, text) for name, text in self._facts() if text]
         block = [f"  {name:<11}{text}" for name, text in facts]
         lines = self._table() or ["  no tensor has such a name"]
-        return "\n".join([self.ckpt.shown, *block, "", *lines])
+        return as_lines([self.ckpt.shown, *block, "", *lines])
 
     def _table(self) -> list[str]:
         """Return the lines of the table. Optimizer state, which repeats every weight two or three

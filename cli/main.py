@@ -13,10 +13,11 @@ import os
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from ckptmap.core import requirements
 from ckptmap.errors import CkptmapError, Interrupted
@@ -83,6 +84,7 @@ def leave() -> NoReturn:
     Freeing the objects of 100,000 tensors would take longer than opening them. One of several ranks
     ends the ordinary way: the others may still read what it has said.
     """
+    warnings.showwarning = _show_warning
     # Threads of numpy's OpenBLAS would spin, and there is no work for them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
@@ -161,8 +163,20 @@ def _unexpected(error: Exception, args: Sequence[str], out: Printer) -> int:
     return WORKING
 
 
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning of any library as `warnings.showwarning` does, with names in it escaped."""
+    Printer().note(f"{category.__name__}: {message}")
+
+
 def _trace(error: Exception) -> None:
     if os.environ.get("CKPTMAP_DEBUG", "") not in ("", "0"):
         import traceback
 
-        traceback.print_exception(error)
+        Printer().traceback("".join(traceback.format_exception(error)))

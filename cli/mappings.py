@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptmap.core.printable import as_lines
+
 from .printer import Printer
 from .shared_parameters import Json, one_of
 
@@ -86,7 +88,7 @@ def _list(out: Printer, what: str | None) -> None:
         out.document({"mappings": document})
         return
     width = max((len(entry.title) for entry in entries), default=0)
-    out.text("\n".join(f"{entry.title:<{width}}  {_described(entry)}" for entry in entries))
+    out.text(as_lines(f"{entry.title:<{width}}  {_described(entry)}" for entry in entries))
 
 
 def _described(entry: CatalogEntry) -> str:
@@ -167,7 +169,7 @@ def _test(out: Printer, what: str, config: str | None) -> None:
         lines = [
             f"{'ok' if r['ok'] else 'FAILED':<7}{r['check']}  {r['why']}".rstrip() for r in results
         ]
-        out.text("\n".join([*lines, f"{len(results) - len(failed)} of {len(results)} passed"]))
+        out.text(as_lines([*lines, f"{len(results) - len(failed)} of {len(results)} passed"]))
     if failed:
         raise typer.Exit(1)
 

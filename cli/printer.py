@@ -10,10 +10,10 @@ import sys
 from collections.abc import Mapping
 from typing import ClassVar, Protocol, TextIO
 
+from ckptmap.core.printable import json_text, one_line, printable
+
 SCHEMA = 1
 """Schema version of every JSON document that a command prints."""
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters, save tab and line feed."""
 
 
 class Unprintable(Exception):
@@ -55,13 +55,18 @@ class Printer:
 
     def note(self, text: str) -> None:
         if not self.quiet:
-            _write(sys.stderr, printable(self._as_typed(text)))
+            _write(sys.stderr, one_line(self._as_typed(text)))
+
+    def traceback(self, text: str) -> None:
+        _write(sys.stderr, printable(text.rstrip("\n")))
 
     def error(self, code: str, message: str, hint: str) -> None:
         """Print `error[CKM104]: message` with the hint below; with `json` also the document."""
         message, hint = self._as_typed(message), self._as_typed(hint)
         label = f"error[{code}]" if code.startswith("CKM") else "error"
-        text = f"{label}: {message}" + (f"\n  hint: {hint}" if hint else "")
+        # The hint of an internal error may be the traceback of another rank, of many lines.
+        below = one_line(hint) if code else hint
+        text = f"{label}: {one_line(message)}" + (f"\n  hint: {below}" if hint else "")
         _write(sys.stderr, printable(text))
         if self.json and not Printer.printed:
             self.document({"error": {"code": code or "internal", "message": message, "hint": hint}})
@@ -77,9 +82,10 @@ class Printer:
 def dumps(document: Mapping[str, object]) -> str:
     """Return one line of JSON; values that JSON cannot express become strings."""
     try:
-        return json.dumps(document, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError):
-        return json.dumps(jsonable(document), ensure_ascii=False)
+        text = json.dumps(jsonable(document), ensure_ascii=False)
+    return json_text(text)
 
 
 def jsonable(value: object) -> object:
@@ -95,12 +101,6 @@ def jsonable(value: object) -> object:
     if value is None or isinstance(value, str | int | float):
         return value
     return repr(value)
-
-
-def printable(text: str) -> str:
-    """Return the text with control characters escaped: names come from files of others, and
-    escape sequences in them must not reach the terminal."""
-    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def _write(stream: TextIO, text: str) -> None:

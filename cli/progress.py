@@ -8,8 +8,7 @@ import threading
 import time
 
 from ckptmap.core.formatting import human
-
-from .printer import printable
+from ckptmap.core.printable import one_line
 
 EVERY_LIVE_S = 0.1
 EVERY_LOG_S = 10.0
@@ -32,7 +31,7 @@ class Progress:
             if now - self._shown < (EVERY_LIVE_S if self._live else EVERY_LOG_S):
                 return
             self._shown = now
-            self._print(self.line(now - self._start, printable(name)))
+            self._print(self.line(now - self._start, one_line(name)))
 
     def line(self, seconds: float, name: str) -> str:
         """`42%  1.0 GB of 2.3 GB  820.0 MB/s  1 s left  model.norm.weight`"""

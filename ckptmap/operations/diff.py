@@ -13,6 +13,7 @@ from ckptmap.checkpoint.compare_tensors import difference, same_parts
 from ckptmap.checkpoint.compare_values import match_extra_state, unequal_values
 from ckptmap.checkpoint.open import open
 from ckptmap.core.formatting import counted
+from ckptmap.core.printable import as_lines
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import TensorSummary, fold
 from ckptmap.storage.hub.resolve import origins_in_errors
@@ -65,7 +66,7 @@ class DiffReport:
         verdict = "the same" if self.equal else "different"
         beside = f", {self.same_settings} plain values agree" if self.same_settings else ""
         agree = f"{counted(self.same, 'tensor')} agree{'s' * (self.same == 1)} in {what}{beside}"
-        return "\n".join([*lines, f"{verdict}: {agree}"])
+        return as_lines([*lines, f"{verdict}: {agree}"])
 
     def _settings(self) -> list[str]:
         if not self.settings:

@@ -8,6 +8,7 @@ a comment in the draft marks it.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from itertools import permutations
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
+from ckptmap.core.printable import json_text, one_line
 from ckptmap.errors import PlanError
 from ckptmap.mapping.name_patterns import HOLE, skeleton
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
@@ -110,7 +112,10 @@ class Draft:
         ]
         left = [f"# not drafted, hf:   {g.name} {list(g.shape)}" for g in self.left]
         left += [f"# not drafted, mine: {g.name} {list(g.shape)}" for g in self.right]
-        return "\n".join([*head, *(dims if self.dims else []), *self.rules, *left]) + "\n"
+        return (
+            "\n".join([*head, *(dims if self.dims else []), *self.rules, *map(one_line, left)])
+            + "\n"
+        )
 
 
 def draft(
@@ -311,7 +316,9 @@ class _Drafting:
                 stop, texts = 0, []
                 rest = " i" if len(b.shape) > 1 else ""
                 for part in parts:
-                    texts.append(f'"{part.name} :: s{rest} @ s[{stop}:{stop + part.shape[0]}]"')
+                    texts.append(
+                        _quoted(f"{part.name} :: s{rest} @ s[{stop}:{stop + part.shape[0]}]")
+                    )
                     stop += part.shape[0]
                 hub = "[\n  " + ",\n  ".join(texts) + ",\n]"
                 self._rule(hub, _quoted(f"{b.name} :: s{rest}"), not self.values, b, *parts)
@@ -337,4 +344,4 @@ class _Drafting:
 
 
 def _quoted(text: str) -> str:
-    return f'"{text}"'
+    return json_text(json.dumps(text, ensure_ascii=False))  # TOML has the same escapes

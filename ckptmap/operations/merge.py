@@ -18,6 +18,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.lora.merged_tensor import Merged, without_adapter
 from ckptmap.checkpoint.open import open
+from ckptmap.core.printable import one_line
 from ckptmap.core.signatures import spelled_out
 from ckptmap.errors import ArgumentError, PlanError
 from ckptmap.operations.convert import run
@@ -80,7 +81,7 @@ class MergeReport(Report):
 
     def __str__(self) -> str:
         lines = [f"delta: {fqn}: {kept}" for fqn, kept in self.survival.items()]
-        return "\n".join([super().__str__(), *lines])
+        return "\n".join([super().__str__(), *map(one_line, lines)])
 
 
 @spelled_out(RunOptions, Options, only=MergeKeywords.__annotations__)

@@ -6,6 +6,7 @@ import sys
 import time
 
 from ckptmap.core.formatting import human
+from ckptmap.core.printable import one_line
 from ckptmap.planning.options import Progress
 
 EVERY_S = 5.0
@@ -20,6 +21,8 @@ def progress_lines(total_nbytes: int) -> Progress:
         done_nbytes += nbytes
         if time.monotonic() >= due:
             due = time.monotonic() + EVERY_S
-            print(f"{human(done_nbytes)} of {human(total_nbytes)}  {key}", file=sys.stderr)
+            print(
+                f"{human(done_nbytes)} of {human(total_nbytes)}  {one_line(key)}", file=sys.stderr
+            )
 
     return report

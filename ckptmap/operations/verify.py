@@ -22,6 +22,7 @@ from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.translate_names import left_out_as_tied, translated_like_output
 from ckptmap.core.formatting import counted
+from ckptmap.core.printable import as_lines
 from ckptmap.core.state_paths import differing, role_and_fqn
 from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.execution import manifest as manifests
@@ -84,7 +85,7 @@ class VerifyReport:
         lines += [f"  {problem}" for problem in self.problems[:SHOWN]]
         if len(self.problems) > SHOWN:
             lines.append(f"  and {len(self.problems) - SHOWN} more (all of them with --json)")
-        return "\n".join(lines)
+        return as_lines(lines)
 
 
 def verify(

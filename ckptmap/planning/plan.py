@@ -19,6 +19,7 @@ from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.columns import each
 from ckptmap.core.formatting import counted, human
+from ckptmap.core.printable import as_lines
 from ckptmap.core.signatures import spelled_out
 from ckptmap.core.tensor_table import TensorSummary, listed, renamed, table
 from ckptmap.errors import DestinationError, PlanError
@@ -243,7 +244,7 @@ class Plan:
             f" {kinds or 'nothing'}; buffers at most --max-memory,"
             f" {human(MAX_MEMORY)} unless given"
         )
-        return "\n".join(lines)
+        return as_lines(lines)
 
 
 def _digested(conversion: Conversion) -> str:

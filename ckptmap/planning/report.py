@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from ckptmap.checkpoint.compare_tensors import worst
 from ckptmap.core.formatting import counted, human
+from ckptmap.core.printable import as_lines
 from ckptmap.core.tensor_table import listed
 from ckptmap.storage.source_sums import SourceCheck
 
@@ -60,4 +61,4 @@ class Report:
                 f" {self.errors[fqn]:.3e} relative rms on a sample"
             )
         lines += listed("dropped", self.dropped)
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return as_lines([*lines, *(f"note: {note}" for note in self.notes)])

@@ -10,11 +10,12 @@ import time
 
 import pytest
 import typer
-from ckptmap_cli.printer import dumps, printable
+from ckptmap_cli.printer import dumps
 from ckptmap_cli.progress import Progress
 from ckptmap_cli.sizes import parse_nbytes
 from ckptmap_cli.typer_app import COMMANDS, build
 
+from ckptmap.core.printable import as_lines, json_text, one_line, printable
 from ckptmap.core.tensor_table import TensorSummary, fold
 from ckptmap.error_codes import CODES
 from tests.support.paths import ROOT
@@ -70,7 +71,15 @@ def test_names_alike_but_for_numbers_are_one_line() -> None:
 
 
 def test_names_cannot_speak_to_the_terminal() -> None:
-    assert printable("a\x1b[2Jb\r\x9b\tc\nd") == "a\\x1b[2Jb\\x0d\\x9b\tc\nd"
+    assert printable("a\x1b[2Jb\r\x9b\tc\nd") == "a\\x1b[2Jb\\x0d\\x9b\\x09c\nd"
+    assert printable("\u202ea\u2066\u200f\u061c\ud800\u2028é\xa0中") == (
+        "\\u202ea\\u2066\\u200f\\u061c\\ud800\\u2028é\xa0中"
+    )
+    assert one_line("a\nok: b") == "a\\x0aok: b"
+    assert as_lines(["a\nb", "c"]) == "a\\x0ab\nc"
+    odd = {"\x9b\u202e\x7f\ud800\n": "\x1b"}
+    text = json_text(json.dumps(odd, ensure_ascii=False))
+    assert text == '{"\\u009b\\u202e\\u007f\\ud800\\n": "\\u001b"}' and json.loads(text) == odd
 
 
 class Terminal:

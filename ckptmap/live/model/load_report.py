@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptmap.core.printable import as_lines
 from ckptmap.storage.source_sums import SourceCheck
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ class LoadReport:
             f"  most bytes held by load: {self.peak_host_nbytes:,} host, "
             f"{self.peak_device_nbytes:,} device"
         )
-        return "\n".join(lines)
+        return as_lines(lines)
 
 
 def listed(items: Sequence[object], shown: int = SHOWN) -> str:

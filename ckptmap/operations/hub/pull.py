@@ -15,6 +15,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.framework_members import unread_note
 from ckptmap.checkpoint.open import open, open_in
 from ckptmap.core.formatting import human
+from ckptmap.core.printable import as_lines
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.storage.destination import named_place
@@ -60,7 +61,7 @@ class PullReport:
             f"fetched {self.src} to {self.dst}: {self.files} files, {human(self.nbytes)} in"
             f" {self.seconds:.1f} s; sizes and hashes checked"
         )
-        return "\n".join([line, *(f"note: {note}" for note in self.notes)])
+        return as_lines([line, *(f"note: {note}" for note in self.notes)])
 
 
 def pull(

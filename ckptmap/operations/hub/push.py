@@ -17,6 +17,7 @@ from typing import Unpack
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
 from ckptmap.core.formatting import human
+from ckptmap.core.printable import as_lines
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.operations.convert import run
 from ckptmap.operations.hub import model_card as cards
@@ -85,7 +86,7 @@ class PushReport:
             first = f"waiting for review: {self.url}: {size}; sizes and SHA-256 checked"
         lines = [f"{first}, in {self.seconds:.1f} s"]
         lines += [f"deleted: {path}" for path in self.deleted]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return as_lines([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 @dataclass(frozen=True)
