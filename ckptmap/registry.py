@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptmap.protocols import Container, Directory, Layout, Place, Scheme, Setup, Writer
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 CONTAINERS = (  # asked in this order: formats with marks of their own before more general ones
     "ckptmap.formats.megatron.dcp_reader:DcpMegatron",
@@ -119,6 +124,11 @@ OPTIMIZER_FAMILIES = (  # of live optimizers, asked in this order: the last one 
     "ckptmap.live.optimizer.torch_optim:TorchAdafactor",
     "ckptmap.live.optimizer.any_optimizer:AnyOptimizer",
 )
+GROUPS = (
+    "containers", "directories", "writers", "layouts", "schemes", "key_forms", "unflatteners",
+    "live_forms", "optimizer_families", "setups", "value_ops",
+)  # fmt: skip
+"""Entry-point groups, each with `ckptmap.` before it."""
 RUNNER = "ckptmap.operations.convert:run"
 
 
@@ -137,11 +147,66 @@ def _has_third_party() -> bool:
     it.
     """
     return any(
-        b"[ckptmap." in file.read_bytes()
+        b"[ckptmap." in _content(file)
         for directory in map(Path, sys.path)
         if directory.is_dir()
         for file in directory.glob("*.dist-info/entry_points.txt")
     )
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:  # somebody else's distribution, half removed
+        return b""
+
+
+@dataclass(frozen=True)
+class BrokenEntryPoint:
+    """An entry point that cannot be loaded: which one, of which distribution, and why."""
+
+    distribution: str
+    group: str
+    name: str
+    value: str
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.distribution}: its entry point {self.name} = {self.value} in {self.group}"
+            f" cannot be loaded and is skipped: {self.why}"
+        )
+
+
+_BROKEN: dict[tuple[str, str, str], BrokenEntryPoint] = {}
+
+
+def loaded(entry: EntryPoint) -> Any | None:
+    """Return the object of an entry point, an instance where it names a class.
+
+    None: loading it failed. Then it is kept for `broken_entry_points`, and a RuntimeWarning names
+    its distribution: what another package does wrong must not end a run that does not need it.
+    """
+    try:
+        value = entry.load()
+        return value() if isinstance(value, type) else value
+    except (Exception, SystemExit) as error:
+        dist = entry.dist
+        whose = "an unnamed distribution" if dist is None else f"{dist.name} {dist.version}"
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        broken = BrokenEntryPoint(whose, entry.group, entry.name, entry.value, why)
+        if _BROKEN.setdefault((entry.group, entry.name, entry.value), broken) is broken:
+            warnings.warn(f"{broken}; see ckptmap doctor", RuntimeWarning, stacklevel=2)
+        return None
+
+
+def broken_entry_points() -> tuple[BrokenEntryPoint, ...]:
+    """Return the entry points that cannot be loaded, after all of ckptmap's groups were tried."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for group in GROUPS:
+            _third_party(group)
+    return tuple(_BROKEN.values())
 
 
 @cache
@@ -150,8 +215,8 @@ def _third_party(group: str) -> tuple[Any, ...]:
         return ()
     from importlib.metadata import entry_points
 
-    loaded = [entry.load() for entry in entry_points(group=f"ckptmap.{group}")]
-    return tuple(value() if isinstance(value, type) else value for value in loaded)
+    values = [loaded(entry) for entry in entry_points(group=f"ckptmap.{group}")]
+    return tuple(value for value in values if value is not None)
 
 
 def _all(specs: Iterable[str], group: str) -> Iterator[Any]:

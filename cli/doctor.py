@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,7 +69,7 @@ def command(
         out.document(document)
     else:
         out.text(as_lines(_lines(document)))
-    if any(fix["problem"] for fix in document["fixes"]):
+    if document["broken_entry_points"] or any(fix["problem"] for fix in document["fixes"]):
         raise typer.Exit(1)
 
 
@@ -163,6 +164,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def report() -> dict[str, Any]:
     """Return versions, devices and fixes. torch is imported only to list devices."""
+    from ckptmap.registry import broken_entry_points
     from ckptmap.version import __version__
 
     return {
@@ -173,6 +175,7 @@ def report() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "devices": _devices(),
         "fixes": _fixes(),
+        "broken_entry_points": [asdict(broken) for broken in broken_entry_points()],
     }
 
 
@@ -239,5 +242,10 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         *(
             f"  {fix['name']} ({fix['library']} {fix['version']}): {_verdict(fix)}"
             for fix in facts["fixes"]
+        ),
+        *(["entry points that are skipped"] if facts["broken_entry_points"] else []),
+        *(
+            f"  {one['distribution']}: {one['name']} = {one['value']} in {one['group']}: {one['why']}"
+            for one in facts["broken_entry_points"]
         ),
     ]

@@ -13,6 +13,15 @@ from traceback import walk_tb
 from ckptmap.core.formatting import first_line
 from ckptmap.errors import PlanError, RunError
 
+LIBRARIES = {
+    name.replace("-", "_"): name
+    for name in (
+        "torch", "numpy", "torchao", "safetensors", "huggingface_hub", "typer", "xxhash", "isal",
+        "transformers", "accelerate", "bitsandbytes", "peft", "compressed-tensors", "triton",
+        "lightning", "pytest",
+    )
+}  # fmt: skip
+"""Module -> distribution, of the libraries that ckptmap imports."""
 OWN_PACKAGES = ("ckptmap", "ckptmap_cli")
 
 
@@ -44,8 +53,19 @@ def require_libraries(*names: str) -> None:
 
 
 def not_installed(name: str) -> PlanError:
-    return PlanError(
-        "CKM211", f"this needs {name}, which is not installed here", f"pip install {name}"
+    return PlanError("CKM211", f"this needs {name}, which is not installed here", _install(name))
+
+
+def _install(name: str, flag: str = "") -> str:
+    """Return the command that installs a library; a module of another package has none.
+
+    The name of a module is not that of a distribution: pip would install whatever somebody has put
+    under it.
+    """
+    if name in LIBRARIES:
+        return f"pip install {flag}{LIBRARIES[name]}"
+    return (
+        "ckptmap does not import it: install what does anew; plugins are listed by ckptmap doctor"
     )
 
 
@@ -63,8 +83,9 @@ def import_failure(error: BaseException) -> RunError | None:
     foreign = packages[last_own + 1 :]
     if not foreign or not (by_ctypes or isinstance(error, ImportError)):
         return None
+    hint = _install(foreign[0], "--force-reinstall ")
     return RunError(
         "CKM211",
         f"{foreign[0]} is installed here and cannot be imported: {first_line(error)}",
-        f"install it again: pip install --force-reinstall {foreign[0]}",
+        f"install it again: {hint}" if foreign[0] in LIBRARIES else hint,
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from ckptmap import registry
 from ckptmap.errors import PlanError
 from ckptmap.tensors import FLOATING, TensorInfo
 
@@ -90,8 +91,9 @@ def _installed(name: str) -> Any:
 
     for entry in entry_points(group="ckptmap.value_ops"):
         if entry.name == name:
-            op = entry.load()
-            op = op() if isinstance(op, type) else op
+            op = registry.loaded(entry)
+            if op is None:
+                return None
             if not (
                 callable(getattr(op, "forward", None)) and callable(getattr(op, "inverse", None))
             ):
