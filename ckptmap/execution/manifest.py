@@ -3,6 +3,12 @@
 A directory has it as the file `ckptmap.manifest.json`, a one-file output as a record of its zip. Its
 member `tensors` lists the stored tensors by dotted key, `logical` the tensors that they make by FQN.
 `ckptmap verify` compares an output with its manifest.
+
+Three members state digests (xxh3, 64 bits, 16 hex digits) of what is no chunk of a tensor:
+
+    files[NAME].around   the bytes of the file that belong to no chunk
+    around               the same for a one-file output, less the manifest itself and its CRC-32s
+    self                 the last member: the bytes of the manifest before `,"self":`
 """
 
 from __future__ import annotations
@@ -31,6 +37,13 @@ from ckptmap.version import __version__
 
 SCHEMA = 1
 NAME = MANIFEST
+AROUND, SELF = "around", "self"
+NOT_TAKEN = "-" * 16
+"""In place of a digest: the bytes around the tensors have none (yet)."""
+_STATED = ',"%s":"%s"'
+_STATED_NBYTES = {key: len(_STATED % (key, NOT_TAKEN)) for key in (AROUND, SELF)}
+END_NBYTES = sum(_STATED_NBYTES.values()) + 1
+"""The last bytes of the manifest of a one-file output: `around`, `self` and the brace."""
 BATCH = 1000
 """Entries whose texts are joined at once."""
 
@@ -42,8 +55,16 @@ class Digests(Protocol):
     def digests(self) -> Sequence[Sequence[str]]: ...
 
 
-def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) -> dict[str, object]:
+def build(
+    plan: Plan,
+    done: Digests,
+    sha256: Mapping[str, str] | None = None,
+    around: Mapping[str, str] | None = None,
+) -> dict[str, object]:
     """Return the manifest of a plan that was carried out.
+
+    `sha256` and `around` are digests by file: of all bytes, and of those that belong to no tensor.
+    The manifest of a one-file output is made before these can be digested, see `with_around`.
 
     It names no absolute path of this machine, but it does name a source on the Hub. Entries of
     tensors are made when they are asked for; their offsets and sizes are the plan's own tuples,
@@ -59,27 +80,49 @@ def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) ->
         | ({"origin": plan.ckpt.origin} if plan.ckpt.origin else {}),
         **({} if plan.ckpt.translated is None else {"names": dict(plan.ckpt.translated)}),
         **({} if plan.ckpt.merged is None else {"merged": dict(plan.ckpt.merged)}),
-        "files": _files(plan, sha256 or {}),
+        "files": _files(plan, sha256 or {}, around or {}),
         "carried": {name: _digest(sibling) for name, sibling in sorted(plan.carried.items())},
         "tensors": Tensors(plan, done),
         "logical": Logical(plan.steps),
         "records": dict(plan.records),
         "dropped": dict(plan.dropped),
         "tied": dict(plan.tied),
+        **({AROUND: NOT_TAKEN} if plan.one_file else {}),
     }  # fmt: skip
 
 
 def emit(document: Mapping[str, object]) -> bytes:
-    """Return the manifest as JSON, UTF-8."""
+    """Return the manifest as JSON, UTF-8, with the digest of itself as its last member."""
     out, mark = BytesIO(), "{"
     with paused_gc():  # entries hold no cycles; the collector took a fifth of the time
         for key, value in document.items():
+            if key == SELF:
+                continue
             out.write(f"{mark}{_json(key)}:".encode())
             for piece in _pieces(value):
                 out.write(piece.encode())
             mark = ","
-    out.write(b"}")
+    with out.getbuffer() as body:
+        end = _end(body)
+    out.write(end)
     return out.getvalue()
+
+
+def with_around(data: bytes, around: str) -> bytes:
+    """Return the manifest of a one-file output, of the same length, with this digest in `around`.
+
+    `data` is the manifest as it was written, whose last members are `around` and `self`. The digest
+    is of bytes that stand around the manifest, so it comes to be only after `data` was written.
+    """
+    body = data[:-END_NBYTES] + (_STATED % (AROUND, around)).encode()
+    return body + _end(body)
+
+
+def _end(body: bytes | memoryview) -> bytes:
+    """Return the end of the manifest that begins with `body`: its digest, and the last brace."""
+    from xxhash import xxh3_64_hexdigest
+
+    return (_STATED % (SELF, xxh3_64_hexdigest(body)) + "}").encode()
 
 
 def _pieces(value: object) -> Iterator[str]:
@@ -105,13 +148,19 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circul
 _quoted = json.encoder.encode_basestring
 
 
-def _files(plan: Plan, sha256: Mapping[str, str]) -> dict[str, object]:
+def _files(
+    plan: Plan, sha256: Mapping[str, str], around: Mapping[str, str]
+) -> dict[str, dict[str, object]]:
     """Return sizes and digests of the files; a file that holds the manifest cannot state its own size."""
-    return {
-        file.out.name: {"nbytes": file.out.nbytes} | ({"sha256": sha256[file.out.name]} if file.out.name in sha256 else {})
-        for file in plan.files
-        if not file.out.holds_manifest
-    }  # fmt: skip
+    files: dict[str, dict[str, object]] = {}
+    for file in plan.files:
+        name = file.out.name
+        if file.out.holds_manifest:
+            continue
+        entry = files[name] = {"nbytes": file.out.nbytes, AROUND: around.get(name, NOT_TAKEN)}
+        if name in sha256:
+            entry["sha256"] = sha256[name]
+    return files
 
 
 class ChunkRow(NamedTuple):
@@ -274,6 +323,13 @@ def parse(data: bytes, where: str) -> dict[str, object]:
         raise SourceError(
             "CKM403",
             f"{where}: its manifest is damaged at {place}, expected what ckptmap writes",
+            "convert the source again",
+        )
+    if SELF in document and not data.endswith(_end(memoryview(data)[: -_STATED_NBYTES[SELF] - 1])):
+        raise SourceError(
+            "CKM403",
+            f"{where}: its manifest is damaged: its bytes do not have the xxh3 {document[SELF]}"
+            " that it states of itself",
             "convert the source again",
         )
     return document

@@ -4,7 +4,10 @@ A manifest is a file like any other, and may have been cut, edited or made by so
 in it is used before this check has passed.
 
     {"tensors": {key: {"fqn": str, "chunks": [[file, offset, nbytes, offsets, sizes, digest], ...]}},
-     "logical": {key: {"shape": [int, ...], "source": str, "target": str, "fidelity": str}}, ...}
+     "logical": {key: {"shape": [int, ...], "source": str, "target": str, "fidelity": str}},
+     "files": {name: {"nbytes": int, "around": digest}}, "self": digest, ...}
+
+The digests `around` and `self` are in all manifests or in none: early releases wrote none of them.
 """
 
 from __future__ import annotations
@@ -30,11 +33,33 @@ def malformed(document: Mapping[str, object]) -> str:
                 return f"{member}: {key}"
     if not isinstance(document.get("setup"), str):
         return "setup"
-    return next((name for name, sound in OPTIONAL.items() if not sound(document.get(name))), "")
+    for name, sound in OPTIONAL.items():
+        if not sound(document.get(name)):
+            return name
+    return _unstated(document)
+
+
+def _unstated(document: Mapping[str, object]) -> str:
+    """Return the place of a digest that is missing although the manifest has others of its kind."""
+    files = document["files"]
+    assert _is_dict(files)
+    stated = {
+        f"files: {name}": _is_dict(entry) and "around" in entry for name, entry in files.items()
+    }
+    if not files:
+        stated["around"] = "around" in document
+    stated["self"] = "self" in document
+    if not any(stated.values()):
+        return ""
+    return next((place for place, is_stated in stated.items() if not is_stated), "")
 
 
 def _is_text(value: object) -> TypeGuard[str]:
     return isinstance(value, str)
+
+
+def _is_text_or_absent(value: object) -> bool:
+    return value is None or isinstance(value, str)
 
 
 def _is_dict(value: object) -> TypeGuard[dict[str, object]]:
@@ -63,7 +88,12 @@ def _leads_inside(name: str) -> bool:
 
 
 def _is_file(value: object) -> TypeGuard[dict[str, object]]:
-    return _is_dict(value) and _is_count(value.get("nbytes")) and _is_text(value.get("sha256", ""))
+    return (
+        _is_dict(value)
+        and _is_count(value.get("nbytes"))
+        and _is_text(value.get("sha256", ""))
+        and _is_text(value.get("around", ""))
+    )
 
 
 def _is_carried(value: object) -> bool:
@@ -138,5 +168,8 @@ MEMBERS: Mapping[str, Callable[[object], bool]] = {
 """Members that are dicts, with the check of each value."""
 NAMED_BY_FILE = ("files", "carried")
 """Members whose keys are paths of files."""
-OPTIONAL: Mapping[str, Callable[[object], bool]] = {"names": _are_names, "merged": _is_merged}
+OPTIONAL: Mapping[str, Callable[[object], bool]] = {
+    "names": _are_names, "merged": _is_merged, "around": _is_text_or_absent,
+    "self": _is_text_or_absent,
+}  # fmt: skip
 """Members that may be absent."""

@@ -22,6 +22,7 @@ from ckptmap.core.json_text import parse_json
 from ckptmap.errors import CkptmapError, DestinationError, SourceError
 from ckptmap.execution import manifest as manifests
 from ckptmap.formats.detect import look
+from ckptmap.operations.extra_files import CACHES
 from ckptmap.operations.verify import read_manifest
 
 HINT = "--overwrite replaces checkpoints only: remove it yourself, or choose another destination"
@@ -37,8 +38,6 @@ COMPANION = re.compile(
 )
 """Matches the names of files that transformers, its Trainer, verl and torch keep beside weights. A
 user is unlikely to give such a name to another file."""
-CACHES = (".cache", "__pycache__", ".ipynb_checkpoints")
-"""Names of directories that programs create for themselves; .cache is that of huggingface_hub."""
 SHOWN = 3
 
 

@@ -6,6 +6,8 @@ that became NaN or infinite.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -15,13 +17,18 @@ from ckptmap.core.formatting import counted
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import CkptmapError, DestinationError, RunError
 from ckptmap.execution import manifest as manifests
+from ckptmap.execution.bytes_around import digest_around
 from ckptmap.execution.written_slots import Executed
+from ckptmap.operations.check_digests import NO_DIGESTS, sha256_of
 from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.overwrite import manifest_at
-from ckptmap.operations.verify import NO_DIGESTS, sha256_of, verify
+from ckptmap.operations.verify import verify
 from ckptmap.planning.options import RunOptions
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.report import SAMPLE_NUMEL
+from ckptmap.storage.crc32 import crc32
+from ckptmap.storage.direct_io import OutputFile
+from ckptmap.storage.files import Files
 from ckptmap.storage.own_files import write_new
 from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.storage.sync import sync_tree
@@ -40,7 +47,7 @@ def is_complete(plan: Plan, dst: Path, how: RunOptions) -> bool:
     if manifest is None or manifest.get("plan") != plan.digest:
         return False
     verified = verify(dst)
-    if not verified.ok or NO_DIGESTS in verified.checks:
+    if not verified.intact or NO_DIGESTS in verified.checks:
         return False
     if how.digest == "sha256" and not all("sha256" in file for file in manifest["files"].values()):
         return False
@@ -64,6 +71,8 @@ def prove_output(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict
             with open(written) as ckpt:
                 problems = check_structure(ckpt, manifest)
                 errors, losses = ({}, []) if problems else _measure(plan, ckpt)
+                find_spans = ckpt.index.manifest_spans if plan.one_file else None
+                spans = () if find_spans is None else find_spans()
         except CkptmapError as error:
             problems = [str(error)]
     if problems:
@@ -79,7 +88,27 @@ def prove_output(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict
             f"{losses[0]}{more}",
             "nothing was published; leave it as it is with --no-encode, or choose another encoding",
         )
+    if spans:
+        _state_around(plan, written, spans)
     return errors
+
+
+def _state_around(plan: Plan, written: Path, spans: Sequence[tuple[int, int]]) -> None:
+    """Write the digest of the bytes around the tensors into the manifest inside a one-file output.
+
+    `spans` are those of `Index.manifest_spans`. Raises RunError CKM306.
+    """
+    slots, nbytes = plan.files[0].slots, written.stat().st_size
+    offsets = [*slots.offsets, *(offset for offset, _ in spans)]
+    sizes = [*slots.sizes, *(size for _, size in spans)]
+    with closing(Files(max_open=1)) as files:
+        digest = digest_around(files, str(written), nbytes, offsets, sizes)
+        data = memoryview(manifests.with_around(files.read(str(written), *spans[0]), digest))
+    end = sum(spans[0]) - manifests.END_NBYTES
+    with closing(OutputFile(written, nbytes, direct=False)) as output:
+        output.write_at(end, data[-manifests.END_NBYTES :])
+        for offset, width in spans[1:]:
+            output.write_at(offset, memoryview(crc32(data).to_bytes(width, "little")))
 
 
 def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict[str, object]:
@@ -90,7 +119,7 @@ def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) ->
             (out_dir / name).parent.mkdir(exist_ok=True)
             write_new(out_dir / name, carried.pieces())
         sha256 = {name: sha256_of(out_dir / name) for name in names} if digest == "sha256" else {}
-        manifest = manifests.build(plan, done, sha256)
+        manifest = manifests.build(plan, done, sha256, _around(plan, out_dir))
         write_new(out_dir / manifests.NAME, [manifests.emit(manifest)])
     except DestinationError:
         raise
@@ -102,6 +131,17 @@ def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) ->
         )
         raise or_resource_error(error, failed) from error
     return manifest
+
+
+def _around(plan: Plan, out_dir: Path) -> dict[str, str]:
+    """Return the digest of the bytes around the tensors of each file, read from what was written."""
+    digests = {}
+    with closing(Files(max_open=1)) as files:
+        for file in plan.files:
+            path, nbytes = str(out_dir / file.out.name), file.out.nbytes
+            offsets, sizes = file.slots.offsets, file.slots.sizes
+            digests[file.out.name] = digest_around(files, path, nbytes, offsets, sizes)
+    return digests
 
 
 def _measure(plan: Plan, ckpt: Checkpoint) -> tuple[dict[str, float], list[str]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,13 +25,13 @@ from ckptmap.core.printable import as_lines
 from ckptmap.core.state_paths import differing, role_and_fqn
 from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.execution import manifest as manifests
-from ckptmap.operations.check_structure import check_structure, chunks_of, nbytes_of
+from ckptmap.operations.check_digests import check_digests
+from ckptmap.operations.check_structure import check_structure, chunks_of
+from ckptmap.operations.extra_files import extra_files
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity, writes_keeping_codes
 from ckptmap.planning.restored_scales import restored
 from ckptmap.protocols import Write
-from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.box_reader import row_major_boxes
-from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.process_guards import one_torch_thread
@@ -42,8 +41,6 @@ from ckptmap.tensors import Box
 if TYPE_CHECKING:
     import torch
 
-READ_NBYTES = 4 << 20
-NO_DIGESTS = "no digests, since it was written with --digest none"
 SHOWN = 20
 """Problems that the text lists."""
 FEED_NUMEL = 1 << 19
@@ -60,10 +57,17 @@ class VerifyReport:
     problems: tuple[str, ...]
     errors: Mapping[str, float] = field(default_factory=dict)
     """Lossy tensors, by FQN: rms of the difference from the source over rms of the source."""
+    extra: tuple[str, ...] = ()
+    """Files and directories that do not belong to the output. Each is one of the problems, too."""
 
     @property
     def ok(self) -> bool:
         return not self.problems
+
+    @property
+    def intact(self) -> bool:
+        """Return whether all that was written is as it should be; other files may lie beside."""
+        return len(self.problems) == len(self.extra)
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -115,10 +119,10 @@ def verify(
     with ckpt, origins_in_errors(ckpt.files.mounts):
         document = read_manifest(ckpt)
         problems = check_structure(ckpt, document)
-        digests = all(chunk[5] for _, chunk in chunks_of(document))
+        checks = ["structure"]
         if not problems:
-            problems = list(_digest_problems(ckpt, document, threads, digests))
-        checks = ["structure", "digests" if digests else NO_DIGESTS]
+            taken, problems = check_digests(ckpt, document, threads)
+            checks += taken
         errors: dict[str, float] = {}
         if against is not None:
             opened = against if isinstance(against, Checkpoint) else open(against)
@@ -126,10 +130,14 @@ def verify(
                 shown, wrong, errors = _compared(ckpt, opened, document, adapter, base)
             problems += wrong
             checks.append(f"values against {shown}")
+        root = Path(ckpt.path)
+        extra = tuple(extra_files(root, document)) if root.is_dir() else ()
+        problems += [f"{name}: does not belong to the output: move it elsewhere" for name in extra]
         nbytes = sum(chunk[2] for _, chunk in chunks_of(document))
         return VerifyReport(
-            ckpt.shown, len(document["tensors"]), nbytes, tuple(checks), tuple(problems), errors
-        )
+            ckpt.shown, len(document["tensors"]), nbytes, tuple(checks), tuple(problems), errors,
+            extra,
+        )  # fmt: skip
 
 
 def _compared(
@@ -169,53 +177,6 @@ def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
             "compare two checkpoints with `ckptmap diff A B --values`",
         )
     return manifests.parse(data, ckpt.path)
-
-
-# --------------------------------------------------------------------------------- digests
-
-
-def _digest_problems(
-    ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None, digests: bool
-) -> Iterator[str]:
-    base = Path(ckpt.path)
-
-    def check(item: tuple[str, Sequence[Any]]) -> str | None:
-        key, (name, offset, nbytes, _, _, expected) = item
-        file = str(base / name) if base.is_dir() else ckpt.path
-        digest = _digest(ckpt.files, file, offset, nbytes)
-        if digest == expected:
-            return None
-        return f"{key}: xxh3 {digest} at byte {offset} of {name}, expected {expected}"
-
-    chunks = chunks_of(document) if digests else ()
-    ordered = sorted(chunks, key=lambda item: (item[1][0], item[1][1]))
-    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
-        yield from (problem for problem in pool.map(check, ordered, chunksize=64) if problem)
-    for name, entry in document["carried"].items():
-        file = base / name
-        if nbytes_of(file) != entry["nbytes"] or _digest(ckpt.files, str(file), 0, entry["nbytes"]) != entry["xxh3"]:  # fmt: skip
-            yield f"{name}: is not the file that was carried over"
-    for name, entry in document["files"].items():
-        if "sha256" in entry and sha256_of(base / name, ckpt.files.mounts) != entry["sha256"]:
-            yield f"{name}: sha256 differs from the manifest"
-
-
-def _digest(files: Files, file: str, offset: int, nbytes: int) -> str:
-    import xxhash
-
-    digest = xxhash.xxh3_64()
-    for at in range(0, nbytes, READ_NBYTES):
-        digest.update(files.read(file, offset + at, min(READ_NBYTES, nbytes - at)))
-    return digest.hexdigest()
-
-
-def sha256_of(file: Path, mounts: Mounts | None = None) -> str:
-    """Return the SHA-256 of a file; of one in `mounts`, that of its verified local copy."""
-    import hashlib
-
-    mounts = Mounts() if mounts is None else mounts
-    with mounts.local_copy(file).open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 # --------------------------------------------------------------------------------- values

@@ -28,10 +28,10 @@ from ckptmap.errors import DestinationError
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.ranks import Ranks
 from ckptmap.execution.written_slots import Executed
+from ckptmap.operations.check_digests import sha256_of
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.operations.progress_lines import progress_lines
 from ckptmap.operations.prove import is_complete, prove_output
-from ckptmap.operations.verify import sha256_of
 from ckptmap.planning.options import RunOptions
 from ckptmap.planning.plan import Plan
 from ckptmap.storage.destination import check_overlap, named_place

@@ -227,6 +227,8 @@ class Index:
     world            how many ranks wrote it, where the container tells; else 1
     manifest         returns the manifest that lies inside the container itself, for formats of one
                      file: it is as large as the header, and few ask for it
+    manifest_spans   returns (offset, nbytes) of the parts of the file that no digest in such a
+                     manifest can cover: its own bytes, in one span that comes first, and its CRC-32s
     notes            what a reader should be told: stale files left aside, repaired metadata
     sidecar_dir      the directory whose config and tokenizer belong to the weights; None: the
                      directory of the weights
@@ -246,6 +248,7 @@ class Index:
     world: int = 1
     notes: tuple[str, ...] = ()
     manifest: Callable[[], bytes] | None = None
+    manifest_spans: Callable[[], Sequence[tuple[int, int]]] | None = None
     sidecar_dir: str | None = None
     units: Mapping[Path, Sequence[str]] = field(default_factory=dict)
     unread_files: tuple[str, ...] = ()

@@ -82,13 +82,14 @@ class TorchZip:
             )
             if leaves is None:
                 leaves = flatten(parse(members, data), file, len(data))
-        manifest = None
+        manifest = manifest_spans = None
         if MANIFEST in members:
             members.check(MANIFEST)
             manifest = partial(members.read, MANIFEST, check=True)
+            manifest_spans = partial(members.spans, MANIFEST)
         return Index(
-            self.name, leaves, (file,), _read_records(members), manifest=manifest, keeps_order=in_saved_order,
-            notes=_notes(members),
+            self.name, leaves, (file,), _read_records(members), manifest=manifest,
+            manifest_spans=manifest_spans, keeps_order=in_saved_order, notes=_notes(members),
         )  # fmt: skip
 
 

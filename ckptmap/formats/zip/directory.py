@@ -23,6 +23,11 @@ ENCRYPTED = 0x2041
 
 LOCAL = struct.Struct("<4s2x2H16x2H")
 _CENTRAL = struct.Struct("<4s4x2H4x3I3H8xI")
+DESCRIPTOR = b"PK\7\x08"
+"""The first bytes of a data descriptor. The CRC-32 of the member follows."""
+CRC_NBYTES = 4
+_CRC_AT = 16
+"""The byte of a directory entry at which the CRC-32 of the member begins."""
 
 
 class ZipEntry(NamedTuple):
@@ -99,6 +104,19 @@ def parse_directory(file: str, raw: bytes, count: int, end: int) -> tuple[str, E
         raise bad(file, "is an empty zip archive")
     root = _check_names(file, members.names)
     return root, _entries(file, members, len(root) + 1, end)
+
+
+def crc32_at(raw: bytes, name: bytes) -> int:
+    """Return where the CRC-32 of a member of this full name begins in the directory `raw`; -1 if
+    the directory has no such entry."""
+    at = raw.rfind(name)
+    while at >= 0:
+        entry = at - _CENTRAL.size
+        is_entry = entry >= 0 and raw.startswith(b"PK\1\2", entry)
+        if is_entry and _CENTRAL.unpack_from(raw, entry)[6] == len(name):
+            return entry + _CRC_AT
+        at = raw.rfind(name, 0, at)
+    return -1
 
 
 class _Members(NamedTuple):

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from ckptmap.errors import SourceError
 from ckptmap.formats.zip.directory import (
+    CRC_NBYTES,
+    DESCRIPTOR,
     ENCRYPTED,
     LOCAL,
     U16,
@@ -22,6 +24,7 @@ from ckptmap.formats.zip.directory import (
     Entries,
     ZipEntry,
     bad,
+    crc32_at,
     parse_directory,
     truncated,
 )
@@ -233,6 +236,22 @@ class Records:
         for at in range(start, end, BLOCK_NBYTES):
             crc = crc32(self._window.read(at, min(BLOCK_NBYTES, end - at)), crc)
         self._compare(record, crc)
+
+    def spans(self, name: str) -> list[tuple[int, int]]:
+        """Return (offset, nbytes) in the file of the data of a member, and of each CRC-32 of it.
+
+        The CRC-32s are those of the data descriptor, if there is one, and of the directory.
+        Raise SourceError CKM105."""
+        record = self[name]
+        spans = [(record.offset, record.nbytes)]
+        end = record.offset - self.base + record.nbytes
+        if self._window.read(end, len(DESCRIPTOR)) == DESCRIPTOR:
+            spans.append((self.base + end + len(DESCRIPTOR), CRC_NBYTES))
+        _, nbytes, directory = _find_directory(self._window)
+        at = crc32_at(self._window.read(directory, nbytes), self._root + name.encode())
+        if at < 0:
+            raise bad(self.file, f"{name}: is not in the directory")
+        return [*spans, (self.base + directory + at, CRC_NBYTES)]
 
     def _compare(self, record: Record, crc: int) -> None:
         if record.crc32 is not None and crc != record.crc32:

@@ -1,0 +1,137 @@
+"""Compare the bytes of an output with the digests in its manifest: all of them, or a file's headers.
+
+Each chunk of a tensor has a digest, and so have the bytes of each file around the chunks: headers,
+zip directories, padding. A carried file has one of all its bytes. The manifest itself has one, which
+is compared when it is parsed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.execution import manifest as manifests
+from ckptmap.execution.bytes_around import digest_around
+from ckptmap.operations.check_structure import chunks_of, nbytes_of
+from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.crc32 import crc32
+from ckptmap.storage.files import Files
+
+READ_NBYTES = 4 << 20
+DIGESTS = "digests"
+NO_DIGESTS = "no digests, since it was written with --digest none"
+AROUND = "bytes around tensors"
+NO_AROUND = "no digest of the bytes around tensors, since an older release wrote it"
+
+
+def check_digests(
+    ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None
+) -> tuple[list[str], list[str]]:
+    """Return the checks that the manifest allows, and the problems: bytes of another digest."""
+    has_digests = all(chunk[5] for _, chunk in chunks_of(document))
+    has_around = _around(document) is not None
+    problems = list(_chunk_problems(ckpt, document, threads)) if has_digests else []
+    if has_around:
+        problems += _around_problems(ckpt, document)
+    problems += _file_problems(ckpt, document)
+    return [DIGESTS if has_digests else NO_DIGESTS, AROUND if has_around else NO_AROUND], problems
+
+
+def _chunk_problems(
+    ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None
+) -> Iterator[str]:
+    base = Path(ckpt.path)
+
+    def check(item: tuple[str, Sequence[Any]]) -> str | None:
+        key, (name, offset, nbytes, _, _, expected) = item
+        file = str(base / name) if base.is_dir() else ckpt.path
+        digest = _digest(ckpt.files, file, offset, nbytes)
+        if digest == expected:
+            return None
+        return f"{key}: xxh3 {digest} at byte {offset} of {name}, expected {expected}"
+
+    ordered = sorted(chunks_of(document), key=lambda item: (item[1][0], item[1][1]))
+    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
+        yield from (problem for problem in pool.map(check, ordered, chunksize=64) if problem)
+
+
+def _around(document: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return the digest of the bytes around tensors by file, "" for a one-file output; None where
+    the manifest has none."""
+    files = {name: entry.get(manifests.AROUND) for name, entry in document["files"].items()}
+    stated = files or {"": document.get(manifests.AROUND)}
+    if any(digest in (None, manifests.NOT_TAKEN) for digest in stated.values()):
+        return None
+    return stated
+
+
+def _around_problems(ckpt: Checkpoint, document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem for each file whose bytes outside the chunks differ from what was written."""
+    base = Path(ckpt.path)
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for _, (name, offset, nbytes, *_) in chunks_of(document):
+        spans.setdefault(name if base.is_dir() else "", []).append((offset, nbytes))
+    if not base.is_dir() and ckpt.index.manifest_spans is not None:
+        inside = ckpt.index.manifest_spans()
+        spans.setdefault("", []).extend(inside)
+        yield from _crc_problems(ckpt, inside)
+    for name, expected in (_around(document) or {}).items():
+        file = base / name if name else base
+        held = spans.get(name, ())
+        offsets, sizes = [span[0] for span in held], [span[1] for span in held]
+        digest = digest_around(ckpt.files, str(file), nbytes_of(file), offsets, sizes)
+        if digest != expected:
+            yield (
+                f"{name or ckpt.shown}: xxh3 {digest} of the bytes around its tensors,"
+                f" expected {expected}"
+            )
+
+
+def _crc_problems(ckpt: Checkpoint, spans: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Yield a problem for each CRC-32 of the manifest inside a one-file output that is not its own.
+
+    The first of the spans is the manifest, the others are its CRC-32s.
+    """
+    expected = crc32(ckpt.files.read(ckpt.path, *spans[0]))
+    for offset, nbytes in spans[1:]:
+        stored = int.from_bytes(ckpt.files.read(ckpt.path, offset, nbytes), "little")
+        if stored != expected:
+            yield (
+                f"{ckpt.shown}: CRC-32 {stored:08x} of the manifest at byte {offset},"
+                f" expected {expected:08x}"
+            )
+
+
+def _file_problems(ckpt: Checkpoint, document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem for each file that is not the one that was carried over, or of another
+    sha256."""
+    base = Path(ckpt.path)
+    for name, entry in document["carried"].items():
+        file, nbytes = base / name, entry["nbytes"]
+        if nbytes_of(file) != nbytes or _digest(ckpt.files, str(file), 0, nbytes) != entry["xxh3"]:
+            yield f"{name}: is not the file that was carried over"
+    for name, entry in document["files"].items():
+        if "sha256" in entry and sha256_of(base / name, ckpt.files.mounts) != entry["sha256"]:
+            yield f"{name}: sha256 differs from the manifest"
+
+
+def _digest(files: Files, file: str, offset: int, nbytes: int) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    for at in range(0, nbytes, READ_NBYTES):
+        digest.update(files.read(file, offset + at, min(READ_NBYTES, nbytes - at)))
+    return digest.hexdigest()
+
+
+def sha256_of(file: Path, mounts: Mounts | None = None) -> str:
+    """Return the SHA-256 of a file; of one in `mounts`, that of its verified local copy."""
+    import hashlib
+
+    mounts = Mounts() if mounts is None else mounts
+    with mounts.local_copy(file).open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
