@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +33,31 @@ def check_digests(
     ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None
 ) -> tuple[list[str], list[str]]:
     """Return the checks that the manifest allows, and the problems: bytes of another digest."""
+    with closing(Files(mounts=ckpt.files.mounts)) as files:  # compares no checksum of the source
+        return _check_with(files, ckpt, document, threads)
+
+
+def _check_with(
+    files: Files, ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None
+) -> tuple[list[str], list[str]]:
     has_digests = all(chunk[5] for _, chunk in chunks_of(document))
     has_around = _around(document) is not None
-    problems = list(_chunk_problems(ckpt, document, threads)) if has_digests else []
+    problems = list(_chunk_problems(files, ckpt, document, threads)) if has_digests else []
     if has_around:
-        problems += _around_problems(ckpt, document)
-    problems += _file_problems(ckpt, document)
+        problems += _around_problems(files, ckpt, document)
+    problems += _file_problems(files, ckpt, document)
     return [DIGESTS if has_digests else NO_DIGESTS, AROUND if has_around else NO_AROUND], problems
 
 
 def _chunk_problems(
-    ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None
+    files: Files, ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None
 ) -> Iterator[str]:
     base = Path(ckpt.path)
 
     def check(item: tuple[str, Sequence[Any]]) -> str | None:
         key, (name, offset, nbytes, _, _, expected) = item
         file = str(base / name) if base.is_dir() else ckpt.path
-        digest = _digest(ckpt.files, file, offset, nbytes)
+        digest = _digest(files, file, offset, nbytes)
         if digest == expected:
             return None
         return f"{key}: xxh3 {digest} at byte {offset} of {name}, expected {expected}"
@@ -69,7 +77,7 @@ def _around(document: Mapping[str, Any]) -> dict[str, str] | None:
     return stated
 
 
-def _around_problems(ckpt: Checkpoint, document: Mapping[str, Any]) -> Iterator[str]:
+def _around_problems(files: Files, ckpt: Checkpoint, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a problem for each file whose bytes outside the chunks differ from what was written."""
     base = Path(ckpt.path)
     spans: dict[str, list[tuple[int, int]]] = {}
@@ -78,12 +86,12 @@ def _around_problems(ckpt: Checkpoint, document: Mapping[str, Any]) -> Iterator[
     if not base.is_dir() and ckpt.index.manifest_spans is not None:
         inside = ckpt.index.manifest_spans()
         spans.setdefault("", []).extend(inside)
-        yield from _crc_problems(ckpt, inside)
+        yield from _crc_problems(files, ckpt, inside)
     for name, expected in (_around(document) or {}).items():
         file = base / name if name else base
         held = spans.get(name, ())
         offsets, sizes = [span[0] for span in held], [span[1] for span in held]
-        digest = digest_around(ckpt.files, str(file), nbytes_of(file), offsets, sizes)
+        digest = digest_around(files, str(file), nbytes_of(file), offsets, sizes)
         if digest != expected:
             yield (
                 f"{name or ckpt.shown}: xxh3 {digest} of the bytes around its tensors,"
@@ -91,14 +99,16 @@ def _around_problems(ckpt: Checkpoint, document: Mapping[str, Any]) -> Iterator[
             )
 
 
-def _crc_problems(ckpt: Checkpoint, spans: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _crc_problems(
+    files: Files, ckpt: Checkpoint, spans: Sequence[tuple[int, int]]
+) -> Iterator[str]:
     """Yield a problem for each CRC-32 of the manifest inside a one-file output that is not its own.
 
     The first of the spans is the manifest, the others are its CRC-32s.
     """
-    expected = crc32(ckpt.files.read(ckpt.path, *spans[0]))
+    expected = crc32(files.read(ckpt.path, *spans[0]))
     for offset, nbytes in spans[1:]:
-        stored = int.from_bytes(ckpt.files.read(ckpt.path, offset, nbytes), "little")
+        stored = int.from_bytes(files.read(ckpt.path, offset, nbytes), "little")
         if stored != expected:
             yield (
                 f"{ckpt.shown}: CRC-32 {stored:08x} of the manifest at byte {offset},"
@@ -106,13 +116,13 @@ def _crc_problems(ckpt: Checkpoint, spans: Sequence[tuple[int, int]]) -> Iterato
             )
 
 
-def _file_problems(ckpt: Checkpoint, document: Mapping[str, Any]) -> Iterator[str]:
+def _file_problems(files: Files, ckpt: Checkpoint, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a problem for each file that is not the one that was carried over, or of another
     sha256."""
     base = Path(ckpt.path)
     for name, entry in document["carried"].items():
         file, nbytes = base / name, entry["nbytes"]
-        if nbytes_of(file) != nbytes or _digest(ckpt.files, str(file), 0, nbytes) != entry["xxh3"]:
+        if nbytes_of(file) != nbytes or _digest(files, str(file), 0, nbytes) != entry["xxh3"]:
             yield f"{name}: is not the file that was carried over"
     for name, entry in document["files"].items():
         if "sha256" in entry and sha256_of(base / name, ckpt.files.mounts) != entry["sha256"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
@@ -17,12 +18,14 @@ from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.core.formatting import counted
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.execution import manifest
+from ckptmap.execution.bytes_around import digest_around
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.model.tensor_reader import as_bytes, is_as_it_lies
 from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.protocols import OutFile, OutState
 from ckptmap.storage.crc32 import crc32
+from ckptmap.storage.files import Files
 from ckptmap.storage.own_files import open_plain, write_new
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.publish_by_marker import is_pending
@@ -174,7 +177,8 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile]) -> None:
     """Write the manifest, then open the directory and check that every tensor is where it was put."""
-    document = _document(layout, {one.name: one.digests for one in written})
+    around = _around(layout, out_dir)
+    document = _document(layout, {one.name: one.digests for one in written}, around)
     write_new(out_dir / manifest.NAME, [manifest.emit(document)])
     with open_checkpoint(out_dir) as ckpt:
         problems = check_structure(ckpt, manifest.parse(manifest.emit(document), str(out_dir)))
@@ -186,7 +190,20 @@ def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile
         )
 
 
-def _document(layout: FileLayout, digests: Mapping[str, Sequence[str]]) -> dict[str, object]:
+def _around(layout: FileLayout, out_dir: FilePath) -> dict[str, str]:
+    """Return the digest of the bytes around the tensors of each file, read from what was written."""
+    digests = {}
+    with closing(Files(max_open=1)) as files:
+        for file in layout.files:
+            offsets, sizes = [s.offset for s in file.slots], [s.nbytes for s in file.slots]
+            path = str(out_dir / file.name)
+            digests[file.name] = digest_around(files, path, file.nbytes, offsets, sizes)
+    return digests
+
+
+def _document(
+    layout: FileLayout, digests: Mapping[str, Sequence[str]], around: Mapping[str, str]
+) -> dict[str, object]:
     """Return the manifest, as of a conversion whose source is a live run."""
     tensors: dict[str, dict[str, object]] = {}
     chunks: dict[str, list[tuple[object, ...]]] = {}
@@ -204,7 +221,10 @@ def _document(layout: FileLayout, digests: Mapping[str, Sequence[str]]) -> dict[
         "container": WRITER,
         "world_size": layout.state.world_size,
         "source": {"container": "live", "setup": "live"},
-        "files": {file.name: {"nbytes": file.nbytes} for file in layout.files},
+        "files": {
+            file.name: {"nbytes": file.nbytes, manifest.AROUND: around[file.name]}
+            for file in layout.files
+        },
         "carried": {},
         "tensors": tensors,
         "logical": {},
