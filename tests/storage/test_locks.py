@@ -55,6 +55,7 @@ def content(**change: object) -> bytes:
         content(token=3),
         content(host=None),
     ],
+    ids=map(str, range(16)),  # contents hold the number of this process: workers must agree
 )
 def test_a_lock_that_cannot_be_parsed_is_told(
     path: Path, text: bytes, monkeypatch: pytest.MonkeyPatch
