@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def begin(ckpt: Checkpoint, check: str) -> None:
     sums.is_on = check != "none"
     if sums.is_on and ckpt.index.manifest is None:  # inside a zip, each member has a CRC-32
         _state_manifest(ckpt)
+
+
+@contextmanager
+def compared(ckpt: Checkpoint, check: str) -> Iterator[None]:
+    """Compare what is read in the block, as `begin` does; afterwards every read compares again."""
+    begin(ckpt, check)
+    try:
+        yield
+    finally:
+        ckpt.files.sums.is_on = True
 
 
 def _state_manifest(ckpt: Checkpoint) -> None:

@@ -82,8 +82,7 @@ def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks)
     if workspace.is_published():
         workspace.clear()
         return _report(plan, workspace, started, plan.nbytes_out, {})
-    with workspace:
-        check_source.begin(plan.ckpt, workspace.how.check_source)
+    with workspace, check_source.compared(plan.ckpt, workspace.how.check_source):
         done = execute(
             plan.files, plan.encodes, plan.compares, plan.ckpt.files,
             workspace.out_dir, workspace.journal, workspace.how,

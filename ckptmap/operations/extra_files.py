@@ -19,7 +19,7 @@ CACHES = (".cache", "__pycache__", ".ipynb_checkpoints")
 """Names of directories that programs create for themselves; .cache is that of huggingface_hub."""
 BESIDE = re.compile(
     r"README(\.md)?|LICENSE.*|NOTICE.*|USE_POLICY.*|\.git(attributes|ignore)|\.DS_Store"
-    r"|tokenizer(_config)?\.(json|model)|special_tokens_map\.json|added_tokens\.json"
+    r"|\.nfs\w+|tokenizer(_config)?\.(json|model)|special_tokens_map\.json|added_tokens\.json"
     r"|vocab\.(json|txt)|merges\.txt|spiece\.model|sentencepiece\.[\w.]*model|chat_template\.\w+"
 )
 """Matches the names of files that may lie beside the weights: texts for people, settings of git, the

@@ -24,7 +24,7 @@ from typing import Self
 from ckptmap.core import requirements
 from ckptmap.core.json_text import parse_json
 from ckptmap.core.quantized_codes import CoarseScales
-from ckptmap.errors import DestinationError
+from ckptmap.errors import CkptmapError, DestinationError
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.ranks import Ranks
 from ckptmap.execution.written_slots import Executed
@@ -90,7 +90,7 @@ class Workspace:
         with ExitStack() as held:
             if self.ranks.rank == 0:
                 self._work = held.enter_context(self._open())
-                held.push(self._discard_if_coarse)
+                held.push(self._discard_if_wrong)
                 self._work.refuse_strangers(self._files)
             self.out_dir, self.journal = self._share()
             held.enter_context(self.journal)
@@ -114,14 +114,20 @@ class Workspace:
             nbytes=plan.nbytes_out,
         )  # fmt: skip
 
-    def _discard_if_coarse(
+    def _discard_if_wrong(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove what was written where scales proved too coarse: another plan takes its place."""
-        if isinstance(error, CoarseScales) and self._work is not None:
+        """Remove what was written, where no later run may keep it.
+
+        Scales proved too coarse: another plan takes its place. Or bytes of the source were damaged,
+        perhaps those of units that the journal has already: a good copy of the source would not
+        mend them. Another rank's error has the code only.
+        """
+        damaged = isinstance(error, CkptmapError) and error.code == "CKM105"
+        if (damaged or isinstance(error, CoarseScales)) and self._work is not None:
             self._work.discard()
 
     def _share(self) -> tuple[Path, Journal]:

@@ -14,7 +14,9 @@ An object store would be one more class here.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -75,6 +77,17 @@ class FileSystem(Protocol):
         """Remove what the file system keeps on the local disk."""
 
 
+def require_regular(file: str | Path) -> None:
+    """Raise OSError for a FIFO, device or socket: opening one may wait for ever. A missing file and
+    a directory are left to whoever opens them."""
+    try:
+        mode = os.stat(file).st_mode
+    except OSError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "is no regular file", str(file))
+
+
 class Mounts:
     """The file systems that are mounted, by directory. False where none is.
 
@@ -121,10 +134,12 @@ class Mounts:
     def local_copy(self, file: str | Path) -> Path:
         """Return a local path from which all bytes of a file can be read: its own, or a copy's.
 
-        Raise RunError where the copy cannot be fetched.
+        Raise RunError where the copy cannot be fetched, OSError where it is no regular file: who
+        opens a FIFO waits for its writer.
         """
         mounted = self.placeholder_of(str(file))
         if mounted is None:
+            require_regular(file)
             return Path(file)
         return Path(mounted.held(str(file)) or mounted.fetch(str(file)))
 
@@ -137,6 +152,7 @@ class Mounts:
         copy = file if mounted is None else mounted.held(str(file))
         if mounted is None or copy is not None:
             assert copy is not None
+            require_regular(copy)
             with Path(copy).open("rb") as stream:
                 return stream.read(nbytes)
         first = bytearray(min(nbytes, Fingerprint.of(str(file), self).nbytes))

@@ -23,11 +23,13 @@ class DamagedRecord(SourceError):
 
     @classmethod
     def at(cls, file: str, record: StatedSum, got: Sum) -> DamagedRecord:
+        stated = f"{_kind(record.sum)} {_shown(record.sum)}, got {_shown(got)}"
+        problem = "are damaged" if isinstance(record.sum, int) else "are not what ckptmap wrote"
         error = cls(
             "CKM105",
-            f"{file}: bytes {record.offset} to {record.offset + record.nbytes} are damaged: "
-            f"expected {_kind(record.sum)} {_shown(record.sum)}, got {_shown(got)}",
-            AGAIN if isinstance(record.sum, int) else f"{AGAIN}; {OTHERS}",
+            f"{file}: bytes {record.offset} to {record.offset + record.nbytes} {problem}: "
+            f"expected {stated}",
+            AGAIN if isinstance(record.sum, int) else f"{OTHERS}; else {AGAIN}",
         )
         error.file, error.record = file, record
         return error
@@ -50,7 +52,7 @@ class DamagedRecord(SourceError):
 
 
 FEW = 64
-"""Up to this many new records are inserted one by one."""
+"""Up to this many new records, or this share of those that are known, are inserted one by one."""
 
 
 @dataclass(slots=True)
@@ -102,7 +104,7 @@ class FileRecords:
         if not fresh:
             return
         self._taken += len(fresh)
-        if len(fresh) <= FEW:  # readers locate one tensor after the other, between reads
+        if len(fresh) <= max(FEW, len(self._records) // FEW):  # located between reads
             for record in fresh:
                 self._insert(record)
             return

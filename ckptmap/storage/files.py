@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from ckptmap.errors import RunError, SourceError
-from ckptmap.protocols.file_systems import FileSystem, Fingerprint, Mounts
+from ckptmap.protocols.file_systems import FileSystem, Fingerprint, Mounts, require_regular
 from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.storage.source_sums import SourceSums
 
@@ -109,7 +109,8 @@ class Files:
                     "nothing was made of it; open the checkpoint again, or run the command again",
                 )
             path = self._local(file) if self.mounts else file
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            require_regular(path)
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             failed = SourceError(
                 "CKM101",

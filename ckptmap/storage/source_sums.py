@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptmap.storage.crc32 import crc32
-from ckptmap.storage.file_records import DamagedRecord, FileRecords
+from ckptmap.storage.file_records import DamagedRecord, FileRecords, Progress
 from ckptmap.tensors import StatedSum
 
 Begun: TypeAlias = Mapping[str, Sequence[tuple[int, Sequence[tuple[int, int, int]], int]]]
@@ -32,6 +32,8 @@ GAP = memoryview(bytearray(16 << 10))
 """Bytes between two wanted runs are read into this buffer, and dropped. `saw` knows it."""
 LITTLE_NBYTES = 64 << 10
 """Up to this many missing bytes of a record are always read."""
+MAX_PARTS = 1000
+"""Parts of one record that a rank tells the others of."""
 READ_NBYTES = 4 << 20
 """Bytes that `settle` reads at once."""
 
@@ -207,7 +209,7 @@ class SourceSums:
     def begun(self) -> Begun:
         """Return the records that were read in part, as `absorb` takes them."""
         return {
-            file: [(offset, p.parts, p.loose) for offset, p in held.begun.items()]
+            file: [_told(offset, progress) for offset, progress in held.begun.items()]
             for file, held in self._files.items()
             if held.begun
         }
@@ -281,6 +283,13 @@ class _Reads:
                     break
                 index += 1
             at = end
+
+
+def _told(offset: int, progress: Progress) -> tuple[int, Sequence[tuple[int, int, int]], int]:
+    """Return what another rank is told of a record; many small parts are only counted."""
+    if len(progress.parts) > MAX_PARTS:
+        return offset, (), progress.nbytes
+    return offset, progress.parts, progress.loose
 
 
 def _is_little(nbytes: int, seen: int) -> bool:

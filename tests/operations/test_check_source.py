@@ -91,7 +91,9 @@ def test_a_flipped_byte_of_an_output_of_ours_is_refused(
     ckptmap.convert(corpus["torch_bf16"].path, source, to)
     for number, (file, record) in enumerate(_written(source)[:FLIPS]):
         bad = flipped(source, tmp_path / f"bad{number}", file, record)
-        with pytest.raises(SourceError, match=r"are damaged: expected (CRC-32|xxh3)"):
+        with pytest.raises(
+            SourceError, match=r"(are damaged|are not what ckptmap wrote): expected (CRC-32|xxh3)"
+        ):
             ckptmap.convert(bad, tmp_path / f"out{number}", "full")
 
 
@@ -215,3 +217,27 @@ def test_ranks_of_a_conversion_put_together_what_each_has_read(tmp_path: Path) -
     assert "are damaged: expected CRC-32" in outputs[0].stdout
     assert (tmp_path / "good").exists()
     assert not (tmp_path / "worse").exists()
+
+
+def test_nothing_of_a_damaged_source_is_kept_for_a_good_copy_of_it(tmp_path: Path) -> None:
+    """The first half of the record is written and journaled before its damage can be known."""
+    fused = torch.arange(1 << 21, dtype=torch.float32)
+    path = tmp_path / "halves.pt"
+    torch.save({"a.weight": fused[: 1 << 20], "b.weight": fused[1 << 20 :]}, path)
+    times, good = path.stat(), path.read_bytes()
+    with ckptmap.open(path) as ckpt:
+        extent = ckpt["a.weight"].parts[""].extent
+        assert extent is not None
+    bad = bytearray(good)
+    bad[extent.offset + 100] ^= 1
+    path.write_bytes(bad)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    for to in ("hf", "fsdp2"):
+        with pytest.raises(SourceError, match="are damaged"):
+            ckptmap.convert(path, tmp_path / to, to, threads=1)
+    path.write_bytes(good)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    for to in ("hf", "fsdp2"):
+        report = ckptmap.convert(path, tmp_path / to, to, threads=1)
+        assert not report.continued_nbytes
+        assert verify(tmp_path / to, path).ok

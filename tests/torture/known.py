@@ -22,14 +22,11 @@ class Open:
         return outcome.result == self.result and re.search(self.pattern, told) is not None
 
 
-LISTING = "before publishing, the listing of out/ is exactly plan + carried + manifest"
 SWEPT = "no lock file is left behind, also by a kill at the last unlink (swept by the next run)"
 CONTRADICTIONS = (
     "contradictions are decoded in silence: every statement that is made twice is compared"
 )
 KNOWN_OPEN: Sequence[Open] = (
-    Open(LISTING, "silent", "^work directory: "),
-    Open("FIFOs are refused, never waited for", "hang", "fifo|link"),
     Open(SWEPT, "left", ""),
     Open("ENOSPC while a lock is released", "internal", "ckptmap-lock'"),
     Open(

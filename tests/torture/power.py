@@ -96,6 +96,8 @@ class Disk:
     files: dict[int, bytearray] = field(default_factory=dict)
     directories: set[int] = field(default_factory=set)
     """Inodes that are folders, though no name in them may be there."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Inode -> the number of the last file or folder that was made with it."""
 
     @classmethod
     def of(cls, place: Path) -> Disk:
@@ -113,6 +115,7 @@ class Disk:
 
     def replay(self, events: Sequence[Event], mode: str, draw: random.Random) -> None:
         """Apply what the mode leaves of the events; the folders of paths are those of the whole run."""
+        events = list(self._told_apart(events))
         running = Disk(
             self.root, self.top, {k: dict(v) for k, v in self.folders.items()}, {}, self.directories
         )
@@ -126,6 +129,14 @@ class Disk:
             if change.syncs or not (sure or _kept(mode, change, number, len(changes), draw)):
                 continue
             self._apply(change, sure or mode != "some of it", draw)
+
+    def _told_apart(self, events: Sequence[Event]) -> Iterator[Event]:
+        """Yield the events with a number of its own for every file that was made: ext4 gives the
+        inode of a file that is gone to the next one."""
+        for count, event in enumerate(events, start=1):
+            if event.call in ("create", "mkdir"):
+                self.numbers[event.inode] = count << 64 | event.inode
+            yield replace(event, inode=self.numbers.get(event.inode, event.inode))
 
     def _apply(self, change: Change, whole: bool, draw: random.Random) -> None:
         if change.names:
@@ -190,7 +201,7 @@ class Disk:
         for marker in place.rglob("publishing"):  # which holds an inode's number
             text = marker.read_text()
             if text.isdigit():
-                marker.write_text(str(inodes.get(int(text), 0)))
+                marker.write_text(str(inodes.get(self.numbers.get(int(text), int(text)), 0)))
 
     def _write(self, at: Path, inode: int) -> Iterator[tuple[int, int]]:
         """Write a file or folder, and yield (inode here, inode of what was written) of all of it."""

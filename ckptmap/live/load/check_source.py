@@ -25,20 +25,21 @@ def finish(checkpoint: Checkpoint, peers: Sequence[ProcessGroup], verify: str) -
     files, sums = checkpoint.files, checkpoint.files.sums
     if not sums.is_on:
         return SourceCheck()
-    checked = 0
+    checked, rank = 0, 0
+    reports: dict[int, tuple[int, Begun]] = {}
     if peers:
         rank, reports = _exchanged(sums.checked_nbytes, sums.begun(), peers)
         if rank != min(reports):
             return SourceCheck()
-        for other, (nbytes, begun) in reports.items():
-            if other != rank:
-                checked += nbytes
-                sums.absorb(begun)
 
     def is_local(file: str) -> bool:
         return files.mounts.file_system_of(file) is None
 
     try:
+        for other, (nbytes, begun) in reports.items():
+            if other != rank:
+                checked += nbytes
+                sums.absorb(begun)
         check = sums.settle(files.read_unchecked, is_local, whole=verify == "full")
     except DamagedRecord as error:
         tensors = ((fqn, stored) for fqn in checkpoint for stored in checkpoint[fqn].beneath)

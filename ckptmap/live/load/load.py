@@ -94,6 +94,7 @@ def load(
             _check(path, model, scheduler, options)
             planned = _plan(path, model, optimizer, scheduler, options, facts, closing)
         verify = "full" if options.exact else options.verify
+        closing.callback(setattr, planned.checkpoint.files.sums, "is_on", True)
         with agreed(peers):
             begin_check(planned.checkpoint, verify)
             planned.run()
