@@ -53,11 +53,7 @@ def settle(
     for _, stored in resumed:
         for _, region, _ in stored.chunks:
             sums.read_again(region.file, region.offset, region.span_nbytes)
-
-    def is_local(file: str) -> bool:
-        return files.mounts.file_system_of(file) is None
-
-    return sums.settle(files.read_unchecked, is_local, whole) + SourceCheck(checked)
+    return files.settle_sums(whole) + SourceCheck(checked)
 
 
 def begin(ckpt: Checkpoint, check: str) -> None:
@@ -84,6 +80,7 @@ def compared(ckpt: Checkpoint, check: str) -> Iterator[None]:
 
 
 def _state_manifest(ckpt: Checkpoint) -> None:
+    """Let the digests of the manifest beside the checkpoint's files count as stated checksums."""
     root, stated = Path(ckpt.path), ckpt.files.mounts.stated
     manifest = root / manifests.NAME
     if not manifest.is_file() or any(Path(file).parent == root for file in stated):
@@ -97,11 +94,10 @@ def _state_manifest(ckpt: Checkpoint) -> None:
             if digest:
                 rows.setdefault(name, []).append(StatedSum(offset, nbytes, digest))
     for name, sums in rows.items():
-        written = document["files"].get(name, {}).get("nbytes")
-        if (
-            written == Fingerprint.of(str(root / name), ckpt.files.mounts).nbytes
-        ):  # else another program wrote it
-            ckpt.files.mounts.state(str(root / name), sums)
+        file, written = str(root / name), document["files"].get(name, {}).get("nbytes")
+        # A file of another size is not the one that the manifest lists: another program wrote it.
+        if Fingerprint.of(file, ckpt.files.mounts).nbytes == written:
+            ckpt.files.mounts.state(file, sums)
 
 
 def source_notes(check: SourceCheck) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from ckptmap.errors import RunError, SourceError
 from ckptmap.protocols.file_systems import FileSystem, Fingerprint, Mounts, require_regular
 from ckptmap.storage.resource_limits import or_resource_error
-from ckptmap.storage.source_sums import SourceSums
+from ckptmap.storage.source_sums import SourceCheck, SourceSums
 
 MAX_OPEN = 2048
 OPEN_SHARE = 0.3
@@ -182,6 +182,11 @@ class Files:
                 f"{file}: ended at byte {offset + done}, expected {offset + wanted}",
                 "the source changed or is truncated; plan again from a complete checkpoint",
             )
+
+    def settle_sums(self, whole: bool = False) -> SourceCheck:
+        """Return what was compared with stated checksums; see `SourceSums.settle`."""
+        mounted = self.mounts.file_system_of
+        return self.sums.settle(self.read_unchecked, lambda file: mounted(file) is None, whole)
 
     def read_each(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
         """Do many reads, each (file, offset, buffer to fill), with a batch of files open at once."""

@@ -22,7 +22,7 @@ def finish(checkpoint: Checkpoint, peers: Sequence[ProcessGroup], verify: str) -
 
     Every rank of `peers` calls it. Raise DamagedRecord (CKM105) on the first rank.
     """
-    files, sums = checkpoint.files, checkpoint.files.sums
+    sums = checkpoint.files.sums
     if not sums.is_on:
         return SourceCheck()
     checked, rank = 0, 0
@@ -31,16 +31,12 @@ def finish(checkpoint: Checkpoint, peers: Sequence[ProcessGroup], verify: str) -
         rank, reports = _exchanged(sums.checked_nbytes, sums.begun(), peers)
         if rank != min(reports):
             return SourceCheck()
-
-    def is_local(file: str) -> bool:
-        return files.mounts.file_system_of(file) is None
-
     try:
         for other, (nbytes, begun) in reports.items():
             if other != rank:
                 checked += nbytes
                 sums.absorb(begun)
-        check = sums.settle(files.read_unchecked, is_local, whole=verify == "full")
+        check = checkpoint.files.settle_sums(whole=verify == "full")
     except DamagedRecord as error:
         tensors = ((fqn, stored) for fqn in checkpoint for stored in checkpoint[fqn].beneath)
         raise error.naming(tensors) from error
