@@ -24,7 +24,7 @@ from typing import Self
 from ckptmap.core import requirements
 from ckptmap.core.json_text import parse_json
 from ckptmap.core.quantized_codes import CoarseScales
-from ckptmap.errors import CkptmapError, DestinationError
+from ckptmap.errors import DestinationError
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.ranks import Ranks
 from ckptmap.execution.written_slots import Executed
@@ -35,6 +35,7 @@ from ckptmap.operations.prove import is_complete, prove_output
 from ckptmap.planning.options import RunOptions
 from ckptmap.planning.plan import Plan
 from ckptmap.storage.destination import check_overlap, named_place
+from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.journal import Journal
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.publish_by_marker import is_pending
@@ -90,10 +91,11 @@ class Workspace:
         with ExitStack() as held:
             if self.ranks.rank == 0:
                 self._work = held.enter_context(self._open())
-                held.push(self._discard_if_wrong)
+                held.push(self._discard_if_coarse)
                 self._work.refuse_strangers(self._files)
             self.out_dir, self.journal = self._share()
             held.enter_context(self.journal)
+            held.push(self._void_if_damaged)
             self._held = held.pop_all()
         return self
 
@@ -114,21 +116,29 @@ class Workspace:
             nbytes=plan.nbytes_out,
         )  # fmt: skip
 
-    def _discard_if_wrong(
+    def _discard_if_coarse(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove what was written, where no later run may keep it.
-
-        Scales proved too coarse: another plan takes its place. Or bytes of the source were damaged,
-        perhaps those of units that the journal has already: a good copy of the source would not
-        mend them. Another rank's error has the code only.
-        """
-        damaged = isinstance(error, CkptmapError) and error.code == "CKM105"
-        if (damaged or isinstance(error, CoarseScales)) and self._work is not None:
+        """Remove what was written where scales proved too coarse: another plan takes its place."""
+        if isinstance(error, CoarseScales) and self._work is not None:
             self._work.discard()
+
+    def _void_if_damaged(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let the next run begin anew where bytes of the source were damaged.
+
+        Units of any rank may have been written from them before that was known, and a good copy of
+        the source, put in the place of the damaged one, would not mend what they wrote.
+        """
+        if isinstance(error, DamagedRecord):
+            self.journal.void()
 
     def _share(self) -> tuple[Path, Journal]:
         """Return the output directory and this rank's journal; rank 0 opens its own first."""

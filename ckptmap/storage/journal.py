@@ -12,6 +12,7 @@ of an earlier run that hung and goes on would write into the files of this run.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -53,6 +54,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, plan_digest: str, rank: int = 0) -> None:
+        self._lead = path
         self.path = path.with_name(f"{path.stem}-{rank}{path.suffix}") if rank else path
         self.entries: dict[str, Sequence[Written]] = {}
         """Unit name -> the slots that an earlier run wrote for it. Their bytes are not verified
@@ -91,6 +93,16 @@ class Journal:
                     data = data[os.write(self._fd, data) :]
                 except OSError as error:
                     raise _failed(self.path, error) from error
+
+    def void(self) -> None:
+        """Let no later run trust an entry of any rank: a journal without its first line has none."""
+        for file in (self._lead, *_of_other_ranks(self._lead)):
+            with contextlib.suppress(OSError, DestinationError):  # rank 0 may have removed it
+                fd = open_plain(file, os.O_WRONLY)
+                try:
+                    os.ftruncate(fd, 0)
+                finally:
+                    os.close(fd)
 
     def close(self) -> None:
         if self._fd >= 0:

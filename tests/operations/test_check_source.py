@@ -241,3 +241,24 @@ def test_nothing_of_a_damaged_source_is_kept_for_a_good_copy_of_it(tmp_path: Pat
         report = ckptmap.convert(path, tmp_path / to, to, threads=1)
         assert not report.continued_nbytes
         assert verify(tmp_path / to, path).ok
+
+
+def test_the_damage_that_one_rank_finds_voids_what_all_have_written(tmp_path: Path) -> None:
+    """The damaged record is read by rank 1 alone; its error reaches rank 0 when that has left."""
+    path, source = tmp_path / "plain.pt", tmp_path / "source"
+    torch.save({f"{i}.weight": torch.randn(1000, 100) for i in range(8)}, path)
+    ckptmap.convert(path, source, "fsdp2", world_size=2)
+    file, record = next(item for item in records(source) if "__1_0" in item[0])
+    times, good = Path(file).stat(), Path(file).read_bytes()
+    bad = bytearray(good)
+    bad[record.offset + 10] ^= 1
+    copy = shutil.copytree(source, tmp_path / "good-source")
+    Path(file).write_bytes(bad)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    outputs = run_ranks("tests.ranks.convert_damaged", 2, [str(copy), str(source), str(tmp_path)])
+    assert "are damaged: expected CRC-32" in outputs[0].stdout + outputs[0].stderr
+    Path(file).write_bytes(good)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    report = ckptmap.convert(source, tmp_path / "worse", "fsdp2", world_size=2)
+    assert not report.continued_nbytes
+    assert verify(tmp_path / "worse", source).ok
