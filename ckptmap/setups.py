@@ -6,7 +6,6 @@ hf        -> setup hf; encodings stay as they are
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from ckptmap import registry
@@ -53,6 +52,8 @@ def names() -> list[str]:
 
 
 def _nearest(name: str) -> str:
+    import difflib
+
     near = difflib.get_close_matches(name, names(), n=1)
     setups = ", ".join(setup.name for setup in registry.setups())
     suffixes = " ".join(f"-{scheme.suffix}" for scheme in registry.schemes() if scheme.suffix)

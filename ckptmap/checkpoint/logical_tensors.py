@@ -90,5 +90,7 @@ class LogicalTensors(Mapping[str, Group]):
     def encodings(self) -> tuple[str, ...]:
         """Return the names of their encodings, in order of first use."""
         groups = self._groups
+        if not groups and self._dense:
+            return (DENSE.name,)  # 100,000 tensors are not looked at for that
         names = (groups[fqn].encoding.name if fqn in groups else DENSE.name for fqn in self)
         return tuple(dict.fromkeys(names))

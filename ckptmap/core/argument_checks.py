@@ -6,7 +6,6 @@ was expected. Some return the value in the form that the library uses.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,8 @@ def known_keywords(given: Iterable[str], known: Sequence[str], call: str) -> Non
     for name in given:
         if name in known:
             continue
+        import difflib
+
         nearest = difflib.get_close_matches(name, known, n=1)
         expected = nearest[0] if nearest else f"one of {', '.join(sorted(known))}"
         raise ArgumentError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.storage.publish_by_marker import PENDING
+from ckptmap.storage.own_files import PENDING
 from ckptmap.storage.resource_limits import or_resource_error
 
 HEAD_NBYTES = 512

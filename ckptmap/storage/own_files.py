@@ -18,6 +18,8 @@ from shlex import quote
 
 from ckptmap.errors import DestinationError
 
+PENDING = ".ckptmap-publishing"
+"""The file in a destination that is being published file by file: see `publish_by_marker`."""
 _KINDS = (
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISFIFO, "a FIFO"),

@@ -26,13 +26,11 @@ from typing import Any
 
 from ckptmap.core.json_text import parse_object
 from ckptmap.errors import DestinationError
-from ckptmap.storage.own_files import create, read_plain, write_new
+from ckptmap.storage.own_files import PENDING, create, read_plain, write_new
 from ckptmap.storage.sync import files_below, sync, sync_directories
 
 MANIFEST = "ckptmap.manifest.json"
 """The manifest's name in a directory: here the marker that the directory is complete."""
-PENDING = ".ckptmap-publishing"
-"""The file in a destination that is being published file by file."""
 REFUSED = (errno.EXDEV, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """What a file system answers that cannot rename."""
 COPIED_NBYTES = 8 << 20

@@ -13,8 +13,8 @@ from pathlib import Path
 from ckptmap.errors import DestinationError
 from ckptmap.storage.locks import Lock
 from ckptmap.storage.locks import sweep as sweep_locks
-from ckptmap.storage.own_files import kind_of, odd_file, read_plain, refusal
-from ckptmap.storage.publish_by_marker import PENDING, REFUSED, is_pending, withdraw
+from ckptmap.storage.own_files import PENDING, kind_of, odd_file, read_plain, refusal
+from ckptmap.storage.publish_by_marker import REFUSED, is_pending, withdraw
 from ckptmap.storage.sync import sync
 
 _DONE = ".done"
