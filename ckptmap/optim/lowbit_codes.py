@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.blockwise.bucketize import FineBucketizer
+from ckptmap.quantization.blockwise.exact_division import divide
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +71,8 @@ def _encode(
     blocks = values.view(-1, block)
     scale.copy_(blocks.abs().amax(1).clamp_(min=LEAST))
     if bucketizer is None:
-        codes.copy_(torch.div(blocks, scale.div_(_LARGEST_FP8).unsqueeze(1)).view(-1))
+        divide(scale, _LARGEST_FP8, out=scale)
+        codes.copy_(torch.div(blocks, scale.unsqueeze(1)).view(-1))
         return
     quotient = torch.div(blocks, scale.unsqueeze(1)).view(-1)
     packs_two = codes.numel() < values.numel()

@@ -25,6 +25,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptmap.quantization.blockwise.exact_division import divide
+
 if TYPE_CHECKING:
     import torch
 
@@ -316,7 +318,7 @@ class ScaleLevels:
         distance = (blocks - centre.float()).abs()
         far, near = distance + half, (distance - half).clamp(min=1e-38)
         least, most = (level / far, level / near) if self.divides else (near / level, far / level)
-        silent = level < self.levels[-1] / 20
+        silent = level < divide(self.levels[-1], 20.0)
         low = least.masked_fill(silent, 0).amax(1)
         span = most.masked_fill(silent, torch.inf).amin(1) - low
         for share in _SHARES:

@@ -2,14 +2,17 @@
 
     rows [r, w] T, absmax [r] T -> scale [r], codes [r, w] i8 or fp8
 
-Each rule is bit-equal to its library's own quantizer on finite values, except that a block of zeros stays
-zero where the library divides 0 by 0. Each rule names its source.
+Each rule is bit-equal to its library's own quantizer on the CPU, for finite values, except that a block of
+zeros stays zero where the library divides 0 by 0. It gives the same bits on every device: see
+`exact_division`. Each rule names its source.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from ckptmap.quantization.blockwise.exact_division import divide
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +51,7 @@ class TorchaoInt8:
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
-        scale = (absmax / 127.5).clamp_(min=_EPS)
+        scale = divide(absmax, 127.5).clamp_(min=_EPS)
         wide = scale.to(torch.float32)
         return scale.to(getattr(torch, self.scale_dtype)), wide.reciprocal()
 
@@ -89,7 +92,7 @@ class TorchaoFloat8:
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
-        scale = absmax / 448.0
+        scale = divide(absmax, 448.0)
         wide = scale.to(torch.float32)
         return scale.to(getattr(torch, self.scale_dtype)), wide.masked_fill(wide == 0, 1.0)
 

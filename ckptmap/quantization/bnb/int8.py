@@ -23,6 +23,7 @@ from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise import block_geometry
+from ckptmap.quantization.blockwise.exact_division import divide
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
@@ -118,7 +119,7 @@ class BnbInt8(ScaledEncoding):
         }
 
     def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return super().scales(info, parts) / 127.0
+        return divide(super().scales(info, parts), 127.0)
 
     def unscaled(self, scales: torch.Tensor) -> torch.Tensor:
         """Return the absmax of each row; infinity, which is refused, where code * absmax would overflow."""
