@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from ckptmap.mapping.derived_tensor import DerivedTensor
-from ckptmap.mapping.detect import SchemeChoice
-from ckptmap.mapping.rules import NamingScheme
+if TYPE_CHECKING:
+    from ckptmap.mapping.derived_tensor import DerivedTensor
+    from ckptmap.mapping.detect import SchemeChoice
+    from ckptmap.mapping.rules import NamingScheme
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ and fingerprint until it is written.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -46,6 +45,8 @@ class Sidecar:
     @classmethod
     def made(cls, content: bytes) -> Sidecar:
         """Return a sidecar with this content, which is made for the output."""
+        import hashlib
+
         return cls(len(content), hashlib.sha256(content).hexdigest(), content)
 
     def read(self) -> bytes:
