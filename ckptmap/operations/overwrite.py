@@ -24,6 +24,8 @@ from ckptmap.execution import manifest as manifests
 from ckptmap.formats.detect import look
 from ckptmap.operations.extra_files import CACHES
 from ckptmap.operations.verify import read_manifest
+from ckptmap.storage.resource_limits import or_resource_error
+from ckptmap.storage.sync import raised
 
 HINT = "--overwrite replaces checkpoints only: remove it yourself, or choose another destination"
 FOREIGN = "--overwrite would delete them: move them elsewhere, or choose another destination"
@@ -53,11 +55,27 @@ def manifest_at(target: Path) -> dict[str, Any] | None:
 
 
 def refuse_stranger(target: Path, written: Collection[str] = ()) -> None:
-    """Raise DestinationError CKM301 if --overwrite would delete more than a checkpoint.
+    """Raise DestinationError CKM301 if --overwrite would delete more than a checkpoint, CKM304 if what
+    it would delete cannot be listed.
 
     `written` are the names of the files of the new output: existing files with these names may be
     replaced.
     """
+    try:
+        _refuse_stranger(target, written)
+    except DestinationError:
+        raise
+    except OSError as error:
+        failed = DestinationError(
+            "CKM304",
+            f"{target}: --overwrite would delete it, but what it holds cannot be listed:"
+            f" {error.strerror} ({error.filename or target})",
+            "correct its permissions or repair the disk, or choose another destination",
+        )
+        raise or_resource_error(error, failed) from error
+
+
+def _refuse_stranger(target: Path, written: Collection[str]) -> None:
     if not target.is_file() and not (target.is_dir() and any(target.iterdir())):
         return
     kind = "directory" if target.is_dir() else "file"
@@ -95,7 +113,7 @@ def _foreign(target: Path, ckpt: Checkpoint, written: Collection[str]) -> Iterat
     own = {*ckpt.index.files, *ckpt.index.file_of.values()}
     own |= {str(root / name) for name in (*_listed(root), *written)}
     beside = ckpt.index.sidecar_dir
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=raised):
         here = Path(folder)
         folders[:] = sorted(name for name in folders if name not in CACHES)
         for name in sorted(names):

@@ -74,6 +74,7 @@ class Lock:
             create(made, [json.dumps(asdict(who)).encode()])
             self.uid = os.lstat(made).st_uid
             """Our user id on this file system: a server may map it to another one."""
+            self._written_at = _written_at(made)
             self._take(made, what)
         finally:
             # Where it fails, the next run sweeps it; the lock must not be lost for that.
@@ -103,13 +104,22 @@ class Lock:
         """Remove the lock file. Where that fails, write into it that it is free: the next run takes
         it then. Raises nothing, because the output is published or another error is on its way."""
         with contextlib.suppress(OSError):
-            content = _content(self.path)
-            if content is None or _parsed(content) != self.owner:
+            if not self._is_ours():
                 return
             try:
                 os.unlink(self.path)
             except OSError:
-                _write_released(self.path, len(content))
+                _write_released(self.path)
+
+    def _is_ours(self) -> bool:
+        """Return whether the lock file is still ours. Raises OSError."""
+        try:
+            content = read_plain(self.path, linked=True, limit=_MAX_NBYTES)
+        except DestinationError:
+            return False
+        except OSError:  # no descriptor is left, for example
+            return _written_at(self.path) == self._written_at
+        return content is not None and _parsed(content) == self.owner
 
 
 _taking: set[str] = set()
@@ -180,11 +190,17 @@ def _is_released(content: bytes) -> bool:
     return content.rstrip() == _RELEASED
 
 
-def _write_released(path: Path, nbytes: int) -> None:
+def _written_at(path: Path) -> tuple[int, int, int]:
+    """Return the device, the inode and the time of the last write of a file: no other one has them."""
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def _write_released(path: Path) -> None:
     """Overwrite a lock in place, with as many bytes as it has: that needs no space on the disk."""
     fd = open_plain(path, os.O_WRONLY, linked=True)
     try:
-        os.pwrite(fd, _RELEASED.ljust(nbytes), 0)
+        os.pwrite(fd, _RELEASED.ljust(os.fstat(fd).st_size), 0)
     finally:
         os.close(fd)
 

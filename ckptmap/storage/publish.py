@@ -30,15 +30,17 @@ from ckptmap.errors import DestinationError, RunError
 from ckptmap.storage.destination import cannot_write, check_destination, check_space
 from ckptmap.storage.listing import require_listing
 from ckptmap.storage.locks import Lock
-from ckptmap.storage.own_files import own_directory, read_plain, require_own_tree, write_new
+from ckptmap.storage.own_files import own_directory, read_plain, require_own_tree
 from ckptmap.storage.publish_by_marker import (
+    OLD,
     file_rename_problem,
     is_pending,
     note,
+    note_inode,
     publish_by_marker,
     rename_problem,
 )
-from ckptmap.storage.recover import PUBLISHING, discard, lock_path, recover, sweep, work_path
+from ckptmap.storage.recover import discard, lock_path, recover, sweep, work_path
 from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.storage.sync import files_below, sync_tree
 from ckptmap.storage.sync import sync as sync_one
@@ -110,6 +112,8 @@ class WorkDirectory:
         self.notes = tuple(recover(dst, path, uid))
         check_destination(dst, self.one_file, self.overwrite)  # again: only now it is locked
         check_space(dst.parent, nbytes, _allocated(self.out_dir))
+        if dst.is_dir() and dst.stat().st_dev != dst.parent.stat().st_dev:
+            check_space(dst, nbytes)  # another file system is mounted there: files are copied to it
         own_directory(path, uid)
         own_directory(self.out_dir, uid)
         require_own_tree(path, uid)
@@ -187,7 +191,7 @@ class WorkDirectory:
             )
             raise or_resource_error(error, failed) from error
         try:
-            discard(self.path)
+            discard(self.path, sync)
         except OSError as error:
             self.notes += (f"{error.filename}: could not be removed; delete it",)
 
@@ -197,12 +201,7 @@ class WorkDirectory:
         self.notes += (note(self.dst, self._no_rename),)
 
     def _rename_marked(self, content: Path, sync: bool) -> None:
-        """Write down the inode, then rename: the next run can tell whether the rename happened."""
-        marker = self.path / PUBLISHING
-        write_new(marker, [str(content.lstat().st_ino).encode()])
-        if sync:
-            for file in (marker, self.path):
-                sync_one(file)
+        note_inode(self.path, content, sync)
         self._rename(content)
 
     def _rename(self, content: Path) -> None:
@@ -217,7 +216,7 @@ class WorkDirectory:
             content.unlink()
 
     def _two_renames(self, content: Path) -> None:
-        old = self.path / "old"
+        old = self.path / OLD
         os.rename(self.dst, old)
         try:
             os.rename(content, self.dst)
@@ -238,7 +237,9 @@ def _check_free(dst: Path, one_file: bool, overwrite: bool) -> None:
 
 
 def _allocated(directory: Path) -> int:
-    """Return the bytes of disk space that the files of a directory take."""
+    """Return the bytes of disk space that the files of a directory take; 0 if it is missing."""
+    if not directory.exists():
+        return 0
     return sum(os.lstat(file).st_blocks * 512 for file in files_below(directory))
 
 

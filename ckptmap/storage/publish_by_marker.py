@@ -1,7 +1,8 @@
 """Publish a directory where the file system cannot rename one: file by file, the manifest last.
 
 On overlayfs a directory of a lower layer cannot be renamed (EXDEV), on many mounts of object stores
-none can (EPERM, ENOSYS). There the files are moved one by one:
+none can (EPERM, ENOSYS), and nowhere one that something is mounted on (EBUSY). There the files are
+moved one by one:
 
     1. `.ckptmap-publishing` is written into the destination, with the names of all files
     2. the files that are replaced are removed, their manifest first
@@ -27,11 +28,19 @@ from typing import Any
 from ckptmap.core.json_text import parse_object
 from ckptmap.errors import DestinationError
 from ckptmap.storage.own_files import PENDING, create, read_plain, write_new
-from ckptmap.storage.sync import files_below, sync, sync_directories
+from ckptmap.storage.sync import files_below, raised, sync, sync_directories
 
 MANIFEST = "ckptmap.manifest.json"
 """The manifest's name in a directory: here the marker that the directory is complete."""
-REFUSED = (errno.EXDEV, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+PUBLISHING = "publishing"
+"""The file in a work directory that holds the inode of the output."""
+OLD = "old"
+"""The name in a work directory that a replaced output has for a moment."""
+PROBE = ".ckptmap-probe"
+"""The file in a directory `OLD` that holds no output, but was made to try a rename."""
+REFUSED = (
+    errno.EXDEV, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBUSY,
+)  # fmt: skip
 """What a file system answers that cannot rename."""
 COPIED_NBYTES = 8 << 20
 _LATE = (".json", ".metadata", "latest")
@@ -43,26 +52,40 @@ def rename_problem(work: Path, out_dir: Path, dst: Path) -> str:
 
     A new directory is renamed inside `work`. Then `out_dir`, and `dst` where it is a directory, are
     renamed over a directory that is not empty. That must fail and changes nothing; but where they
-    cannot be renamed at all, it fails for that reason.
+    cannot be renamed at all, it fails for that reason. Where `dst` is renamed all the same, it lies
+    at `OLD` until it is renamed back: a run that is killed then restores it (`recover`).
     """
     probe = work / "probe"
     shutil.rmtree(probe, ignore_errors=True)
     full = probe / "full"
     try:
-        (probe / "new" / "inside").mkdir(parents=True)
+        (probe / "new").mkdir(parents=True)
+        (probe / "new" / PROBE).touch()
         os.rename(probe / "new", full)
         # What was made just now is like `new`; only what is older can lie in a layer below.
         if any(out_dir.iterdir()):
             _rename_over(out_dir, full)
         if dst.is_dir():
-            _rename_over(dst, full)
+            (probe / "old").mkdir()
+            (probe / "old" / PROBE).touch()
+            os.rename(probe / "old", work / OLD)
+            _rename_over(dst, work / OLD)
     except OSError as error:
         if error.errno in REFUSED:
             return os.strerror(error.errno or 0)
         raise
     finally:
-        shutil.rmtree(probe, ignore_errors=True)
+        remove_probe(work)
     return ""
+
+
+def remove_probe(work: Path) -> None:
+    """Remove the directories in a work directory by which renames were tried. Raises OSError."""
+    probe, old = work / "probe", work / OLD
+    shutil.rmtree(probe, ignore_errors=True)
+    if not old.is_symlink() and old.is_dir() and os.listdir(old) == [PROBE]:
+        os.rename(old, probe)  # at once: an empty `old` could be an output
+        shutil.rmtree(probe)
 
 
 def _rename_over(directory: Path, full: Path) -> None:
@@ -113,8 +136,10 @@ def publish_by_marker(out_dir: Path, dst: Path, files: Collection[str], synced: 
     record = {"work": out_dir.parent.name, "files": sorted(files), "replaced": replaced}
     create(dst / PENDING, [json.dumps(record).encode()])
     if synced:
+        sync(dst / PENDING)
         sync_directories(dst)
         sync(dst.parent)
+    note_inode(out_dir.parent, dst, synced)
     for name in sorted(replaced, key=lambda name: name != MANIFEST):
         (dst / name).unlink()
     _remove_empty_folders(dst)
@@ -129,6 +154,16 @@ def publish_by_marker(out_dir: Path, dst: Path, files: Collection[str], synced: 
     (dst / PENDING).unlink()
     if synced:
         sync(dst)
+
+
+def note_inode(work: Path, content: Path, synced: bool) -> None:
+    """Write the inode of the output into its work directory: the next run can tell by it whether the
+    output is at the destination."""
+    marker = work / PUBLISHING
+    write_new(marker, [str(content.lstat().st_ino).encode()])
+    if synced:
+        sync(marker)
+        sync(work)
 
 
 def _order(name: str) -> tuple[bool, bool, str]:
@@ -178,6 +213,7 @@ def withdraw(dst: Path, uid: int) -> str:
     out_dir = dst.parent / work / "out"
     if not out_dir.is_dir() or out_dir.is_symlink():
         raise _cannot(dst, f"is half published, and {out_dir} with the rest is gone")
+    (out_dir.parent / PUBLISHING).unlink(missing_ok=True)
     for name in files:
         if not os.path.lexists(dst / name):
             continue
@@ -198,7 +234,7 @@ def withdraw(dst: Path, uid: int) -> str:
             f"{others[0]}: appeared after a run was killed while it published {dst}",
             "move it away, then run again",
         )
-    sync_directories(out_dir)
+    sync_directories(out_dir.parent)
     (dst / PENDING).unlink()
     _remove_empty_folders(dst)
     with contextlib.suppress(OSError):
@@ -236,7 +272,7 @@ def _cannot(dst: Path, problem: str) -> DestinationError:
 
 def _remove_empty_folders(directory: Path) -> None:
     """Remove the empty directories below a directory, not itself."""
-    for folder, _, _ in os.walk(directory, topdown=False):
+    for folder, _, _ in os.walk(directory, topdown=False, onerror=raised):
         if folder != str(directory) and stat.S_ISDIR(os.lstat(folder).st_mode):
             with contextlib.suppress(OSError):
                 os.rmdir(folder)

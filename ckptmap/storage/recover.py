@@ -14,13 +14,18 @@ from ckptmap.errors import DestinationError
 from ckptmap.storage.locks import Lock
 from ckptmap.storage.locks import sweep as sweep_locks
 from ckptmap.storage.own_files import PENDING, kind_of, odd_file, read_plain, refusal
-from ckptmap.storage.publish_by_marker import REFUSED, is_pending, withdraw
+from ckptmap.storage.publish_by_marker import (
+    OLD,
+    PUBLISHING,
+    REFUSED,
+    is_pending,
+    remove_probe,
+    withdraw,
+)
 from ckptmap.storage.sync import sync
 
 _DONE = ".done"
 """Suffix of a work directory that is being removed."""
-PUBLISHING = "publishing"
-"""The file in a work directory that holds the inode of the output."""
 
 
 def work_path(dst: Path, plan_digest: str) -> Path:
@@ -32,18 +37,43 @@ def lock_path(dst: Path) -> Path:
 
 
 def sweep(dst: Path) -> None:
-    """Remove the lock of a run that was killed as it removed it. Raises nothing."""
-    sweep_locks(lock_path(dst), dst)
+    """Remove what runs left that were killed after they published `dst`: locks, and work directories
+    that nobody needs. Raises nothing. Does nothing if another process holds the lock.
+    """
+    with contextlib.suppress(OSError):
+        sweep_locks(lock_path(dst), dst)
+        if not is_pending(dst) and any(_is_left(work, dst) for work in _work_directories(dst)):
+            lock = Lock(lock_path(dst), dst)
+            try:
+                _remove_left(dst, lock.uid)
+            finally:
+                lock.release()
+
+
+def _remove_left(dst: Path, uid: int) -> None:
+    for work in _work_directories(dst):
+        if os.lstat(work).st_uid == uid and _is_left(work, dst):
+            discard(work, synced=True)
+
+
+def _is_left(work: Path, dst: Path) -> bool:
+    """Return whether a work directory was being removed, or its output was published."""
+    if not stat.S_ISDIR(os.lstat(work).st_mode):
+        return False
+    return work.suffix == _DONE or was_published(work, dst)
+
+
+def _work_directories(dst: Path) -> list[Path]:
+    """Return what lies beside `dst` by the name of a work directory; links, too."""
+    pattern = re.compile(re.escape(f".{dst.name}.ckptmap-") + r"[0-9A-Za-z]{12}(\.done)?")
+    return [entry for entry in sorted(dst.parent.iterdir()) if pattern.fullmatch(entry.name)]
 
 
 def recover(dst: Path, mine: Path, uid: int) -> Iterator[str]:
     """Repair what killed runs left, and yield notes about it. The caller holds the lock."""
     if is_pending(dst):
         yield withdraw(dst, uid)
-    pattern = re.compile(re.escape(f".{dst.name}.ckptmap-") + r"[0-9A-Za-z]{12}(\.done)?")
-    for work in sorted(dst.parent.iterdir()):
-        if not pattern.fullmatch(work.name):
-            continue
+    for work in _work_directories(dst):
         status = os.lstat(work)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid:
             if work == mine:
@@ -53,13 +83,14 @@ def recover(dst: Path, mine: Path, uid: int) -> Iterator[str]:
         if work.suffix == _DONE:
             shutil.rmtree(work)
             continue
+        remove_probe(work)
         old = _old(work)
         if old is not None and not os.path.lexists(dst):
             os.rename(old, dst)
             sync(dst.parent)
             yield f"{dst}: restored; a run was killed while it replaced it"
         elif was_published(work, dst):
-            discard(work)
+            discard(work, synced=True)
             yield _removed(work)
         elif old is not None:
             raise DestinationError(
@@ -81,7 +112,7 @@ def _strange(status: os.stat_result, uid: int) -> str:
 
 def _old(work: Path) -> Path | None:
     """Return the path of the replaced output in a work directory; None if there is none."""
-    old = work / "old"
+    old = work / OLD
     try:
         status = os.lstat(old)
     except FileNotFoundError:
@@ -93,7 +124,8 @@ def _old(work: Path) -> Path | None:
 
 
 def clear_published(dst: Path, plan_digest: str, synced: bool) -> Iterator[str]:
-    """Remove what a run of this plan left that was killed just after it published.
+    """Remove what a run of this plan left that was killed just after it published. `dst` holds its
+    whole output.
 
     Yields notes. Does nothing if another process holds the lock: that process removes it.
     """
@@ -112,11 +144,13 @@ def clear_published(dst: Path, plan_digest: str, synced: bool) -> Iterator[str]:
             sync(dst.parent)
         if done.is_dir() and not done.is_symlink():
             shutil.rmtree(done)
-        moved = is_pending(dst)
-        if moved:
+        if is_pending(dst):
             (dst / PENDING).unlink()
-        if work.is_dir() and not work.is_symlink() and (moved or was_published(work, dst)):
-            discard(work)
+        # A power cut may leave any part of the directory, also without the inode of the output. An
+        # older output in it is kept unless this run is known to have replaced it.
+        there = work.is_dir() and not work.is_symlink()
+        if there and (_old(work) is None or was_published(work, dst)):
+            discard(work, synced)
             yield _removed(work)
     except DestinationError as error:
         yield error.message
@@ -130,9 +164,9 @@ def _removed(work: Path) -> str:
     return f"{work}: removed; a run was killed just after it published"
 
 
-def discard(work: Path) -> None:
-    """Remove a work directory. It is renamed first, because a next run would misread half of
-    one."""
+def discard(work: Path, synced: bool = False) -> None:
+    """Remove a work directory. It is renamed first, because a next run would misread half of one;
+    with `synced` that is on the disk before anything in it is removed."""
     done = work.with_name(work.name + _DONE)
     shutil.rmtree(done, ignore_errors=True)
     try:
@@ -144,6 +178,8 @@ def discard(work: Path) -> None:
         for journal in work.glob("journal*.jsonl"):
             journal.unlink()
         done = work
+    if synced:
+        sync(work.parent)
     shutil.rmtree(done)
 
 

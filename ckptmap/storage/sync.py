@@ -18,8 +18,8 @@ def sync_tree(path: Path) -> None:
 
 
 def sync_directories(path: Path) -> None:
-    """Sync a directory and every directory below it, innermost first."""
-    for folder, _, _ in os.walk(path, topdown=False):
+    """Sync a directory and every directory below it, innermost first. Raises OSError."""
+    for folder, _, _ in os.walk(path, topdown=False, onerror=raised):
         sync(folder)
 
 
@@ -32,7 +32,15 @@ def sync(path: str | Path) -> None:
 
 
 def files_below(directory: Path) -> Iterator[str]:
-    """Yield the path of everything below a directory that is not a directory itself."""
-    for folder, folders, names in os.walk(directory):
+    """Yield the path of everything below a directory that is not a directory itself.
+
+    Raises OSError, also where the directory is missing.
+    """
+    for folder, folders, names in os.walk(directory, onerror=raised):
         links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
         yield from (os.path.join(folder, name) for name in (*names, *links))
+
+
+def raised(error: OSError) -> None:
+    """Raise the error: as `onerror` of os.walk, which else leaves out what it cannot list."""
+    raise error

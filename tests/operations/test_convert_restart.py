@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from safetensors.torch import save_file
 
 import ckptmap
 from ckptmap.errors import DestinationError
+from ckptmap.operations import overwrite as check_overwrite
 from tests.support.files import leftovers, tree
 
 
@@ -191,7 +194,7 @@ def test_what_a_run_left_that_was_killed_after_its_rename_is_removed(
     ckptmap.convert(tmp_path / "old", dst, to=to)
     killed = (
         "import os, ckptmap; from ckptmap.storage import publish as publish\n"
-        "publish.discard = lambda work: os._exit(9)\n"
+        "publish.discard = lambda *_: os._exit(9)\n"
         f"ckptmap.convert({str(tmp_path / 'new')!r}, {str(dst)!r}, to={to!r}, overwrite=True)"
     )
     assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == 9
@@ -200,6 +203,78 @@ def test_what_a_run_left_that_was_killed_after_its_rename_is_removed(
     assert "was complete already" in report.notes and "removed" in report.notes[-1]
     assert leftovers(tmp_path) == []
     assert ckptmap.verify(dst, against=tmp_path / "new").ok
+
+
+@pytest.mark.parametrize("to", ["full", "fsdp2"])
+@pytest.mark.parametrize("kept", ["journal.jsonl", "out", ""])
+def test_what_a_power_cut_leaves_of_a_removed_work_directory_is_removed(
+    to: str, kept: str, tmp_path: Path
+) -> None:
+    """The destination is complete, so nothing in the directory can be needed."""
+    save_file({"w": torch.ones(64)}, tmp_path / "src")
+    dst = tmp_path / "out"
+    digest = ckptmap.plan(tmp_path / "src", to).digest
+    ckptmap.convert(tmp_path / "src", dst, to=to)
+    work = tmp_path / f".out.ckptmap-{digest[:12]}"
+    work.mkdir()
+    if kept == "out":
+        (work / kept).mkdir()
+        (work / kept / "__9_0.distcp").write_bytes(b"of the replaced output")
+    elif kept:
+        (work / kept).write_text("{}")
+    report = ckptmap.convert(tmp_path / "src", dst, to=to)
+    assert "was complete already" in report.notes and "removed" in report.notes[-1]
+    assert leftovers(tmp_path) == []
+    assert ckptmap.verify(dst, against=tmp_path / "src").ok
+
+
+def test_a_work_directory_that_is_being_removed_is_swept_where_the_destination_exists(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    ckptmap.save(tmp_path / "out", model, background=False).wait()
+    (tmp_path / ".out.ckptmap-aaaaaaaaaaaa.done" / "out").mkdir(parents=True)
+    with pytest.raises(DestinationError, match="exists"):
+        ckptmap.save(tmp_path / "out", model, background=False).wait()
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize("at", ["", "sub"])
+def test_an_old_destination_that_cannot_be_listed_is_refused(
+    number: int, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not listed could be a file of the user, which --overwrite would delete."""
+    save_file({"w": torch.ones(64)}, tmp_path / "src")
+    dst = tmp_path / "out"
+    ckptmap.convert(tmp_path / "src", dst, to="hf")
+    (dst / "sub").mkdir()
+    (dst / "sub" / "notes.txt").write_text("years of work")
+
+    def failing(real: Callable[..., object]) -> Callable[..., object]:
+        def call(path: str | Path = ".") -> object:
+            if str(path) == str(dst / at) and walking:
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path)
+
+        return call
+
+    walking: list[bool] = []
+    opened = check_overwrite.open
+    if at:  # only what --overwrite itself lists fails
+        monkeypatch.setattr(
+            check_overwrite, "open", lambda path: walking.append(True) or opened(path)
+        )
+    else:
+        walking.append(True)
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    with pytest.raises(ckptmap.CkptmapError, match=os.strerror(number)) as caught:
+        ckptmap.convert(tmp_path / "src", dst, to="fsdp2", overwrite=True)
+    assert caught.value.code == ("CKM313" if number == errno.EMFILE else "CKM304")
+    monkeypatch.undo()
+    assert (dst / "sub" / "notes.txt").exists()
+    assert leftovers(tmp_path) == []
 
 
 def test_a_destination_that_no_filesystem_holds_is_refused(

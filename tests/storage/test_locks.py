@@ -142,6 +142,27 @@ def test_a_candidate_that_cannot_be_removed_costs_no_lock(
     assert left(path.parent) == []
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC, errno.EIO])
+def test_a_lock_that_cannot_be_opened_while_it_is_released_is_removed(
+    number: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    lock = Lock(path, path.with_name("out"))
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "open", refuse)
+        lock.release()
+    assert left(path.parent) == []
+    lock, theirs = Lock(path, path.with_name("out")), content(token="theirs")
+    path.unlink()
+    path.write_bytes(theirs)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "open", refuse)
+        lock.release()
+    assert path.read_bytes() == theirs
+
+
 KILLED = """
 import os, sys
 from pathlib import Path

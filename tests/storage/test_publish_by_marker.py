@@ -273,6 +273,74 @@ def test_on_overlayfs_the_output_of_a_lower_layer_is_replaced(overlay: Path, sou
     assert not any(NOTE in note for note in new.notes)
 
 
+REPLACING = """
+import os, shutil, sys, ckptmap
+rename, left = os.rename, [int(sys.argv[3])]
+def replace(old, new):
+    if os.path.isdir(new) and os.listdir(new):
+        left[0] -= 1
+        if left[0] == 0: os._exit(9)
+        shutil.rmtree(new)
+        rename(old, new)
+        left[0] -= 1
+        if left[0] == 0: os._exit(9)
+    else:
+        rename(old, new)
+os.rename = replace
+ckptmap.convert(sys.argv[1], sys.argv[2], to="fsdp2", overwrite=True)
+"""
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_a_file_system_that_replaces_full_directories_loses_nothing_by_the_probe(
+    tmp_path: Path, after: int
+) -> None:
+    """Killed while `dst` is renamed to try it: the next run, whatever it writes, restores it."""
+    dst = tmp_path / "out"
+    old, new = (made(tmp_path / f"{name}.safetensors", len(name)) for name in ("a", "bc"))
+    ckptmap.convert(old, dst, to="hf")
+    run = [sys.executable, "-c", REPLACING, str(new), str(dst), str(after)]
+    done = subprocess.run(run, check=False)
+    assert done.returncode == (9 if after <= 2 else 0)
+    if after <= 2:
+        with pytest.raises(DestinationError, match="out: exists"):
+            ckptmap.convert(new, dst, to="hf")
+        assert ckptmap.verify(dst, against=old).ok
+        assert subprocess.run([*run[:-1], "99"], check=False).returncode == 0
+    assert ckptmap.verify(dst, against=new).ok
+    assert leftovers(tmp_path) == []
+
+
+def test_an_empty_mount_point_is_filled_file_by_file(source: Path, tmp_path: Path) -> None:
+    """A mount point cannot be renamed nor replaced (EBUSY): that is known before the first byte."""
+    dst = tmp_path / "out"
+    dst.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(dst)]
+    try:
+        mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("nothing can be mounted here")
+    try:
+        report = ckptmap.convert(source, dst, to="fsdp2")
+        assert any(NOTE in note and "busy" in note for note in report.notes)
+        assert ckptmap.verify(dst, against=source).ok and leftovers(tmp_path) == []
+        assert os.path.ismount(dst) and PENDING not in os.listdir(dst)
+        notes = ckptmap.convert(source, dst, to="fsdp2").notes
+        assert "was complete already" in notes and leftovers(tmp_path) == []
+        subprocess.run(["find", str(dst), "-type", "f", "-delete"], check=True)
+        torch.manual_seed(0)
+        save_file({"w": torch.randn(600_000)}, tmp_path / "big.safetensors")
+        with pytest.raises(
+            DestinationError, match=r"out: needs \d+ bytes, found \d+ free"
+        ) as caught:
+            ckptmap.convert(tmp_path / "big.safetensors", dst, to="fsdp2")
+        assert caught.value.code == "CKM303" and leftovers(tmp_path) == []
+    finally:
+        subprocess.run(["umount", str(dst)], check=True)
+
+
 def test_a_planted_file_is_not_published_that_way_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,18 +22,10 @@ class Open:
         return outcome.result == self.result and re.search(self.pattern, told) is not None
 
 
-SWEPT = "no lock file is left behind, also by a kill at the last unlink (swept by the next run)"
 CONTRADICTIONS = (
     "contradictions are decoded in silence: every statement that is made twice is compared"
 )
 KNOWN_OPEN: Sequence[Open] = (
-    Open(SWEPT, "left", ""),
-    Open("ENOSPC while a lock is released", "internal", "ckptmap-lock'"),
-    Open(
-        "no error of the file system is internal: an old destination that cannot be listed",
-        "internal",
-        "listdir out",
-    ),
     Open(CONTRADICTIONS, "silent", r"^ct-.*\.weight(_packed)?\b.*(drop|rename|KeyError)"),
     Open(CONTRADICTIONS, "silent", "^lora: adapter_config"),
 )
