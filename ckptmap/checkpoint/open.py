@@ -126,6 +126,8 @@ def _opened(
         index = replace(index, leaves=leaves)
     ckpt = assemble(place.path, index, split_roles(leaves, root, place.path), files)
     ckpt.files.seen = fingerprints(index.files, files.mounts)
+    if MANIFEST in place.names and index.manifest is None:  # in a zip, each member has a CRC-32
+        files.mounts.manifests.append(FilePath(place.path) / MANIFEST)
     ckpt.files.sums.is_on = True
     return replace(ckpt, fingerprints=ckpt.files.seen)
 

@@ -7,23 +7,19 @@ what each has read of the others, and rank 0 reads once more what nobody could c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.formatting import human
 from ckptmap.core.json_text import parse_json
-from ckptmap.execution import manifest as manifests
 from ckptmap.execution.copy import key_of
 from ckptmap.execution.ranks import Ranks
 from ckptmap.planning.file_plan import Encode, FilePlan
-from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.files import Files
 from ckptmap.storage.source_sums import SourceCheck
-from ckptmap.tensors import StatedSum, StoredTensor
+from ckptmap.tensors import StoredTensor
 
 
 def settle(
@@ -65,8 +61,8 @@ def begin(ckpt: Checkpoint, check: str) -> None:
     sums = ckpt.files.sums
     sums.begin()
     sums.is_on = check != "none"
-    if sums.is_on and ckpt.index.manifest is None:  # inside a zip, each member has a CRC-32
-        _state_manifest(ckpt)
+    if sums.is_on:
+        sums.take_manifests()
 
 
 @contextmanager
@@ -77,27 +73,6 @@ def compared(ckpt: Checkpoint, check: str) -> Iterator[None]:
         yield
     finally:
         ckpt.files.sums.is_on = True
-
-
-def _state_manifest(ckpt: Checkpoint) -> None:
-    """Let the digests of the manifest beside the checkpoint's files count as stated checksums."""
-    root, stated = Path(ckpt.path), ckpt.files.mounts.stated
-    manifest = root / manifests.NAME
-    if not manifest.is_file() or any(Path(file).parent == root for file in stated):
-        return
-    document: Mapping[str, Any] = manifests.parse(
-        ckpt.files.mounts.local_copy(manifest).read_bytes(), str(manifest)
-    )
-    rows: dict[str, list[StatedSum]] = {}
-    for tensor in document["tensors"].values():
-        for name, offset, nbytes, _, _, digest in tensor["chunks"]:
-            if digest:
-                rows.setdefault(name, []).append(StatedSum(offset, nbytes, digest))
-    for name, sums in rows.items():
-        file, written = str(root / name), document["files"].get(name, {}).get("nbytes")
-        # A file of another size is not the one that the manifest lists: another program wrote it.
-        if Fingerprint.of(file, ckpt.files.mounts).nbytes == written:
-            ckpt.files.mounts.state(file, sums)
 
 
 def source_notes(check: SourceCheck) -> list[str]:

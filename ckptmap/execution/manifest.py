@@ -24,25 +24,21 @@ from typing import NamedTuple, Protocol
 
 from ckptmap.core.columns import Columns, each
 from ckptmap.core.gc_pause import paused_gc
-from ckptmap.core.json_text import parse_json
 from ckptmap.core.state_paths import join, logical_key
-from ckptmap.errors import SourceError
-from ckptmap.execution.manifest_schema import malformed
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.plan import Plan
 from ckptmap.protocols import CarriedFile
+from ckptmap.storage.manifest_file import SCHEMA, SELF, SELF_END_NBYTES, self_end
 from ckptmap.storage.publish_by_marker import MANIFEST
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 
-SCHEMA = 1
 NAME = MANIFEST
-AROUND, SELF = "around", "self"
+AROUND = "around"
 NOT_TAKEN = "-" * 16
 """In place of a digest: the bytes around the tensors have none (yet)."""
-_STATED = ',"%s":"%s"'
-_STATED_NBYTES = {key: len(_STATED % (key, NOT_TAKEN)) for key in (AROUND, SELF)}
-END_NBYTES = sum(_STATED_NBYTES.values()) + 1
+_AROUND_TEXT = f',"{AROUND}":"%s"'
+END_NBYTES = len(_AROUND_TEXT % NOT_TAKEN) + SELF_END_NBYTES
 """The last bytes of the manifest of a one-file output: `around`, `self` and the brace."""
 BATCH = 1000
 """Entries whose texts are joined at once."""
@@ -103,7 +99,7 @@ def emit(document: Mapping[str, object]) -> bytes:
                 out.write(piece.encode())
             mark = ","
     with out.getbuffer() as body:
-        end = _end(body)
+        end = self_end(body)
     out.write(end)
     return out.getvalue()
 
@@ -114,15 +110,8 @@ def with_around(data: bytes, around: str) -> bytes:
     `data` is the manifest as it was written, whose last members are `around` and `self`. The digest
     is of bytes that stand around the manifest, so it comes to be only after `data` was written.
     """
-    body = data[:-END_NBYTES] + (_STATED % (AROUND, around)).encode()
-    return body + _end(body)
-
-
-def _end(body: bytes | memoryview) -> bytes:
-    """Return the end of the manifest that begins with `body`: its digest, and the last brace."""
-    from xxhash import xxh3_64_hexdigest
-
-    return (_STATED % (SELF, xxh3_64_hexdigest(body)) + "}").encode()
+    body = data[:-END_NBYTES] + (_AROUND_TEXT % around).encode()
+    return body + self_end(body)
 
 
 def _pieces(value: object) -> Iterator[str]:
@@ -299,37 +288,3 @@ def _digest(file: CarriedFile) -> dict[str, object]:
     for piece in file.pieces():
         digest.update(piece)
     return {"nbytes": file.nbytes, "xxh3": digest.hexdigest()}
-
-
-def parse(data: bytes, where: str) -> dict[str, object]:
-    """Return the manifest in `data`. Raises SourceError CKM403 if it is none, or of another version."""
-    try:
-        document = parse_json(data, allow_nan=True)
-    except ValueError as error:
-        raise SourceError(
-            "CKM403",
-            f"{where}: its manifest is not valid JSON: {error}",
-            "convert the source again",
-        ) from error
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        schema = document.get("schema") if isinstance(document, dict) else type(document).__name__
-        raise SourceError(
-            "CKM403",
-            f"{where}: manifest schema {schema!s:.40}, expected {SCHEMA}",
-            "use the release of ckptmap that wrote it",
-        )
-    place = malformed(document)
-    if place:
-        raise SourceError(
-            "CKM403",
-            f"{where}: its manifest is damaged at {place}, expected what ckptmap writes",
-            "convert the source again",
-        )
-    if SELF in document and not data.endswith(_end(memoryview(data)[: -_STATED_NBYTES[SELF] - 1])):
-        raise SourceError(
-            "CKM403",
-            f"{where}: its manifest is damaged: its bytes do not have the xxh3 {document[SELF]}"
-            " that it states of itself",
-            "convert the source again",
-        )
-    return document

@@ -32,8 +32,10 @@ from ckptmap.planning.kept_codes import code_grid, kept_fidelity, writes_keeping
 from ckptmap.planning.restored_scales import restored
 from ckptmap.protocols import Write
 from ckptmap.storage.box_reader import row_major_boxes
+from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.manifest_file import parse
 from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.storage.resource_limits import SHORT
 from ckptmap.tensors import Box
@@ -160,8 +162,18 @@ def _compared(
         source = _source_named_like(ckpt, source, document)
         with one_torch_thread(source.merged is not None):  # as it was merged, to the bit
             values, errors = _compare_with_source(ckpt, source, document)
+            values += _damage(source)
         values = [*values, *_plain_problems(ckpt, source, document["dropped"])]
         return source.shown, values, errors
+
+
+def _damage(source: Checkpoint) -> Iterator[str]:
+    """Yield a problem where bytes of the source that were read in parts are damaged."""
+    try:
+        source.files.settle_sums()
+    except DamagedRecord as error:
+        tensors = ((fqn, stored) for fqn in source for stored in source[fqn].beneath)
+        yield str(error.naming(tensors))
 
 
 def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
@@ -176,7 +188,7 @@ def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
             f"{ckpt.path}: has no manifest, so ckptmap did not write it",
             "compare two checkpoints with `ckptmap diff A B --values`",
         )
-    return manifests.parse(data, ckpt.path)
+    return parse(data, ckpt.path)
 
 
 # --------------------------------------------------------------------------------- values

@@ -98,6 +98,8 @@ class Mounts:
         self._by_root: dict[str, FileSystem] = {}  # replaced, not changed: other threads read it
         self.stated: dict[str, list[StatedSum]] = {}
         """File -> the checksums that it states for runs of its bytes, in any order."""
+        self.manifests: list[Path] = []
+        """Manifests of ckptmap whose digests are not among them yet: see `SourceSums`."""
 
     def __bool__(self) -> bool:
         return bool(self._by_root)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckptmap.core.formatting import counted
 from ckptmap.errors import SourceError
 from ckptmap.storage.crc32 import crc32_combine
 from ckptmap.tensors import StatedSum, StoredTensor, Sum
+
+if TYPE_CHECKING:
+    from xxhash import xxh3_64
 
 AGAIN = "copy the checkpoint again from where it was made"
 OTHERS = "if another program wrote the file after ckptmap, remove ckptmap.manifest.json beside it"
@@ -55,17 +59,43 @@ FEW = 64
 """Up to this many new records, or this share of those that are known, are inserted one by one."""
 
 
+MAX_STREAMS = 8
+"""Readers of one xxh3 record at a time. What more of them read is counted, and read again."""
+
+
 @dataclass(slots=True)
 class Progress:
-    """The parts of one record that were read: disjoint (start, end, CRC-32), in order."""
+    """What was read of one record that was not read in one piece."""
 
+    start: int
+    """Where the record begins in its file."""
     parts: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of a CRC-32: disjoint (start, end, CRC-32), in order; those that meet are joined."""
+    streams: dict[int, xxh3_64] = field(default_factory=dict)
+    """Of an xxh3, which can only be computed in order: end -> the digest of the bytes before it."""
     loose: int = 0
     """Bytes that were read and not summed."""
 
     @property
+    def hashed(self) -> int:
+        """The bytes from the start of the record on that a digest has."""
+        return max(self.streams, default=self.start) - self.start
+
+    @property
     def nbytes(self) -> int:
-        return self.loose + sum(end - start for start, end, _ in self.parts)
+        return self.loose + self.hashed + sum(end - start for start, end, _ in self.parts)
+
+    def stream_at(self, offset: int) -> xxh3_64 | None:
+        """Take the digest of the bytes before `offset`, to go on with; None: there is none.
+
+        Who has taken it puts it back into `streams`. A second reader of the same bytes meanwhile
+        begins one of its own, or gets None.
+        """
+        from xxhash import xxh3_64
+
+        if offset == self.start and len(self.streams) < MAX_STREAMS:
+            return xxh3_64()
+        return self.streams.pop(offset, None)
 
     def add(self, start: int, end: int, crc: int) -> None:
         """Add a part, and join it with those that it meets; one that overlaps another is loose."""
@@ -134,7 +164,10 @@ class FileRecords:
         return near[0] if near and near[0].offset == offset else None
 
     def progress(self, record: StatedSum) -> Progress:
-        return self.begun.setdefault(record.offset, Progress())
+        begun = self.begun.get(record.offset)
+        if begun is None:
+            begun = self.begun[record.offset] = Progress(record.offset)
+        return begun
 
 
 def _offset_of(record: StatedSum) -> int:

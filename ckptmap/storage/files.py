@@ -19,6 +19,7 @@ from ckptmap.errors import RunError, SourceError
 from ckptmap.protocols.file_systems import FileSystem, Fingerprint, Mounts, require_regular
 from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.storage.source_sums import SourceCheck, SourceSums
+from ckptmap.tensors import StoredTensor
 
 MAX_OPEN = 2048
 OPEN_SHARE = 0.3
@@ -63,7 +64,7 @@ class Files:
         self.mounts = Mounts() if mounts is None else mounts
         self._owns_mounts = mounts is None
         self.by_range = True
-        self.sums = SourceSums(self.mounts.stated)
+        self.sums = SourceSums(self.mounts)
         self.seen: Mapping[str, Fingerprint] = {}
         self._max_open = max_open or _most_open()
         self._lock = threading.Lock()
@@ -185,8 +186,17 @@ class Files:
 
     def settle_sums(self, whole: bool = False) -> SourceCheck:
         """Return what was compared with stated checksums; see `SourceSums.settle`."""
-        mounted = self.mounts.file_system_of
-        return self.sums.settle(self.read_unchecked, lambda file: mounted(file) is None, whole)
+        return self.sums.settle(self.read_unchecked, self._is_local, whole)
+
+    def settle_tensor(self, stored: StoredTensor) -> None:
+        """Compare the records of a tensor that was read whole; see `SourceSums.settle_span`."""
+        for _, region, _ in stored.chunks:
+            if self._is_local(region.file):
+                span = region.file, region.offset, region.span_nbytes
+                self.sums.settle_span(self.read_unchecked, *span)
+
+    def _is_local(self, file: str) -> bool:
+        return self.mounts.file_system_of(file) is None
 
     def read_each(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
         """Do many reads, each (file, offset, buffer to fill), with a batch of files open at once."""

@@ -121,7 +121,8 @@ class LazyTensor:
         Only the stored bytes that the box needs are read. Raises ValueError if the box leaves the
         tensor, PlanError CKM210 if the device cannot be used, RunError CKM310 if ranks have saved
         different values of the same part, SourceError CKM105 if the bytes complete a record of a
-        file whose stated checksum is another.
+        file whose stated checksum is another. A tensor that is read whole completes all of its
+        records.
         """
         import torch
 
@@ -131,6 +132,9 @@ class LazyTensor:
         out = torch.empty(box.sizes, dtype=self.torch_dtype, device=device)
         try:
             self.read_into(box, out)
+            if box.sizes == self.shape:
+                for stored in self.beneath:
+                    self.files.settle_tensor(stored)
         except DamagedRecord as error:
             raise error.naming((self.fqn, stored) for stored in self.beneath) from error
         return out

@@ -8,9 +8,13 @@ Readers state the records that they locate. `Files` shows every byte that it rea
     sums.settle(read)                                               who must know: at the end
 
 A record that is read whole is compared at once. Parts of a record may be read in any order, and by
-several threads: the CRC-32 of parts that meet are combined. Parts too small for that, and parts of
-an xxh3 that are read out of order, are counted; `settle` reads such a record once more, in order.
-It reads the rest of a record, too, where little is missing: the padding of a shard, for one.
+several threads: the CRC-32s of parts that meet are combined. An xxh3 goes on where parts are read in
+order. Parts that are read out of order, or with gaps between them, are counted; `settle` reads such
+a record once more. It reads the rest of a record, too, where little is missing: the padding of a
+shard, for one.
+
+The digests in a manifest of ckptmap count as stated. It is read when the first value is: whoever
+opens a checkpoint to look at its headers does not wait for it.
 """
 
 from __future__ import annotations
@@ -20,8 +24,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.file_records import DamagedRecord, FileRecords, Progress
+from ckptmap.storage.manifest_file import state_chunks
 from ckptmap.tensors import StatedSum
 
 Begun: TypeAlias = Mapping[str, Sequence[tuple[int, Sequence[tuple[int, int, int]], int]]]
@@ -69,9 +75,10 @@ class SourceSums:
     Safe to share between threads. Raises `DamagedRecord` from the call that completes a record.
     """
 
-    def __init__(self, stated: Mapping[str, Sequence[StatedSum]]) -> None:
+    def __init__(self, mounts: Mounts) -> None:
         self.is_on = False
-        self._stated = stated
+        self._mounts = mounts
+        self._stated: Mapping[str, Sequence[StatedSum]] = mounts.stated
         self._files: dict[str, FileRecords] = {}
         self._lock = threading.Lock()
 
@@ -79,6 +86,17 @@ class SourceSums:
         """Forget what was read so far: a run that begins answers for what it reads itself."""
         with self._lock:
             self._files.clear()
+
+    def take_manifests(self) -> None:
+        """Let the digests in the manifests beside opened checkpoints count as stated.
+
+        Raise SourceError CKM403 where one is damaged, CKM101 where it cannot be read.
+        """
+        with self._lock:
+            manifests = self._mounts.manifests
+            while manifests:
+                state_chunks(manifests[0], self._mounts)
+                del manifests[0]  # not before: a damaged one is refused each time
 
     def states(self, file: str, offset: int, nbytes: int) -> bool:
         """Return whether a checksum is stated for a record that shares bytes with a run."""
@@ -99,13 +117,15 @@ class SourceSums:
     def _near(
         self, file: str, offset: int, nbytes: int
     ) -> tuple[FileRecords | None, Sequence[StatedSum]]:
+        if self.is_on and self._mounts.manifests:
+            self.take_manifests()
         with self._lock:
             held = self._of(file)
             return held, () if held is None else held.near(offset, nbytes)
 
     def saw(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Take note of bytes that were read into consecutive buffers from `offset` on."""
-        if not self.is_on or file not in self._stated:
+        if not self.is_on or not (file in self._stated or self._mounts.manifests):
             return
         held, near = self._near(file, offset, sum([buffer.nbytes for buffer in buffers]))
         if held is None or not near:
@@ -138,6 +158,30 @@ class SourceSums:
                 return
         self.compare(file, held, record, crc)
 
+    def go_on(
+        self,
+        file: str,
+        held: FileRecords,
+        record: StatedSum,
+        low: int,
+        buffers: Sequence[memoryview],
+    ) -> None:
+        """Go on with the xxh3 of a record, where the bytes before `low` were read; else count."""
+        with self._lock:
+            progress = held.progress(record)
+            digest = progress.stream_at(low)
+        high = low + sum([buffer.nbytes for buffer in buffers])
+        if digest is None:
+            self.count(held, record, high - low)
+            return
+        for buffer in buffers:
+            digest.update(buffer)
+        if high - record.offset == record.nbytes:
+            self.compare(file, held, record, digest.hexdigest())
+            return
+        with self._lock:
+            progress.streams[high] = digest
+
     def count(self, held: FileRecords, record: StatedSum, nbytes: int) -> None:
         """Count bytes of a record that were read and not summed."""
         with self._lock:
@@ -157,11 +201,8 @@ class SourceSums:
         Raise DamagedRecord, and what `read` raises.
         """
         unchecked = unstated = 0
-        for file in list(self._stated):
-            with self._lock:
-                held = self._of(file)
-            for offset, progress in list(held.begun.items()) if held is not None else ():
-                assert held is not None
+        for file, held in list(self._files.items()):
+            for offset, progress in list(held.begun.items()):
                 record = held.at(offset)
                 if record is None or offset in held.good:  # read whole before, and again in part
                     continue
@@ -173,10 +214,24 @@ class SourceSums:
                     unchecked += min(progress.nbytes, record.nbytes)
         return SourceCheck(self.checked_nbytes, unchecked, unstated)
 
+    def settle_span(self, read: Read, file: str, offset: int, nbytes: int) -> None:
+        """Compare the records that a tensor in this span is all of, if they were read in parts.
+
+        Raise DamagedRecord, and what `read` raises.
+        """
+        held, near = self._near(file, offset, nbytes)
+        for record in near:
+            assert held is not None
+            progress = held.begun.get(record.offset)
+            if progress is None or record.sum is None or record.offset in held.good:
+                continue
+            if progress.nbytes + LITTLE_NBYTES >= record.nbytes:
+                self.compare(file, held, record, _read_sum(read, file, record))
+
     def _complete(self, read: Read, file: str, held: FileRecords, record: StatedSum) -> None:
         """Read what is missing of a record: its gaps, or all of it where parts have no CRC-32."""
         progress = held.progress(record)
-        if progress.loose:
+        if isinstance(record.sum, str) or progress.loose:
             self.compare(file, held, record, _read_sum(read, file, record))
             return
         end = record.offset + record.nbytes
@@ -251,7 +306,6 @@ class _Reads:
                     inside.append(buffer[low - at : high - at])
                 at += buffer.nbytes
         low, high = max(offset, start), min(at, end)
-        whole = high - low == nbytes
         if stated is None or any(part.obj is GAP.obj for part in inside):
             wanted = sum([part.nbytes for part in inside if part.obj is not GAP.obj])
             self.sums.count(self.held, record, wanted)
@@ -259,10 +313,10 @@ class _Reads:
             # Columns that a rank holds are many small buffers: one call each costs more than a copy.
             crc = crc32(inside[0] if len(inside) == 1 else b"".join(inside))
             self.sums.join(self.file, self.held, record, (low, high, crc))
-        elif whole:
+        elif high - low == nbytes:
             self.sums.compare(self.file, self.held, record, _xxh3(inside))
-        else:  # an xxh3 can be computed of the whole only
-            self.sums.count(self.held, record, high - low)
+        else:
+            self.sums.go_on(self.file, self.held, record, low, inside)
 
     def several(
         self, records: Sequence[StatedSum], offset: int, buffers: Sequence[memoryview]
@@ -289,7 +343,7 @@ def _told(offset: int, progress: Progress) -> tuple[int, Sequence[tuple[int, int
     """Return what another rank is told of a record; many small parts are only counted."""
     if len(progress.parts) > MAX_PARTS:
         return offset, (), progress.nbytes
-    return offset, progress.parts, progress.loose
+    return offset, progress.parts, progress.loose + progress.hashed
 
 
 def _is_little(nbytes: int, seen: int) -> bool:

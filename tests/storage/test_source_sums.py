@@ -12,6 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.source_sums import GAP, SourceCheck, SourceSums
 from ckptmap.tensors import StatedSum
@@ -24,7 +25,9 @@ class Bytes:
 
     def __init__(self, content: bytes, stated: Sequence[StatedSum]) -> None:
         self.content = content
-        self.sums = SourceSums({FILE: stated})
+        mounts = Mounts()
+        mounts.state(FILE, stated)
+        self.sums = SourceSums(mounts)
         self.sums.is_on = True
 
     def read_unchecked(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:

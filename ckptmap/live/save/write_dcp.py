@@ -26,6 +26,7 @@ from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.protocols import OutFile, OutState
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
+from ckptmap.storage.manifest_file import SCHEMA, parse
 from ckptmap.storage.own_files import open_plain, write_new
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.publish_by_marker import is_pending
@@ -181,7 +182,7 @@ def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile
     document = _document(layout, {one.name: one.digests for one in written}, around)
     write_new(out_dir / manifest.NAME, [manifest.emit(document)])
     with open_checkpoint(out_dir) as ckpt:
-        problems = check_structure(ckpt, manifest.parse(manifest.emit(document), str(out_dir)))
+        problems = check_structure(ckpt, parse(manifest.emit(document), str(out_dir)))
     if problems:
         raise RunError(
             "CKM401",
@@ -214,7 +215,7 @@ def _document(
             mine.append((file.name, slot.offset, slot.nbytes, box.offsets, box.sizes, digest))
             tensors[key] = {"fqn": _fqn(slot.path), "chunks": mine}
     return {
-        "schema": manifest.SCHEMA,
+        "schema": SCHEMA,
         "ckptmap": __version__,
         "plan": layout.digest,
         "setup": "fsdp2",
