@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ckptmap import registry
 from ckptmap.checkpoint.open import open as open_checkpoint
@@ -28,6 +28,7 @@ from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
 from ckptmap.storage.manifest_file import SCHEMA, parse
 from ckptmap.storage.own_files import open_plain, write_new
+from ckptmap.storage.pinned_memory import host_memory
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.publish_by_marker import is_pending
 from ckptmap.tensors import Box, Path
@@ -39,26 +40,65 @@ if TYPE_CHECKING:
 WRITER = "dcp"
 
 
-def snapshot(
-    mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool
-) -> dict[tuple[Path, Box], torch.Tensor]:
-    """Return the values on the CPU in row-major order; with `copied` always as copies, since training
-    goes on changing the live ones."""
+class CopyEvent(Protocol):
+    """The end of the copies from one device: an `Event` of the device's module in torch."""
+
+    def synchronize(self) -> None:
+        """Wait until the copies have ended."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The values that this rank writes, on the CPU. They are there after `wait`."""
+
+    values: Mapping[tuple[Path, Box], torch.Tensor]
+    copies: Sequence[CopyEvent] = ()
+
+    def wait(self) -> None:
+        """Wait until the copies from every device have ended."""
+        for event in self.copies:
+            event.synchronize()
+
+
+def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> Snapshot:
+    """Start the copies of all values to the CPU, in row-major order.
+
+    With `copied` values on the CPU are copied, too, since training goes on changing the live ones. A
+    device that trains on changes its values only after the copies, which are on its current stream.
+    """
     import torch
 
-    found: dict[tuple[Path, Box], torch.Tensor] = {}
-    for key, values in mine.items():
-        values = values.detach()
-        pinned = values.is_cuda
-        apart = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
-        if copied or values.device.type != "cpu" or not is_as_it_lies(values):
-            apart.copy_(values, non_blocking=pinned)
-            found[key] = apart
+    values: dict[tuple[Path, Box], torch.Tensor] = {}
+    devices: dict[torch.device, None] = {}
+    for key, live in mine.items():
+        live = live.detach()
+        if live.device.type == "cpu" and not copied and is_as_it_lies(live):
+            values[key] = live
+        elif live.device.type != "cpu" and _has_events(live.device):
+            devices[live.device] = None
+            values[key] = host_memory(live.shape, live.dtype)
+            values[key].copy_(live, non_blocking=True)
         else:
-            found[key] = values
-    if any(values.is_cuda for values in mine.values()):
-        torch.cuda.synchronize()
-    return found
+            values[key] = torch.empty(live.shape, dtype=live.dtype, device="cpu")
+            values[key].copy_(live)
+    return Snapshot(values, [_end_of_copies(device) for device in devices])
+
+
+def _has_events(device: torch.device) -> bool:
+    """Return whether the host can wait for the end of a copy from this kind of device."""
+    import torch
+
+    module = torch.get_device_module(device)
+    return hasattr(module, "Event") and hasattr(module, "current_stream")
+
+
+def _end_of_copies(device: torch.device) -> CopyEvent:
+    import torch
+
+    module = torch.get_device_module(device)
+    event: Any = module.Event()
+    event.record(module.current_stream(device))
+    return cast(CopyEvent, event)
 
 
 @dataclass(frozen=True)
@@ -95,7 +135,7 @@ class WrittenFile:
 
 
 def write(
-    layout: FileLayout, values: Mapping[tuple[Path, Box], torch.Tensor], dst: FilePath,
+    layout: FileLayout, copies: Snapshot, dst: FilePath,
     overwrite: bool, peers: RankGroup,
 ) -> tuple[str, ...]:  # fmt: skip
     """Write and publish the files; return the notes of rank 0. Every rank calls it.
@@ -110,8 +150,9 @@ def write(
         out_dir = FilePath(peers.all(str(work.out_dir) if work else "")[0])
         written: list[WrittenFile] = []
         with peers.together():
+            copies.wait()
             for file in _mine(layout.files, peers.rank):
-                written.append(_write_file(out_dir / file.name, file, values))
+                written.append(_write_file(out_dir / file.name, file, copies.values))
         everything = [one for some in peers.all(written) for one in some]
         with peers.together():
             if work is not None:
