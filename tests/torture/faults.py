@@ -44,6 +44,7 @@ class Faults:
         if fault.kills and first.result == "hang":
             first = Outcome("killed", op.name, "")
         result, text = judged(op, place, first)
+        op.finish(place)
         yield Outcome(result, op.name, label, text)
 
 

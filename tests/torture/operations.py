@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +47,9 @@ class Operation:
         elif self.old is not None:
             shutil.copyfile(self.old, place / self.dst)
 
+    def finish(self, place: Path) -> None:
+        """End what `prepare` began."""
+
     @property
     def before(self) -> str:
         return ABSENT if self.old is None else OLD
@@ -78,18 +82,21 @@ class Operation:
 class Push(Operation):
     """Publishes a model on the Hub of the tests, which runs in the process that prepares it."""
 
-    hubs: dict[Path, tuple[Hub, object]] = field(default_factory=dict)
+    hubs: dict[Path, tuple[Hub, ExitStack]] = field(default_factory=dict)
     """The Hub of each place, and the context that keeps it running."""
 
     def prepare(self, place: Path) -> None:
         place.mkdir()
-        patch = pytest.MonkeyPatch()  # for the rest of the process
-        context = connected(place / "home", patch)
-        hub = context.__enter__()
+        context = ExitStack()
+        patch = context.enter_context(pytest.MonkeyPatch.context())
+        hub = context.enter_context(connected(place / "home", patch))
         patch.setenv("HF_TOKEN", "hf_owner")
         assert self.old is not None
         hub.add("org/m", self.old)
         self.hubs[place] = hub, context
+
+    def finish(self, place: Path) -> None:
+        self.hubs.pop(place)[1].close()
 
     def state(self, place: Path) -> str:
         """Judge what main shows, and all that it has shown."""

@@ -1,4 +1,4 @@
-"""Run seeded cases, each in a forked process with limits, and count their outcomes."""
+"""Run seeded cases in forked processes with limits, and count their outcomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,11 @@ may be busy."""
 GROWTH = 1 << 30
 """Bytes that a case may need beyond those of the process that forks it."""
 ADDRESS_SPACE = 4 << 30
+TOGETHER = 40
+"""How many cases one process runs, one after the other: a fork costs as much as a case. Where one of
+them ends its process, the next ones run in another."""
+BEGUN = "begun"
+"""The result of a case of which nothing is known yet."""
 _GROUP = os.getpgrp()
 
 
@@ -57,7 +62,7 @@ class Program(Protocol):
     good: frozenset[str]
 
     def case(self, draw: random.Random, folder: Path) -> Iterator[Outcome]:
-        """Run one case in an empty folder; it is called in a process of its own.
+        """Run one case in an empty folder; it is called in another process than `__init__`.
 
         Yields what is about to be done, for the case that the process ends, and then the outcome.
         """
@@ -111,13 +116,7 @@ def run(
     tell   is given a line for each finding
     """
     tally = Tally(program.name, seed)
-    for number in cases:
-        place = folder / f"case-{number}"
-        place.mkdir()
-        try:
-            outcome = forked(lambda: program.case(draw(program, seed, number), place))  # noqa: B023
-        finally:
-            remove(place)
+    for number, outcome in outcomes(program, seed, cases, folder):
         tally.results[outcome.result] += 1
         if outcome.result in program.good:
             continue
@@ -128,6 +127,39 @@ def run(
             f"{replay}: {outcome.result}: {outcome.subject}: {outcome.label}: {outcome.text[:600]}"
         )
     return tally
+
+
+def outcomes(
+    program: Program, seed: int, cases: Sequence[int], folder: Path
+) -> Iterator[tuple[int, Outcome]]:
+    """Yield the number and the outcome of every case."""
+    left = list(cases)
+    while left:
+        ended: list[Outcome] = []
+        for outcome in in_child(lambda: _one_by_one(program, seed, left[:TOGETHER], folder)):  # noqa: B023
+            if outcome.result == BEGUN and not outcome.subject:
+                ended.append(outcome)
+            else:
+                ended[-1] = outcome
+        for number, outcome in zip(left, ended, strict=False):
+            place = folder / f"case-{number}"
+            if place.exists():  # its process was ended
+                remove(place)
+            yield number, outcome
+        left = left[len(ended) :]
+
+
+def _one_by_one(
+    program: Program, seed: int, cases: Sequence[int], folder: Path
+) -> Iterator[Outcome]:
+    """Run cases in this process: yield an outcome without a subject before those of each case."""
+    for number in cases:
+        yield Outcome(BEGUN, "", "")
+        place = folder / f"case-{number}"
+        place.mkdir()
+        limit_processor_time()
+        yield from _worked(lambda: program.case(draw(program, seed, number), place))  # noqa: B023
+        remove(place)
 
 
 def draw(program: Program, seed: int, number: int) -> random.Random:
@@ -146,6 +178,12 @@ def remove(place: Path) -> None:
 
 def forked(work: Callable[[], Iterator[Outcome]]) -> Outcome:
     """Return the last outcome that `work` yields in a child process, or what became of the child."""
+    return deque(in_child(lambda: _worked(work)), maxlen=1)[0]
+
+
+def in_child(work: Callable[[], Iterator[Outcome]]) -> Iterator[Outcome]:
+    """Yield what `work` yields in a child process; then, where the child did not end well, its last
+    outcome with what became of the child."""
     sys.stdout.flush()
     receive, send = os.pipe()
     pid = fork()
@@ -155,18 +193,26 @@ def forked(work: Callable[[], Iterator[Outcome]]) -> Outcome:
             os.setpgid(0, 0)
         _limit()
         with os.fdopen(send, "w") as stream:
-            for outcome in _worked(work):
+            for outcome in work():
                 print(json.dumps(asdict(outcome)), file=stream, flush=True)
         os._exit(0)
     os.close(send)
     with os.fdopen(receive, "rb") as stream:
         lines = b"".join(_until_end(stream.fileno(), pid)).splitlines()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    last = Outcome(**json.loads(lines[-1])) if lines else Outcome("", "", "")
-    if status == 0:
-        return last
-    hung = status in (-signal.SIGXCPU, -signal.SIGKILL)
-    return replace(last, result="hang" if hung else "died", text=f"its process ended with {status}")
+    last = Outcome("", "", "")
+    for line in lines:
+        last = Outcome(**json.loads(line))
+        yield last
+    if status != 0:
+        hung = status in (-signal.SIGXCPU, -signal.SIGKILL)
+        result = "hang" if hung else "died"
+        yield replace(
+            last,
+            subject=last.subject or "?",
+            result=result,
+            text=f"its process ended with {status}",
+        )
 
 
 def fork() -> int:
@@ -179,14 +225,22 @@ def _limit() -> None:
     """Bound the processor's time and the memory of this process; silence what libraries print."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     space = pages * resource.getpagesize() + ADDRESS_SPACE
-    for limit, most in ((resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_AS, space)):
-        resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (space, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    limit_processor_time()
     quiet = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(quiet, fd)
 
 
+def limit_processor_time() -> None:
+    """Let this process use `CPU_S` more seconds of the processor."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most = int(used.ru_utime + used.ru_stime) + CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
 def _worked(work: Callable[[], Iterator[Outcome]]) -> Iterator[Outcome]:
+    Path("/proc/self/clear_refs").write_text("5")  # forget what earlier cases needed
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outcome = Outcome("", "", "")
     try:
