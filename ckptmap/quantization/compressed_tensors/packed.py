@@ -165,7 +165,6 @@ class Packed(ScaledEncoding):
             "packed",
             "scale",
             self.constants(info),
-            device,
         )
         return PackedEncoder(inner, info.shape[1])
 
@@ -225,14 +224,25 @@ class Packing:
         if self.bits == 8:
             of_bytes = words.contiguous().view(torch.uint8).narrow(1, start % 4, count)
             return (of_bytes ^ 0x80).view(torch.int8)
+        if WORD % self.bits == 0:
+            return self._unpacked_whole(words).narrow(1, start % self._whole, count)
         word, shift = self._places(torch.arange(start, start + count, device=words.device), start)
         low = words.index_select(1, word).to(torch.int64).bitwise_and_(0xFFFFFFFF) >> shift
         spills = shift + self.bits > WORD
-        if WORD % self.bits and not self.aligned:
+        if not self.aligned:
             after = words.index_select(1, (word + spills).clamp_(max=words.shape[1] - 1))
             low |= torch.where(spills, after.to(torch.int64) << (WORD - shift), 0)
         half = 1 << (self.bits - 1)
         return (low.bitwise_and_(2 * half - 1) - half).to(torch.int8)
+
+    def _unpacked_whole(self, words: torch.Tensor) -> torch.Tensor:
+        """Unpack all codes of words that hold whole codes: i32 [r, n] -> i8 [r, n * 32 / bits]."""
+        import torch
+
+        half = 1 << (self.bits - 1)
+        shifts = torch.arange(0, WORD, self.bits, dtype=torch.int32, device=words.device)
+        codes = words.unsqueeze(-1).bitwise_right_shift(shifts)
+        return codes.bitwise_and_(2 * half - 1).sub_(half).to(torch.int8).flatten(1)
 
     def _places(self, codes: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the word of each code, relative to that of `start`, and the bit at which the code begins."""
