@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ckptmap.quantization.blockwise.chunks import chunk_numel
 from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.tensors import Box
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_NUMEL = 256 * 1024
-"""Elements at a time: larger temporaries leave the cache and pay page faults."""
+"""Elements at a time on a CPU: larger temporaries leave the cache and pay page faults."""
 
 
 def dequantize(
@@ -40,11 +41,13 @@ def dequantize(
     """
     if not box.numel:
         return
-    for inner in row_major_boxes(Box.whole(box.sizes), CHUNK_NUMEL):
+    scales = _Grid(scale, box, block)
+    zeros = None if zero is None else _Grid(zero, box, block)
+    most = chunk_numel(out.device, CHUNK_NUMEL)
+    for inner in row_major_boxes(Box.whole(box.sizes), most):
         part = window(out, inner)
-        spread = _spread(scale, box, inner, block)
-        shift = None if zero is None else _spread(zero, box, inner, block)
-        values = _shifted(window(codes, inner), shift, out.dtype).mul_(spread)
+        shift = None if zeros is None else zeros.spread(inner)
+        values = _shifted(window(codes, inner), shift, out.dtype).mul_(scales.spread(inner))
         part.copy_(values if factor == 1.0 else values.mul_(factor))
 
 
@@ -66,20 +69,34 @@ def _shifted(codes: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype)
     return codes.to(torch.float32, copy=True).sub_(zero.to(torch.float32))
 
 
-def _spread(grid: torch.Tensor, box: Box, inner: Box, block: Sequence[int]) -> torch.Tensor:
-    """Return the scales for `inner` (relative to the box), in a shape that broadcasts against it."""
-    for dim, size in enumerate(block):
-        first = box.offsets[dim] // size
-        start = box.offsets[dim] + inner.offsets[dim]
-        low, high = start // size - first, -(-(start + inner.sizes[dim]) // size) - first
-        grid = grid.narrow(dim, low, high - low)
-        if size > 1 and high - low > 1:
-            grid = _repeated(grid, dim, start % size, inner.sizes[dim], size)
-    return grid
+class _Grid:
+    """A grid of scales or zero points, the box `grid_box(box, block)` of it."""
 
+    def __init__(self, grid: torch.Tensor, box: Box, block: Sequence[int]) -> None:
+        import torch
 
-def _repeated(grid: torch.Tensor, dim: int, within: int, count: int, size: int) -> torch.Tensor:
-    import torch
+        self._grid, self._box, self._block = grid, box, block
+        self._blocks: dict[int, torch.Tensor] = {}
+        """By dim: the block of each row or column of the box, counted from the grid's first."""
+        for dim, size in enumerate(block):
+            if size > 1 and grid.shape[dim] > 1:
+                start = box.offsets[dim] % size
+                at = torch.arange(start, start + box.sizes[dim], device=grid.device)
+                self._blocks[dim] = at.floor_divide_(size)
 
-    index = torch.arange(within, within + count, device=grid.device) // size
-    return grid.index_select(dim, index)
+    def spread(self, inner: Box) -> torch.Tensor:
+        """Return the scales for `inner` (relative to the box), in a shape that broadcasts against it."""
+        grid = self._grid
+        for dim, (offset, count) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
+            low, high = self._touched(dim, offset, count)
+            if self._block[dim] > 1 and high - low > 1:
+                grid = grid.index_select(dim, self._blocks[dim].narrow(0, offset, count))
+            else:
+                grid = grid.narrow(dim, low, high - low)
+        return grid
+
+    def _touched(self, dim: int, offset: int, count: int) -> tuple[int, int]:
+        """Return the first and last + 1 of the blocks of a range of the box, within the grid."""
+        size, start = self._block[dim], self._box.offsets[dim]
+        first = start // size
+        return (start + offset) // size - first, -(-(start + offset + count) // size) - first

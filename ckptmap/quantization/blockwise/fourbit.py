@@ -6,7 +6,7 @@
 The arithmetic is that of bitsandbytes 0.50, backends/default/ops.py: the quotient `w * (1 / absmax)` and
 the product are float32. A short last block is divided instead of multiplied. The code is the number of
 midpoints below the quotient (see `bucketize`), so a tie takes the lower value. Work goes in chunks that
-stay in the CPU cache.
+stay in a CPU's cache, on a device in larger ones (see `chunks`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckptmap.quantization.blockwise.bucketize import Bucketizer
+from ckptmap.quantization.blockwise.chunks import chunk_numel, constant
 from ckptmap.tensors import Box, TensorInfo, contiguous_strides
 
 if TYPE_CHECKING:
     import torch
 
 CHUNK_NUMEL = 512 * 1024
-"""Elements per chunk: larger temporaries leave the cache and cost page faults."""
+"""Elements per chunk on a CPU: larger temporaries leave the cache and cost page faults."""
 LEAST_ABSMAX = 1e-38
 """A smaller absmax is replaced by this, so that its inverse is finite."""
 
@@ -49,10 +50,14 @@ def table_values(kind: str) -> tuple[float, ...]:
 
 
 def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the 16 values by code, float32."""
+    """Return the 16 values by code, float32, which callers must not change."""
     import torch
 
-    return torch.tensor(table_values(kind), dtype=torch.float32, device=device)
+    return constant(
+        ("4-bit values", kind),
+        device,
+        lambda at: torch.tensor(table_values(kind), dtype=torch.float32, device=at),
+    )
 
 
 # ------------------------------------------------------------------------------- encoding
@@ -81,7 +86,8 @@ class FourBitQuantizer:
         import torch
 
         self._block = block
-        self._chunk = max(1, min(-(-numel // block), CHUNK_NUMEL // block)) * block
+        most = chunk_numel(device, CHUNK_NUMEL) // block
+        self._chunk = max(1, min(-(-numel // block), most)) * block
         self._bucketizer = _bucketizer(kind, device)
         self._integer = torch.int32 if dtype.itemsize == 4 else torch.int16
         self._spare = torch.empty(self._chunk, dtype=torch.int32, device=device)
@@ -118,7 +124,7 @@ class FourBitQuantizer:
         magnitude = self._spare.view(self._integer).narrow(0, 0, n)
         torch.bitwise_and(values.view(self._integer), torch.iinfo(self._integer).max, out=magnitude)
         peaks = magnitude.view(-1, self._block).amax(1).view(values.dtype)
-        torch.abs(peaks.float(), out=absmax)
+        torch.mul(peaks, 1, out=absmax)  # a copy to float32
         inverse = absmax.clamp(min=LEAST_ABSMAX).reciprocal_()
         quotient = self._quotient.narrow(0, 0, n)
         blocks = (-1, self._block)
@@ -148,6 +154,10 @@ def pack(codes: torch.Tensor, spare: torch.Tensor, packed: torch.Tensor) -> None
     """
     import torch
 
+    if not packed.is_cpu:  # one kernel; a CPU does not vectorize it
+        first, second = codes.view(-1, 2).unbind(1)
+        torch.add(second, first, alpha=16, out=packed)
+        return
     pairs = codes.view(torch.int16)  # first + second * 256
     sixteen = spare.view(torch.int16).narrow(0, 0, pairs.numel())
     torch.mul(pairs, 4097, out=sixteen)  # modulo 2^16: first + (first * 16 + second) * 256
@@ -158,20 +168,23 @@ def pack(codes: torch.Tensor, spare: torch.Tensor, packed: torch.Tensor) -> None
 
 
 def pairs(values: torch.Tensor) -> torch.Tensor:
-    """Return a table of pairs: values [16] f32 -> [256] i64, the two float32 values of each byte side by side."""
+    """Return the two values of each byte side by side: values [16] T -> [256] integers as wide as two T."""
     import torch
 
-    byte = torch.arange(256, device=values.device)
-    pairs = torch.stack([values.take(byte >> 4), values.take(byte & 15)], dim=1)
-    return pairs.view(torch.int64).flatten()
+    count = values.numel()
+    first, second = values.unsqueeze(1).expand(count, count), values.expand(count, count)
+    wide = {2: torch.int32, 4: torch.int64}[values.element_size()]
+    return torch.stack([first, second], dim=-1).view(wide).flatten()
 
 
 class FourBitDequantizer:
     """Decodes blocks, at most `numel` (even) elements per call, into a reused buffer."""
 
-    def __init__(self, numel: int, values: torch.Tensor) -> None:
-        self._pairs = pairs(values)
-        self._values = values.new_empty(numel)
+    def __init__(self, numel: int, kind: str, device: torch.device) -> None:
+        import torch
+
+        self._pairs = constant(("4-bit pairs", kind), device, lambda at: pairs(table(kind, at)))
+        self._values = torch.empty(numel, dtype=torch.float32, device=device)
 
     def run(self, packed: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
         """Dequantize packed [ceil(m/2)] u8, scale [ceil(m/block)] f32 -> values [m] f32, m even.
@@ -263,7 +276,7 @@ def slabs(
     start, stop = span(info, box)
     if stop - start == math.prod(sizes):  # flat-contiguous: rows need not be kept apart
         out, sizes, strides = out.view(-1), (box.numel,), (1,)
-    rows = max(1, CHUNK_NUMEL // strides[0])
+    rows = max(1, chunk_numel(out.device, CHUNK_NUMEL) // strides[0])
     reach = sum((n - 1) * s for n, s in zip(sizes[1:], strides[1:], strict=True))
     for row in range(0, sizes[0], rows):
         part = out.narrow(0, row, min(rows, sizes[0] - row))

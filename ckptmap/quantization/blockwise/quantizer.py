@@ -1,4 +1,4 @@
-"""Quantize rows or tiles by a library's rounding rule, in chunks that stay in the CPU cache.
+"""Quantize rows or tiles by a library's rounding rule, on a CPU in chunks that stay in its cache.
 
     values [r, w] T  ->  codes [r, w] i8 or fp8, scales [r] or [ceil(r/p), ceil(w/q)]
 
@@ -116,7 +116,9 @@ def quantize_tiles(
     dtype = getattr(torch, rule.codes_dtype)
     padded = [math.ceil(n / b) * b for n, b in zip(values.shape, block, strict=True)]
     edge = (0, padded[1] - width, 0, padded[0] - rows)
-    wide = torch.nn.functional.pad(values.to(torch.float32, copy=True), edge)
+    wide = values.to(torch.float32, copy=True)
+    if any(edge):
+        wide = torch.nn.functional.pad(wide, edge)
     tiles = wide.view(padded[0] // block[0], block[0], padded[1] // block[1], block[1])
     absmax = absmax_of(tiles, (1, 3))
     scale, operand = rule.scales(absmax)

@@ -6,6 +6,7 @@ values [m] T  ->  Write(codes part), Write(scale part)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError
@@ -27,17 +28,36 @@ Constants = Mapping[str, tuple[str, Sequence[int]]]
 """Part -> (dtype, numbers) for parts that do not depend on the values: a format number, a shape."""
 
 
-def constant_writes(constants: Constants, device: str = "cpu") -> Iterator[Write]:
-    """Yield the writes of the constant parts."""
+def constant_writes(constants: Constants) -> Iterator[Write]:
+    """Yield the writes of the constant parts, on the CPU."""
     import torch
 
     for name, (dtype, numbers) in constants.items():
-        values = torch.tensor(list(numbers), dtype=getattr(torch, dtype), device=device)
+        values = torch.tensor(list(numbers), dtype=getattr(torch, dtype))
         yield Write(name, flat(0, values.numel()), values)
 
 
+@dataclass(frozen=True)
+class _Noted:
+    """What tells whether some blocks can be decoded again. Each tensor has one number a block.
+
+    at       the number of the first block
+    given    absmax of the values as they came, which a rule may cast before it takes its own
+    lowest   the lowest code, None where every block has its outermost code
+    """
+
+    at: int
+    given: torch.Tensor
+    absmax: torch.Tensor
+    scales: torch.Tensor
+    lowest: torch.Tensor | None
+
+
 class ScaledEncoder:
-    """Encodes block by block; `finish` raises if a value was not finite, so `feed` never waits for the device."""
+    """Encodes block by block; `finish` raises if a value was not finite, so `feed` never waits for the device.
+
+    On a device it keeps a few numbers a block for that.
+    """
 
     splittable = True
     state_nbytes = 0
@@ -50,25 +70,21 @@ class ScaledEncoder:
         codes_part: str,
         scale_part: str,
         constants: Constants,
-        device: str,
     ) -> None:
         self._info, self._block, self._rule = info, block, rule
         self._codes, self._scale, self._constants = codes_part, scale_part, constants
-        self._device = device
         self._width = info.shape[-1]
         in_rows = all(b == 1 for b in block[:-1]) and self._width % block[-1] == 0
         self._rows = block[-1] if in_rows else 0
         tall = block[0] if len(block) == 2 else info.numel
         self.step = self._rows or tall * self._width
-        self._bad: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self._lost: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._noted: list[_Noted] = []
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
         """Encode values [m] T; m and `offset` are multiples of `step`, except for the last rows of tiles."""
         quantized = self._quantized(values)
-        self._note(self._bad, offset, self._not_taken(values, quantized))
-        self._note(self._lost, offset, self._overflows(quantized))
         first = self._scale_at(offset)
+        self._note(first, values, quantized)
         return (
             Write(self._codes, flat(offset, values.numel()), quantized.codes.view(-1)),
             Write(self._scale, flat(first, quantized.scales.numel()), quantized.scales.reshape(-1)),
@@ -87,36 +103,31 @@ class ScaledEncoder:
         per_band = -(-self._width // self._block[1])
         return offset // self.step * per_band
 
-    def _not_taken(self, values: torch.Tensor, quantized: QuantizedBlocks) -> torch.Tensor:
-        """Return which blocks are not finite, or vanish in the dtype that the rule casts to first."""
-        bad = quantized.absmax.isfinite().logical_not_()
-        zero = quantized.absmax == 0
-        if self._rule.takes == "float16" and not _is_none(zero):
-            bad |= zero & (absmax_of(values.view(-1, self._rows), (1,)) != 0)
-        return bad
+    def _note(self, first: int, values: torch.Tensor, quantized: QuantizedBlocks) -> None:
+        """Keep what `finish` needs to judge these blocks.
 
-    def _overflows(self, quantized: QuantizedBlocks) -> torch.Tensor:
-        """Return which blocks would decode to infinity, because their scale was rounded up.
-
-        Every float8 block has its outermost code. Of the integer codes only -128 exceeds the largest
-        value, and a row near the limit may not contain it.
+        A CPU asks at once and keeps those that may be bad; to ask a device would be to wait for it.
         """
+        absmax, scales, lowest = quantized.absmax, quantized.scales.reshape(-1), None
+        if values.is_cpu and not self._may_be_bad(absmax, scales):
+            return
+        casts = self._rule.takes == "float16"
+        given = absmax_of(values.view(-1, self._rows), (1,)) if casts else absmax
+        if self._rule.codes_dtype == "int8" and self._rows:
+            lowest = quantized.codes.amin(1)
+        self._noted.append(_Noted(first, given.reshape(-1), absmax.reshape(-1), scales, lowest))
+
+    def _may_be_bad(self, absmax: torch.Tensor, scales: torch.Tensor) -> bool:
+        if not bool(absmax.isfinite().all()) or bool(self._overflows(scales).any()):
+            return True
+        return self._rule.takes == "float16" and not bool(absmax.all())
+
+    def _overflows(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return which scales, rounded up, would decode the outermost code to infinity."""
         import torch
 
-        most = quantized.scales.to(torch.float32) * self._rule.reach
-        lost = most.to(getattr(torch, self._info.dtype)).isinf()
-        if self._rule.codes_dtype != "int8" or not self._rows or _is_none(lost):
-            return lost
-        return lost.logical_and_(quantized.codes.amin(1) == -128)
-
-    def _note(
-        self, noted: list[tuple[int, torch.Tensor, torch.Tensor]], offset: int, bad: torch.Tensor
-    ) -> None:
-        """Record bad blocks for `finish`, without waiting for the device."""
-        if not _is_none(bad):
-            noted.append(
-                (self._scale_at(offset), bad.flatten().sum(), bad.flatten().int().argmax())
-            )
+        most = scales.to(torch.float32) * self._rule.reach
+        return most.to(getattr(torch, self._info.dtype)).isinf()
 
     def finish(self) -> Iterable[Write]:
         """Yield the constant parts.
@@ -124,12 +135,38 @@ class ScaledEncoder:
         Raises RunError CKM309 where an input was not finite, does not fit the dtype that the library
         casts to first, or would decode to infinity.
         """
-        for noted, refused in ((self._bad, self._refused), (self._lost, self._overflowed)):
-            counts = [(at, int(count), int(first)) for at, count, first in noted if int(count)]
-            if counts:
-                at, _, first = min(counts)
-                raise refused(sum(count for _, count, _ in counts), self._place(at + first))
-        return constant_writes(self._constants, self._device)
+        self._noted.sort(key=lambda noted: noted.at)
+        if self._noted:
+            self._judge()
+        return constant_writes(self._constants)
+
+    def _judge(self) -> None:
+        """Raise RunError CKM309 where a block is bad. Waits once for the device."""
+        import torch
+
+        noted = self._noted
+        absmax, given = torch.cat([n.absmax for n in noted]), torch.cat([n.given for n in noted])
+        bad = absmax.isfinite().logical_not_() | ((absmax == 0) & (given != 0))
+        lost = self._overflows(torch.cat([n.scales for n in noted]))
+        # Of the integer codes only -128 exceeds the largest value, and a block near the limit may
+        # not contain it. Every float8 block has its outermost code.
+        lowest = [n.lowest for n in noted if n.lowest is not None]
+        if lowest:
+            lost &= torch.cat(lowest) == -128
+        counts = torch.stack([bad.sum(), lost.sum()]).tolist()
+        for blocks, count, refused in zip(
+            (bad, lost), counts, (self._refused, self._overflowed), strict=True
+        ):
+            if count:
+                raise refused(count, self._place(self._number(int(blocks.int().argmax()))))
+
+    def _number(self, place: int) -> int:
+        """Return the number of a block from its place among those that were kept."""
+        for noted in self._noted:
+            if place < noted.absmax.numel():
+                break
+            place -= noted.absmax.numel()
+        return noted.at + place
 
     def _place(self, at: int) -> str:
         return f"row {at}" if self._rows == self._width else f"block {at}"
@@ -155,11 +192,6 @@ class ScaledEncoder:
             f"expected finite values, found NaN or infinity in {count} blocks, first in {place}",
             "leave this tensor unquantized with --no-encode, or repair it",
         )
-
-
-def _is_none(bad: torch.Tensor) -> bool:
-    """Return whether no block is bad, as far as asking is free: on a GPU it would wait for the device."""
-    return bad.is_cpu and not bool(bad.any())
 
 
 class ScaledRecoder:

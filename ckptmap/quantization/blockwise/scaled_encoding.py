@@ -128,7 +128,7 @@ class ScaledEncoding:
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
         return ScaledEncoder(
             info, self.block_of(info), self.rule(info), self.codes_part, self.scale_part,
-            self.constants(info), device,
+            self.constants(info),
         )  # fmt: skip
 
     def constants(self, info: TensorInfo) -> Constants:

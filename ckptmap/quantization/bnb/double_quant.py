@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptmap.quantization.blockwise.chunks import chunk_numel
 from ckptmap.quantization.blockwise.eight_bit_scales import ScaleLevels
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def dequantize(
     first: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Dequantize codes [m] u8 -> absmax [m] f32.
+    """Dequantize codes [m] u8 -> absmax [m] f32; `values` is the dynamic map.
 
     The first code is number `first` within the first scale's block. Products are rounded to `dtype`
     before the offset is added.
@@ -93,10 +94,20 @@ def dequantize(
     import torch
 
     out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    added = torch.tensor(offset, device=codes.device)
-    for start in range(0, codes.numel(), CHUNK):
-        part = codes[start : start + CHUNK].to(torch.int32)
-        at = torch.arange(first + start, first + start + part.numel(), device=codes.device) // block
-        product = values.index_select(0, part) * scale.index_select(0, at)
-        out[start : start + CHUNK] = product.to(dtype) + added
+    added = torch.tensor(offset).to(dtype).item()  # of the CPU, so that no device is waited for
+    skipped = first % block
+    step = chunk_numel(codes.device, CHUNK)
+    for start in range(0, codes.numel(), step):
+        part = codes.narrow(0, start, min(step, codes.numel() - start))
+        low = (skipped + start) // block
+        high = -(-(skipped + start + part.numel()) // block)
+        spread = scale.narrow(0, low, high - low).repeat_interleave(block)
+        spread = spread.narrow(0, (skipped + start) % block, part.numel())
+        product = out.narrow(0, start, part.numel())
+        torch.index_select(values, 0, part.to(torch.int32), out=product)
+        product.mul_(spread)
+        if dtype == torch.float32:
+            product.add_(added)
+        else:
+            product.copy_(product.to(dtype).add_(added))
     return out

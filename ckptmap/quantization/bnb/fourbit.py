@@ -216,7 +216,7 @@ class FourBit:
         slabs = list(fourbit.slabs(stored, box, out))
         widest = max(stop - start for start, stop, _, _ in slabs) + 2 * block
         numel = min(widest, (last - first) * block)
-        run = fourbit.FourBitDequantizer(numel, fourbit.table(self.kind, out.device)).run
+        run = fourbit.FourBitDequantizer(numel, self.kind, out.device).run
         for start, stop, part, strides in slabs:
             low, high = start // block - first, -(-stop // block) - first
             codes = packed[low * block // 2 : high * block // 2]

@@ -10,7 +10,7 @@ departure: an all-zero block is 0/0 there and gets the lowest code; here it gets
 
 The code of an element depends on the quotient w/absmax alone. For a 16-bit T it comes from a table of
 65536 entries by the quotient's bits, for float32 from thresholds (see `bucketize`). Work goes in chunks
-that stay in the CPU cache. Nothing here waits for the device.
+that stay in a CPU's cache, on a device in larger ones (see `chunks`). Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError
 from ckptmap.quantization.blockwise.bucketize import Bucketizer
-from ckptmap.quantization.blockwise.fourbit import pack
+from ckptmap.quantization.blockwise.chunks import chunk_numel
+from ckptmap.quantization.blockwise.fourbit import pack, pairs
 
 if TYPE_CHECKING:
     import torch
 
 CHUNK_NUMEL = 512 * 1024
-"""Most elements per chunk: fewer cost more calls, more leave the cache."""
+"""Most elements per chunk on a CPU: fewer cost more calls, more leave the cache."""
 
 # torchao's table: the quantiles of a normal distribution (QLoRA, arXiv:2305.14314, appendix E),
 # written there with four decimals and then rounded to T.
@@ -79,17 +80,12 @@ def lookup(dtype: torch.dtype, device: str) -> torch.Tensor | Bucketizer:
     return table
 
 
-def _patterns(device: str) -> torch.Tensor:
-    """Return every 16-bit pattern, in the order of its unsigned value."""
-    import torch
-
-    return torch.arange(65536, dtype=torch.int32, device=device).to(torch.int16)
-
-
 def _lookup_16(dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Return the code of every 16-bit pattern, in the order of its unsigned value."""
     import torch
 
-    values = _patterns(device).view(dtype)
+    patterns = torch.arange(65536, dtype=torch.int32, device=device)
+    values = patterns.to(torch.int16).view(dtype)
     codes = nearest(values)
     return torch.where(values.isnan(), ZERO_CODE, codes).to(torch.uint8)
 
@@ -119,7 +115,7 @@ class NF4Quantizer:
         import torch
 
         self._block = block
-        self._chunk = min(numel, max(CHUNK_NUMEL // block, 1) * block)
+        self._chunk = min(numel, max(chunk_numel(device, CHUNK_NUMEL) // block, 1) * block)
         self._lookup = lookup(dtype, device)
         self._integer = torch.int32 if dtype.itemsize == 4 else torch.int16
         self._spare = torch.empty(self._chunk, dtype=torch.int32, device=device)
@@ -270,23 +266,13 @@ def scales(
     return (scalers / factor.index_select(0, index // scaler_block)).to(mean.dtype) + mean
 
 
-def pair_table(table: torch.Tensor) -> torch.Tensor:
-    """Return a table of pairs: table [16] T -> [256] integers as wide as two T, the two values of each byte side by side."""
-    import torch
-
-    byte = torch.arange(256, device=table.device)
-    pairs = torch.stack([table.take(byte >> 4), table.take(byte & 15)], dim=1)
-    wide = {2: torch.int32, 4: torch.int64}[table.element_size()]
-    return pairs.view(wide).flatten()
-
-
 class NF4Dequantizer:
     """Decodes blocks, at most `numel` elements per call, into a reused buffer or a given one."""
 
     def __init__(self, numel: int, table: torch.Tensor) -> None:
         import torch
 
-        self._pairs = pair_table(table)
+        self._pairs = pairs(table)
         self._values = table.new_empty(numel)
         self._index = table.new_empty(-(-numel // 2), dtype=torch.int32)
 

@@ -1,0 +1,133 @@
+"""On a device, an encoder or decoder launches few kernels for all that is sent at once, and waits for none.
+
+Counted on the meta device, which takes the branches of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from ckptmap import registry
+from ckptmap.protocols import Encoding, Refusal
+from ckptmap.quantization.blockwise import fourbit
+from ckptmap.quantization.blockwise.chunks import DEVICE_NUMEL
+from ckptmap.quantization.compressed_tensors.packed import Packed
+from ckptmap.quantization.nf4.encoding import NF4
+from ckptmap.tensors import Box, TensorInfo
+from tests.support.dispatched import Kernels, NeverWaits, Waited
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+DTYPES = ("bfloat16", "float16", "float32")
+ROWS, WIDTH = DEVICE_NUMEL // 4096, 4096
+FEEDS = 8
+INFO = TensorInfo((FEEDS * ROWS, WIDTH), "bfloat16")
+
+
+def targets(dtype: str) -> dict[str, Encoding]:
+    """How each scheme that quantizes stores the weight."""
+    found: dict[str, Encoding] = {}
+    for scheme in registry.schemes():
+        made = scheme.target(NAME, TensorInfo(INFO.shape, dtype)) if scheme.suffix else None
+        if made is not None and made.name != "dense":
+            found[scheme.name] = made
+    return found
+
+
+ENCODERS = {name: 17 for name in targets("bfloat16")} | {
+    name: 10 for name in targets("bfloat16") if "nf4" in name or "fp4" in name
+}
+"""The most kernels a feed: a launch takes 5 us of the host, a feed of bfloat16 170 us of the link."""
+DECODERS = {name: 10 for name in targets("bfloat16")}
+
+
+def test_every_block_wise_scheme_is_counted() -> None:
+    wanted = "nf4 bnb-nf4 bnb-nf4-dq bnb-fp4 bnb-fp4-dq int8 float8 bnb-int8 ct-int8 ct-fp8 fp8"
+    assert set(ENCODERS) == set(DECODERS) == set(wanted.split())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_launches_few_kernels_a_feed(name: str, dtype: str) -> None:
+    info = TensorInfo(INFO.shape, dtype)
+    encoder = targets(dtype)[name].encoder(info, "meta")
+    values = torch.empty(DEVICE_NUMEL, dtype=getattr(torch, dtype), device="meta")
+    list(encoder.feed(0, values))  # it makes tables
+    with Kernels() as kernels, NeverWaits():
+        list(encoder.feed(values.numel(), values))
+    assert kernels.total <= ENCODERS[name], dict(kernels.counts)
+
+
+def on_meta(encoding: Encoding, info: TensorInfo, box: Box) -> Mapping[str, torch.Tensor]:
+    """The parts that decoding a box takes."""
+    parts = encoding.parts(info)
+    assert not isinstance(parts, Refusal)
+    found = {}
+    for name, part in parts.items():
+        cut = encoding.part_box(info, name, box)
+        assert cut is not None
+        found[name] = torch.empty(cut.sizes, dtype=getattr(torch, part.dtype), device="meta")
+        if name.startswith("quant_state"):  # JSON, which stays on the CPU
+            found[name] = torch.frombuffer(bytearray(encoding.blob(info, 0.5)), dtype=torch.uint8)  # type: ignore[attr-defined]
+    return found
+
+
+def decoded(encoding: Encoding, info: TensorInfo, box: Box) -> Kernels:
+    parts = on_meta(encoding, info, box)
+    out = torch.empty(box.sizes, dtype=getattr(torch, info.dtype), device="meta")
+    encoding.decode(info, parts, box, out)  # it makes tables
+    with Kernels() as kernels, NeverWaits():
+        encoding.decode(info, parts, box, out)
+    return kernels
+
+
+READ = {
+    "ct-int4": Packed(bits=4, block=(1, 128), scale_dtype="bfloat16"),
+    "ct-int4 zero points": Packed(
+        bits=4, block=(1, 128), scale_dtype="bfloat16", zero_dtype="int32"
+    ),
+    "nf4 exact": NF4(64, 1, exact=True),
+}
+"""Encodings that are read, beside those that are written."""
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *READ])
+@pytest.mark.parametrize("columns", [WIDTH, 1000])
+def test_a_decoder_launches_few_kernels(name: str, columns: int) -> None:
+    encoding = READ.get(name) or targets("bfloat16")[name]
+    most = 24 if "zero" in name else 12 if name in READ else DECODERS[name]  # zeros: half are small
+    one = decoded(encoding, INFO, Box((ROWS, 0), (ROWS, columns)))
+    assert one.total <= most, dict(one.counts)
+    whole = decoded(encoding, INFO, Box((0, 0), (INFO.shape[0], columns)))
+    assert whole.total <= FEEDS * most, dict(whole.counts)
+
+
+def test_codes_are_packed_alike_on_a_device() -> None:
+    """`pack` takes another way there; the rest differs by the size of chunks alone."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
+    packed = torch.empty(256, dtype=torch.uint8)
+    fourbit.pack(codes, torch.empty(512, dtype=torch.int32), packed)
+    first, second = codes.view(-1, 2).unbind(1)
+    assert torch.equal(packed, torch.add(second, first, alpha=16))
+    assert packed.tolist() == list(range(256))
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda w: w.sum().item(),
+        lambda w: w.cpu(),
+        lambda w: w.copy_(torch.ones(4)),
+        lambda w: torch.ones(4).copy_(w),
+        lambda w: bool(w.any()),
+        lambda w: w.nonzero(),
+        lambda w: torch.tensor([1.0], device="meta"),
+    ],
+)
+def test_a_wait_is_noticed(wait: object) -> None:
+    values = torch.empty(4, device="meta")
+    with NeverWaits(), pytest.raises(Waited):
+        wait(values)  # type: ignore[operator]
