@@ -5,30 +5,30 @@
 
 Every rank computes the same rounds, which a digest proves. Nothing is gathered: a rank receives the
 boxes that it needs, and copies those that it holds itself.
+
+A rank that fails must not leave others waiting for its messages, and NCCL does not tell them. So each
+round has two parts: what may fail, above all allocating, comes first, and the ranks agree over gloo that
+it succeeded. Only then messages are posted.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.model.tensor_reader import TensorReader, window
-from ckptmap.live.state_dict.live_checkpoint import LiveStateDict, Sources
-from ckptmap.storage.box_reader import row_major_boxes
-from ckptmap.tensors import ITEMSIZE, Box, Path
+from ckptmap.live.state_dict.live_checkpoint import LiveStateDict
+from ckptmap.live.state_dict.reshard_rounds import ALIGN, Round, Transfer, batches
+from ckptmap.tensors import Box, Path
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup, Work
-
-ALIGN = 16
-"""Alignment in bytes of a box in a message, so that it can be viewed in its own dtype."""
 
 
 @dataclass(eq=False)
@@ -50,154 +50,8 @@ class ReshardTask:
     step: Callable[[TensorReader], None] | None = None
 
 
-class Transfer(NamedTuple):
-    """One box that moves from rank `source` to rank `target`, for need `need` of its task `unit`."""
-
-    path: Path
-    box: Box
-    source: int
-    target: int
-    unit: int
-    need: int
-    nbytes: int
-
-    @property
-    def room(self) -> int:
-        """Bytes of the box in a message, padding included."""
-        return -(-self.nbytes // ALIGN) * ALIGN
-
-
-Round = Sequence[Transfer]
-Wants = Sequence[Sequence[tuple[Path, Box, bool]]]
-"""Of one rank, task by task: path, box, and whether the box is kept for the step."""
-
-
 Outs = Mapping[tuple[int, int], tuple[Need, "torch.Tensor"]]
 """(task number, need number) -> the need, and the tensor that receives it."""
-
-
-# ------------------------------------------------------------------------------- the plan
-
-
-def batches(
-    wants: Sequence[Wants], sources: Sources, budget: int
-) -> list[tuple[int, int, list[Round]]]:
-    """Return (first task, end, rounds) of every batch. The boxes that a batch keeps fit the budget on
-    every rank, except that a single task may exceed it. Raises RunError CKM513 where no rank holds a
-    box."""
-    count = max(map(len, wants), default=0)
-    found, first, load = [], 0, [0] * len(wants)
-    kept = [0] * len(wants)
-    for unit in range(count + 1):
-        sizes = [
-            sum(_nbytes(sources, path, box) for path, box, keep in units[unit] if keep)
-            if unit < len(units)
-            else 0
-            for units in wants
-        ]
-        full = any(have + more > budget for have, more in zip(kept, sizes, strict=True))
-        if (unit == count or full) and unit > first:
-            routed = [
-                list(_parts(units[first:unit], first, rank, sources, load))
-                for rank, units in enumerate(wants)
-            ]
-            found.append((first, unit, list(rounds(_interleaved(routed), budget))))
-            first, kept = unit, [0] * len(wants)
-        kept = [have + more for have, more in zip(kept, sizes, strict=True)]
-    return found
-
-
-def _nbytes(sources: Sources, path: Path, box: Box) -> int:
-    return box.numel * ITEMSIZE[sources[path][0].dtype]
-
-
-def _parts(
-    units: Wants, first: int, rank: int, sources: Sources, load: list[int]
-) -> Iterator[Transfer]:
-    for unit, needs in enumerate(units, first):
-        for number, (path, box, _) in enumerate(needs):
-            for piece, source in routes(sources, path, box, rank, load):
-                nbytes = _nbytes(sources, path, piece)
-                load[source] += nbytes * (source != rank)
-                yield Transfer(path, piece, source, rank, unit, number, nbytes)
-
-
-def routes(
-    sources: Sources, path: Path, box: Box, rank: int, load: Sequence[int]
-) -> Iterator[tuple[Box, int]]:
-    """Yield boxes that tile `box`, each with a rank that holds it: rank `rank` itself first, then the
-    rank with the least to send. Raises RunError CKM513 where no rank holds a part."""
-    near = [(source, own) for source, own in sources[path][1] if own.intersect(box)]
-    near.sort(key=lambda found: (found[0] != rank, load[found[0]], found[0]))
-    rest = [box] if box.numel else []
-    for source, own in near:
-        left: list[Box] = []
-        for hole in rest:
-            common = own.intersect(hole)
-            if common is None:
-                left.append(hole)
-                continue
-            yield common, source
-            left += around(hole, common)
-        rest = left
-        if not rest:
-            return
-    if rest:
-        raise RunError(
-            "CKM513",
-            f"{'.'.join(map(str, path))}: no rank holds {list(rest[0].offsets)}"
-            f"+{list(rest[0].sizes)}, which rank {rank} needs",
-            "every rank must pass its part of the state dict",
-        )
-
-
-def around(box: Box, hole: Box) -> list[Box]:
-    """Return the boxes that tile `box` without `hole`."""
-    found: list[Box] = []
-    for dim, (low, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        start, stop = hole.offsets[dim], hole.offsets[dim] + hole.sizes[dim]
-        for begin, end in ((low, start), (stop, low + size)):
-            if end > begin:
-                offsets = (*hole.offsets[:dim], begin, *box.offsets[dim + 1 :])
-                sizes = (*hole.sizes[:dim], end - begin, *box.sizes[dim + 1 :])
-                found.append(Box(offsets, sizes))
-    return found
-
-
-def _interleaved(routed: Sequence[Sequence[Transfer]]) -> Iterator[Transfer]:
-    """Yield the first transfer of each rank, then the second, so that all ranks are busy in every
-    round."""
-    for some in itertools.zip_longest(*routed):
-        yield from (part for part in some if part is not None)
-
-
-def rounds(parts: Iterator[Transfer], budget: int) -> Iterator[Round]:
-    """Yield rounds of transfers in which no rank has more than `budget` bytes in messages."""
-    limit = max(ALIGN, budget // 2 // ALIGN * ALIGN)
-    current: list[Transfer] = []
-    used: dict[int, int] = {}
-    for part in itertools.chain.from_iterable(_cut(part, limit) for part in parts):
-        ends = () if part.source == part.target else (part.source, part.target)
-        if current and any(used.get(end, 0) + part.room > budget for end in ends):
-            yield current
-            current, used = [], {}
-        for end in ends:
-            used[end] = used.get(end, 0) + part.room
-        current.append(part)
-    if current:
-        yield current
-
-
-def _cut(part: Transfer, limit: int) -> Iterator[Transfer]:
-    if part.source == part.target or part.nbytes <= limit:
-        yield part
-        return
-    itemsize = part.nbytes // part.box.numel
-    for box in row_major_boxes(part.box, limit // itemsize):
-        yield part._replace(box=box, nbytes=box.numel * itemsize)
-
-
-# ------------------------------------------------------------------------------- the moves
 
 
 @dataclass(frozen=True)
@@ -223,6 +77,31 @@ class Transport:
             return cls(None, device)
         return cls(peers.group, torch.device("cpu"))
 
+    def meet(self, peers: RankGroup) -> None:
+        """Run one collective of all ranks, which some backends need before messages of a few ranks.
+
+        The first call of a group may set up its communicator. Where that is a `batch_isend_irecv`, torch
+        requires all ranks of the group to take part; a round need not have a message of each.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if self.device.type == "cpu":
+            return  # gloo connects all pairs when the group is made
+        with peers.together():
+            one = torch.ones(1, device=self.device)
+        with peers.together():
+            dist.all_reduce(one, group=self.group)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """One rank's messages of a round by peer, and the transfers of those that it receives."""
+
+    outbound: Mapping[int, torch.Tensor]
+    inbound: Mapping[int, torch.Tensor]
+    received: Mapping[int, Sequence[Transfer]]
+
 
 class Exchange:
     """Exchanges the boxes that tasks need, batch by batch, and runs their steps. Every rank makes and
@@ -232,13 +111,14 @@ class Exchange:
         self._memory, self._sources, self._peers = live.memory, live.sources, live.peers
         self._budget = max(4 * ALIGN, budget)
         self._transport = Transport.agreed(live.peers, device)
+        self._has_met = False
 
     def run(self, units: Sequence[ReshardTask], reader: TensorReader) -> None:
         """Run all tasks. Raises RunError on all ranks: CKM513 where the ranks' plans differ or no rank
         holds a box, and the error of a step on any of them."""
         for first, end, moves in self._planned(units):
+            self._bring(units, first, min(end, len(units)), moves)
             with self._peers.together():
-                self._bring(units, first, min(end, len(units)), moves)
                 for unit in units[first:end]:
                     if unit.step is not None:
                         unit.step(reader)
@@ -248,8 +128,7 @@ class Exchange:
     def kept(self, units: Sequence[ReshardTask]) -> Iterator[None]:
         """Keep the boxes that these tasks need on this rank while the context lasts."""
         for first, end, moves in self._planned(units):
-            with self._peers.together():
-                self._bring(units, first, min(end, len(units)), moves)
+            self._bring(units, first, min(end, len(units)), moves)
         try:
             yield
         finally:
@@ -269,9 +148,17 @@ class Exchange:
     def _bring(
         self, units: Sequence[ReshardTask], first: int, end: int, moves: Sequence[Round]
     ) -> None:
-        outs = self._outs(units, first, end)
+        """Exchange the boxes that a batch needs. Raises on all ranks what one of them raised."""
+        with self._peers.together():
+            outs = self._outs(units, first, end)
         for one in moves:
-            self._move(one, outs)
+            if not self._has_met and any(part.source != part.target for part in one):
+                self._transport.meet(self._peers)
+                self._has_met = True
+            with self._peers.together():
+                messages = self._messages(one)
+            with self._peers.together():
+                self._exchange(one, messages, outs)
         for need, out in outs.values():
             if need.out is None:
                 self._memory.add_received(need.path, need.box, out)
@@ -304,8 +191,8 @@ class Exchange:
                 found[number, index] = (need, out)
         return found
 
-    def _move(self, parts: Round, outs: Outs) -> None:
-        """Run one round: one message between a pair of ranks; boxes of this rank are copied meanwhile."""
+    def _messages(self, parts: Round) -> Messages:
+        """Return this rank's messages of a round: those to send are filled."""
         rank = self._peers.rank
         sent: dict[int, list[Transfer]] = {}
         received: dict[int, list[Transfer]] = {}
@@ -319,14 +206,20 @@ class Exchange:
         for peer, message in outbound.items():
             for part, values in self._values(sent[peer], message):
                 self._memory.copy(part.path, part.box, values)
-        works = self._started(outbound, inbound)
-        for part in parts:
-            if part.source == part.target == rank:
-                self._memory.copy(part.path, part.box, _view(part, outs))
-        for work in works:
-            work.wait()
-        for peer, message in inbound.items():
-            for part, values in self._values(received[peer], message):
+        return Messages(outbound, inbound, received)
+
+    def _exchange(self, parts: Round, messages: Messages, outs: Outs) -> None:
+        """Run one round: one message between a pair of ranks; boxes of this rank are copied meanwhile."""
+        works = self._started(messages.outbound, messages.inbound)
+        try:
+            for part in parts:
+                if part.source == part.target == self._peers.rank:
+                    self._memory.copy(part.path, part.box, _view(part, outs))
+        finally:  # other ranks wait for these messages
+            for work in works:
+                work.wait()
+        for peer, message in messages.inbound.items():
+            for part, values in self._values(messages.received[peer], message):
                 _view(part, outs).copy_(values)
 
     def _started(

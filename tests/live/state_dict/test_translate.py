@@ -21,7 +21,8 @@ from ckptmap.errors import CkptmapError, LoadError, RunError
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.state_dict.live_checkpoint import open_state_dict
 from ckptmap.live.state_dict.memory_blocks import LiveReader, Memory
-from ckptmap.live.state_dict.reshard import Exchange, around, batches, rounds
+from ckptmap.live.state_dict.reshard import Exchange
+from ckptmap.live.state_dict.reshard_rounds import around, batches, rounds
 from ckptmap.tensors import Box, Path, TensorInfo
 from tests.corpus.ranks import run_ranks
 from tests.support.examples import examples
