@@ -14,9 +14,14 @@ WORKERS ?= 2
 N ?= 10000
 SEED ?= 1
 TORTURE := torture
+# Where `make gpu` writes, and what of it: names of steps with commas between them; empty for all.
+OUT ?= benchmarks/results
+STEPS ?=
+SIZE ?= full
+DEVICE ?= cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast torture lint bench format clean
+.PHONY: help demo test test-fast torture lint bench gpu format clean
 
 help:  ## What there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1  \t/p' $(MAKEFILE_LIST)
@@ -48,6 +53,13 @@ format: $(STAMP)  ## Apply the style
 
 bench: $(STAMP)  ## Measure against cp and against other tools
 	$(BIN)/python benchmarks/run.py
+
+# A Python whose torch has CUDA is used as it is: a machine with a GPU is seldom ours to install on.
+gpu:  ## On a machine with a GPU: is ckptmap right there, and how fast is it? At most 9 minutes
+	@python=$(BIN)/python; \
+	if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then python=$(PYTHON); \
+	else $(MAKE) --no-print-directory $(STAMP) || exit; fi; \
+	$$python -m benchmarks.gpu_session --out $(OUT) --size $(SIZE) --device $(DEVICE) --steps "$(STEPS)"
 
 clean:  ## Remove what was made, the environment too
 	rm -rf $(VENV) build dist demo torture *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

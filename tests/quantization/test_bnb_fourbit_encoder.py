@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
 import torch
 from hypothesis import given
@@ -23,7 +22,9 @@ from ckptmap.tensors import TensorInfo
 from tests.conftest import Device
 from tests.support.bnb_cases import decoded_weights, llama, logits, quantized, refused, same, weight
 from tests.support.examples import examples
+from tests.support.library import Library
 
+bnb = Library("bitsandbytes")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -157,27 +157,6 @@ def test_a_live_nf4_weight_takes_the_codes_of_bitsandbytes(tmp_path: Path) -> No
     assert 0 < float(error) < 1e-2
 
 
-def test_the_gpu_benchmark_says_where_it_did_not_run() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("it would run")
-    run = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert (run.returncode, run.stdout) == (0, "CUDA: not run\n")
-
-
-def test_the_gpu_benchmark_runs_on_a_cpu_for_a_try() -> None:
-    """All but the streams: its code is kept runnable where no GPU is."""
-    asked = ["--device", "cpu", "--size", "128", "--rounds", "1"]
-    run = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py", *asked], capture_output=True, text=True, cwd=ROOT
-    )
-    assert run.returncode == 0, run.stderr
-    for said in ("the same bytes as the CPU", "kernel torchao to_nf4", "convert to nf4"):
-        assert said in run.stdout
-    assert "WRONG" not in run.stdout and "DIFFERS:" not in run.stdout
-
-
 def test_the_kernels_that_are_timed_are_right() -> None:
     spec = importlib.util.spec_from_file_location(
         "kernels_4bit", ROOT / "benchmarks" / "kernels_4bit.py"

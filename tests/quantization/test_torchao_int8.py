@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
-from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, PerRow, quantize_
 
 import ckptmap
 from ckptmap.errors import RunError
@@ -41,8 +40,10 @@ from tests.support.int8_models import (
     torchao_hf,
     weights,
 )
+from tests.support.library import Library
 from tests.support.paths import GOLDEN, ROOT
 
+torchao = Library("torchao.quantization")
 GOLDEN_FILES = GOLDEN / "torchao"
 TRUTHS = [
     (name, key)
@@ -125,7 +126,7 @@ def test_as_they_are_or_decoded(to: str, tmp_path: Path) -> None:
 
 def test_malformed_ones_are_refused(tmp_path: Path) -> None:
     linear = nn.Linear(32, 16).bfloat16()
-    quantize_(linear, Int8WeightOnlyConfig())
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
     linear.weight.scale = linear.weight.scale[:7]  # type: ignore[union-attr]
     torch.save(linear.state_dict(), tmp_path / "bad.pt")
     with pytest.raises(ckptmap.CkptmapError, match=r"part 'scale', expected shape \[16, 1\]"):
@@ -145,7 +146,7 @@ def test_malformed_ones_are_refused(tmp_path: Path) -> None:
 def test_quantized_bit_equal_to_torchao(dtype: torch.dtype, shape: Any, kind: str) -> None:
     w = weights(shape, dtype, kind)
     w[1] = 0
-    reference: Any = Int8Tensor.from_hp(w, PerRow())
+    reference: Any = torchao.Int8Tensor.from_hp(w, torchao.PerRow())
     encoding, info = Int8((1, shape[1])), info_of(w)
     for split in (0, 3):
         parts = encoded(encoding, w, split)
@@ -285,7 +286,10 @@ def test_codes_are_made_where_the_values_are(device: Device, encoding: ScaledEnc
 def test_torchaos_safetensors_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
     from torchao.quantization import PerGroup
 
-    for config in (Int8WeightOnlyConfig(), Int8WeightOnlyConfig(granularity=PerGroup(32))):
+    for config in (
+        torchao.Int8WeightOnlyConfig(),
+        torchao.Int8WeightOnlyConfig(granularity=PerGroup(32)),
+    ):
         path = tmp_path / config.granularity.__class__.__name__
         truth = torchao_hf(path, config, dtype)
         with ckptmap.open(path) as ckpt:
@@ -318,7 +322,7 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    torchao_hf(tmp_path / "whole", Int8WeightOnlyConfig())
+    torchao_hf(tmp_path / "whole", torchao.Int8WeightOnlyConfig())
     with safe_open(tmp_path / "whole" / "model.safetensors", "pt") as opened:
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         metadata = opened.metadata()
@@ -336,7 +340,7 @@ def test_transformers_loads_what_we_write(dtype: torch.dtype, tmp_path: Path) ->
     ckptmap.convert(source, tmp_path / "out", to="hf-int8", max_shard_nbytes=40_000)
     model = loaded(tmp_path / "out")
     query = model.model.layers[0].self_attn.q_proj.weight
-    assert isinstance(query, Int8Tensor)
+    assert isinstance(query, torchao.Int8Tensor)
     with ckptmap.open(tmp_path / "out") as ckpt:
         values = {key: ckpt[key].read() for key in ckpt}
         assert ckpt["lm_head.weight"].encoding == "dense"
@@ -360,7 +364,7 @@ def test_a_model_that_transformers_stores_under_other_names(shard: str, tmp_path
     ViTForImageClassification(config).bfloat16().save_pretrained(tmp_path / "dense")
     model = ViTForImageClassification.from_pretrained(
         tmp_path / "dense", dtype=torch.bfloat16, device_map="cpu",
-        quantization_config=TorchAoConfig(Int8WeightOnlyConfig()),
+        quantization_config=TorchAoConfig(torchao.Int8WeightOnlyConfig()),
     )  # fmt: skip
     model.save_pretrained(tmp_path / "in", max_shard_size=shard)
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
@@ -391,7 +395,7 @@ OUTDATED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", OUTDATED)
 def test_a_config_that_torchao_no_longer_reads_is_written_anew(kind: str, tmp_path: Path) -> None:
-    truth = torchao_hf(tmp_path / "in", Int8WeightOnlyConfig())
+    truth = torchao_hf(tmp_path / "in", torchao.Int8WeightOnlyConfig())
     file = tmp_path / "in" / "config.json"
     config = json.loads(file.read_text())
     config["quantization_config"]["quant_type"] = OUTDATED[kind]
@@ -404,7 +408,7 @@ def test_a_config_that_torchao_no_longer_reads_is_written_anew(kind: str, tmp_pa
 
 
 def test_ours_equals_what_quantizing_in_transformers_gives(tmp_path: Path) -> None:
-    truth = torchao_hf(tmp_path / "theirs", Int8WeightOnlyConfig())
+    truth = torchao_hf(tmp_path / "theirs", torchao.Int8WeightOnlyConfig())
     ckptmap.convert(tmp_path / "theirs-dense", tmp_path / "ours", to="hf-int8")
     with ckptmap.open(tmp_path / "ours") as ckpt:
         for key, wanted in truth.items():
@@ -413,7 +417,7 @@ def test_ours_equals_what_quantizing_in_transformers_gives(tmp_path: Path) -> No
 
 def test_dcp_of_whole_tensors(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 24)).bfloat16()
-    quantize_(model, Int8WeightOnlyConfig())
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     save_dcp(model.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
     with ckptmap.open(tmp_path / "dcp") as ckpt:
         assert ckpt["0.weight"].encoding == "int8"

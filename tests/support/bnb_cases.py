@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
 import torch
-from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -18,6 +16,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 import ckptmap
 from ckptmap.errors import CkptmapError
 from ckptmap.tensors import Box
+from tests.support.library import Library
+
+bnb = Library("bitsandbytes")
+ops = Library("bitsandbytes.backends.default.ops")
 
 HEAVY = 30.0
 """How far outlier columns stand out."""
@@ -37,7 +39,7 @@ def weight(
 
 def linear4bit(
     w: Tensor, kind: str, double: bool, block: int = 64, storage: torch.dtype = torch.uint8
-) -> bnb.nn.Linear4bit:
+) -> Any:
     """A Linear4bit that bitsandbytes has quantized on the CPU."""
     layer = bnb.nn.Linear4bit(
         w.shape[1], w.shape[0], bias=False, compute_dtype=w.dtype, compress_statistics=double,
@@ -50,7 +52,7 @@ def linear4bit(
     return layer.to("cpu")
 
 
-def truth(layer: bnb.nn.Linear4bit) -> Tensor:
+def truth(layer: Any) -> Tensor:
     """What bitsandbytes decodes of a layer."""
     return decoded(layer.weight.data, layer.weight.quant_state)
 
@@ -62,7 +64,7 @@ def decoded(packed: Tensor, state: Any) -> Tensor:
     if state.nested:
         absmax = bnb.functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
     with torch.compiler.set_stance("force_eager"):
-        found: Tensor = _dequantize_4bit_compute(
+        found: Tensor = ops._dequantize_4bit_compute(
             packed.view(-1).view(torch.uint8), absmax.float(), state.code, state.blocksize,
             state.shape, state.dtype,
         )  # fmt: skip

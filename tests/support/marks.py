@@ -25,6 +25,7 @@ SLOW_S = 1.5
 """A test that takes more processor seconds than this is `slow`: `make test-fast` leaves it out."""
 SLOW = frozenset(
     {
+        "benchmarks/test_gpu_session.py",
         "cli/test_cli.py::test_a_closed_stream_is_no_failure",
         "cli/test_cli.py::test_interrupted_says_how_to_continue",
         "core/test_tensor_columns.py::test_a_damaged_pickle_is_never_read_otherwise",
@@ -67,7 +68,6 @@ SLOW = frozenset(
         "quantization/test_bnb_fourbit_reader.py::test_decodes_to_the_bits_of_bitsandbytes",
         "quantization/test_int8_recode.py::test_over_any_number_of_ranks_and_back",
         "quantization/test_nf4_recode.py::test_repeated_conversions_do_not_drift",
-        "quantization/test_nf4_recode_runs.py::test_the_gpu_benchmark_runs_on_a_cpu_for_a_try",
         "quantization/test_torchao_int8.py::test_reading_imports_no_torchao",
         "storage/test_publish.py::test_killed_at_any_point_of_publishing",
         "storage/test_publish_by_marker.py::test_killed_after_any_step_it_is_no_checkpoint_and_the_next_run_finishes",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +11,9 @@ import torch
 from ckptmap.protocols import Refusal
 from ckptmap.quantization.nf4.encoding import NF4, PARTS, NF4Encoder, default_encoding
 from ckptmap.tensors import Box, TensorInfo
+from tests.support.library import Library
 
-MODULE: Any = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+MODULE = Library("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Parts = Mapping[str, torch.Tensor]
 

@@ -1,0 +1,1 @@
+"""Benchmarks, which are no part of the installed package."""

@@ -1,0 +1,104 @@
+"""Run an encoding's encoder and decoder over one weight, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+FEED = 1 << 22
+"""Elements in each call of `feed`: a GPU needs more at once than a CPU's cache holds."""
+
+
+def encodings(info: Any) -> dict[str, Any]:
+    """Return the encoding that each registered scheme would use for this weight, by scheme name."""
+    from ckptmap import registry
+
+    found = {}
+    for scheme in registry.schemes():
+        encoding = scheme.target(NAME, info) if scheme.suffix else None
+        if encoding is not None and encoding.name != "dense":
+            found[scheme.name] = encoding
+    return found
+
+
+def feeds(encoder: Any, numel: int, feed: int = FEED) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of runs that the encoder takes, of about `feed` elements each."""
+    step = max(1, feed // encoder.step) * encoder.step
+    for at in range(0, numel, step):
+        yield at, min(at + step, numel)
+
+
+def encode(
+    encoding: Any,
+    info: Any,
+    w: Any,
+    feed: int = FEED,
+    forbid: Callable[[bool], None] = lambda forbidden: None,
+) -> dict[str, Any]:
+    """Return the encoded values of each part, flat, on the CPU.
+
+    `forbid(True)` is called before all but the first feed, which makes tables: from then on waiting
+    for the device is forbidden until `forbid(False)`.
+    """
+    import torch
+
+    encoder, flat = encoding.encoder(info, str(w.device)), w.reshape(-1)
+    writes = []
+    try:
+        for start, end in feeds(encoder, flat.numel(), feed):
+            forbid(start > 0)
+            writes += encoder.feed(start, flat[start:end])
+    finally:
+        forbid(False)
+    writes += encoder.finish()
+    parts: dict[str, list[Any]] = {}
+    for write in writes:
+        parts.setdefault(write.part, []).append(write.values.cpu().reshape(-1))
+    return {name: torch.cat(values) for name, values in parts.items()}
+
+
+def encode_only(encoding: Any, info: Any, w: Any) -> None:
+    """Call `feed` for the whole weight, without `finish`, which copies statistics to the CPU."""
+    encoder, flat = encoding.encoder(info, str(w.device)), w.view(-1)
+    for start, end in feeds(encoder, flat.numel()):
+        list(encoder.feed(start, flat[start:end]))
+
+
+def placed(encoding: Any, info: Any, parts: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return the parts on a device in their shapes, cut as a decoder of the whole weight wants them."""
+    from ckptmap.tensors import Box
+
+    whole, cut = Box.whole(info.shape), {}
+    for name, part in encoding.parts(info).items():
+        values, box = parts[name].to(device).view(part.shape), encoding.part_box(info, name, whole)
+        for dim, (offset, count) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            values = values.narrow(dim, offset, count)
+        cut[name] = values
+    return cut
+
+
+def decode(encoding: Any, info: Any, given: Mapping[str, Any], device: str) -> Any:
+    """Return the weight on a device, decoded there from parts that `placed` gave."""
+    import torch
+
+    from ckptmap.tensors import Box
+
+    out = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device=device)
+    encoding.decode(info, given, Box.whole(info.shape), out)
+    return out
+
+
+@contextmanager
+def no_waiting(device: str) -> Iterator[Callable[[bool], None]]:
+    """Give a function that forbids waiting for the device, and allows it again."""
+    import torch
+
+    if not device.startswith("cuda"):
+        yield lambda forbidden: None
+        return
+    try:
+        yield lambda forbidden: torch.cuda.set_sync_debug_mode("error" if forbidden else "default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

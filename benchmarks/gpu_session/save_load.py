@@ -1,0 +1,124 @@
+"""Save a model and its AdamW while training goes on, and load them again.
+
+The saved values must be those of the moment of the call, whatever the steps after it did. The time
+for which `save` blocks is compared with a copy of all bytes over the link, and so is `load`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_session.models import adamw, copied, different, stack, state_of, train
+from benchmarks.gpu_session.session import StepRun
+from benchmarks.gpu_session.timing import link_s_per_byte, synchronize
+
+WIDTH, LAYERS = 8192, 16
+"""4.3 GB of float32 weights, 12.9 GB with both moments."""
+GOAL = 0.6
+"""The share of the link's rate that `load` should reach."""
+COPIES_ON_DEVICE, COPIES_ON_HOST = 5, 5
+"""How often all that is saved exists at a time, at most: live, expected, loaded, gradients and slack; in pinned
+memory, in two files, and slack."""
+
+
+def run(step: StepRun) -> None:
+    width, layers = (64, 2) if step.is_tiny else (WIDTH, fitting(step))
+    nbytes_link = 1 << 16 if step.is_tiny else 1 << 30
+    up = link_s_per_byte(step.device, nbytes_link)
+    down = link_s_per_byte(step.device, nbytes_link, up=False)
+    model = stack(layers, width, step.device)
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 2, step.device)
+    nbytes = sum(tensor.nbytes for tensor in state_of(model, optimizer).values())
+    step.result.figure("model and optimizer", nbytes / 1e9, "GB")
+    plain_s = training_s(step, model, optimizer)
+    path = step.work / "saved"
+    for turn in ("first", "second"):
+        with step.result.attempt(f"{turn} save"):
+            wanted = save_and_train(step, turn, path, model, optimizer, nbytes * down, plain_s)
+    del model, optimizer
+    for verify in ("stored", "none"):
+        with step.result.attempt(f"load, verify={verify!r}"):
+            load(step, path, wanted, layers, width, verify, nbytes, nbytes * up)
+
+
+def fitting(step: StepRun) -> int:
+    """Return how many layers the memory of the device and of the host has room for."""
+    import os
+
+    import torch
+
+    layer = 3 * 4 * WIDTH * WIDTH
+    host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // COPIES_ON_HOST
+    free = torch.cuda.mem_get_info()[0] // COPIES_ON_DEVICE if step.on_cuda else host
+    disk = shutil.disk_usage(step.work).free // 3
+    layers = max(1, min(LAYERS, host // layer, free // layer, disk // layer))
+    if layers < LAYERS:
+        step.result.note(f"{layers} layers of {LAYERS}: there is room for no more")
+    return layers
+
+
+def training_s(step: StepRun, model: Any, optimizer: Any) -> float:
+    """Return the seconds of a training step while nothing is saved."""
+    count = 3
+    synchronize(step.device)
+    start = time.perf_counter()
+    train(model, optimizer, 2, 2 + count, step.device)
+    synchronize(step.device)
+    return (time.perf_counter() - start) / count
+
+
+def save_and_train(
+    step: StepRun, turn: str, path: Path, model: Any, optimizer: Any, copy_s: float, plain_s: float
+) -> dict[str, Any]:
+    """Save in the background, train on until it is done, and return what was to be saved."""
+    import ckptmap
+
+    wanted = copied(state_of(model, optimizer))
+    synchronize(step.device)
+    start = time.perf_counter()
+    handle = ckptmap.save(path, model, optimizer, step=1, overwrite=True)
+    blocked = time.perf_counter() - start
+    steps = 0
+    while steps < 3 or not handle.done:
+        train(model, optimizer, 10 + steps, 11 + steps, step.device)
+        steps += 1
+    synchronize(step.device)
+    training = (time.perf_counter() - start - blocked) / steps
+    handle.wait()
+    whole = time.perf_counter() - start
+    found = step.result
+    found.figure(f"{turn} save: blocked", blocked, "s", ratio=blocked / copy_s, of="a copy of all bytes to pinned memory")  # fmt: skip
+    found.figure(f"{turn} save: published after", whole, "s")
+    found.figure(f"{turn} save: steps of training meanwhile", steps)
+    found.figure(f"{turn} save: a step of training meanwhile", training, "s", ratio=training / plain_s, of="one alone")  # fmt: skip
+    return wanted
+
+
+def load(
+    step: StepRun, path: Path, wanted: dict[str, Any], layers: int, width: int, verify: str,
+    nbytes: int, copy_s: float,
+) -> None:  # fmt: skip
+    """Load into another model; check that every tensor is as it was when `save` was called."""
+    import ckptmap
+
+    model = stack(layers, width, step.device, seed=1)
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 1, step.device)
+    synchronize(step.device)
+    start = time.perf_counter()
+    ckptmap.load(path, model, optimizer, verify=verify)
+    synchronize(step.device)
+    took = time.perf_counter() - start
+    step.result.figure(
+        f"load, verify={verify!r}", nbytes / took / 1e9, "GB/s", ratio=copy_s / took, of="the pinned link",
+        goal=GOAL,
+    )  # fmt: skip
+    wrong = different(wanted, state_of(model, optimizer))
+    step.result.check(
+        f"load, verify={verify!r}: {len(wanted)} tensors are as they were when save was called",
+        not wrong, f"{len(wrong)} differ: {sorted(wrong)[:6]}" if wrong else "",
+    )  # fmt: skip

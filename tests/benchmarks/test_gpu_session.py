@@ -1,0 +1,191 @@
+"""`make gpu`: on a CPU its steps run at a tiny size, and no step that goes wrong ends the session."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_session import profile_convert
+from benchmarks.gpu_session.session import Options, Step, run_session
+from benchmarks.gpu_session.steps import STEPS
+from tests.support.paths import ROOT
+
+MISSING = (
+    "torchao",
+    "bitsandbytes",
+    "compressed_tensors",
+    "isal",
+    "transformers",
+    "accelerate",
+    "peft",
+)
+"""What a machine that is lent for ten minutes may lack."""
+HOOK = f"""
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {MISSING}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+"""A sitecustomize by which these cannot be imported."""
+
+
+def session(folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_session",
+        "--out",
+        str(folder / "out"),
+        *options,
+    ]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
+        timeout=500,
+    )  # fmt: skip
+
+
+def written(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "out" / "gpu-session.json").read_text())
+    return found
+
+
+# ------------------------------------------------------------------------------- the steps
+
+
+def test_every_step_runs_on_a_cpu(tmp_path: Path) -> None:
+    """Where nothing is installed but torch and a few libraries, and ckptmap not either."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(HOOK)
+    done = session(tmp_path, "--device", "cpu", "--size", "tiny", PYTHONPATH=str(hook))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = written(tmp_path)
+    states = {step["name"]: step["status"] for step in found["steps"]}
+    wanted = {s.name: "skipped: needs CUDA" if s.cuda else "passed" for s in STEPS}
+    assert states == wanted
+    assert all(check["ok"] for step in found["steps"] for check in step["checks"])
+    assert found["versions"].keys().isdisjoint(MISSING)
+    by_name = {step["name"]: step for step in found["steps"]}
+    for name in ("equality", "recode", "save", "fsdp2", "resume"):
+        assert by_name[name]["checks"], name
+    for name in ("facts", "rates", "recode", "save", "suite"):
+        assert by_name[name]["figures"], name
+    table = (tmp_path / "out" / "gpu-session.md").read_text()
+    assert all(f"| {step.name} | {wanted[step.name]} |" in table for step in STEPS)
+    assert not list((tmp_path / "out").glob("*.log")), "logs stay where a step did not pass"
+
+
+def test_the_kernels_of_libraries_are_measured_beside_ours(tmp_path: Path) -> None:
+    done = session(tmp_path, "--device", "cpu", "--size", "tiny", "--steps", "equality,rates")
+    assert done.returncode == 0, done.stdout + done.stderr
+    equality, rates = written(tmp_path)["steps"]
+    measured = {one["what"] for one in equality["figures"] + rates["figures"]}
+    assert measured >= {
+        "kernel of torchao: to_nf4", "kernel of bitsandbytes: quantize_4bit",
+        "bitsandbytes' nf4 on this device: bytes of codes that differ",
+    }  # fmt: skip
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it would run")
+    done = session(tmp_path)
+    assert (done.returncode, done.stdout) == (0, "CUDA: not run\n")
+    assert not (tmp_path / "out").exists(), "nothing was measured"
+
+
+def test_an_unknown_step_is_named(tmp_path: Path) -> None:
+    done = session(tmp_path, "--device", "cpu", "--steps", "facts,nonsense")
+    assert done.returncode == 2
+    assert "no step nonsense; there are facts, equality," in done.stderr
+
+
+# ------------------------------------------------------------------------------- what goes wrong
+
+
+def step(name: str, limit_s: float = 60, **options: Any) -> Step:
+    return Step(name, f"it {name}", f"tests.support.gpu_steps:{name}", limit_s, **options)
+
+
+def run(tmp_path: Path, *steps: Step, limit_s: float = 300) -> dict[str, Any]:
+    """The steps by name; what was written is what is returned."""
+    options = Options(tmp_path / "out", "cpu", "tiny", limit_s, tmp_path)
+    returned = run_session(steps, options, "cpu")
+    assert written(tmp_path) == json.loads(json.dumps(returned))
+    return {found["name"]: found for found in returned["steps"]}
+
+
+def test_the_session_goes_on_after_steps_that_go_wrong(tmp_path: Path) -> None:
+    names = ("wrong", "raises", "kills_itself", "good")
+    found = run(tmp_path, *map(step, names))
+    assert [found[name]["status"] for name in names] == [
+        "failed", "failed", "crashed: SIGKILL", "passed",
+    ]  # fmt: skip
+    failed = [check for check in found["wrong"]["checks"] if not check["ok"]]
+    assert [check["what"] for check in failed] == ["bytes", "the second half"]
+    assert failed[1]["detail"] == "ValueError: no such kernel"
+    assert found["wrong"]["checks"][-1] == {"what": "goes on", "ok": True, "detail": ""}
+    assert "RuntimeError: the device is gone" in found["raises"]["error"]
+    for name in ("raises", "kills_itself"):
+        assert found[name]["figures"][0]["what"] == "before", "what it found before is kept"
+    table = (tmp_path / "out" / "gpu-session.md").read_text()
+    assert "- WRONG: bytes\n\n```\nexpected 1, got 2\n```" in table
+    assert "| a rate | 3 GB/s | 0.5 of the link | 0.8 |" in table
+    assert "RuntimeError: the device is gone" in (
+        (tmp_path / "out" / "gpu-session-raises.log").read_text()
+    )
+
+
+def test_a_step_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    started = time.monotonic()
+    found = run(tmp_path, step("hangs", limit_s=15), step("good"))
+    assert time.monotonic() - started < 200
+    assert found["hangs"]["status"] == "timed out after 15 s"
+    assert found["hangs"]["figures"][0]["what"] == "before"
+    child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert "in hangs" in found["hangs"]["error"], "where it hung is in the log"
+    assert found["good"]["status"] == "passed"
+
+
+def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
+    found = run(tmp_path, step("good"), step("raises"), limit_s=1)
+    assert {one["status"] for one in found.values()} == {"not run: the time of the session was up"}
+
+
+def test_a_step_says_what_it_needs(tmp_path: Path) -> None:
+    found = run(
+        tmp_path, step("raises", needs=("torch", "no_such_library")), step("good", cuda=True)
+    )
+    assert found["raises"]["status"] == "skipped: needs no_such_library"
+    assert found["good"]["status"] == "skipped: needs CUDA"
+
+
+# ------------------------------------------------------------------------------- the trace
+
+
+def test_what_a_profile_counts() -> None:
+    """Kernels 0-10 and 12-20, copies 8-14: busy 18 of 20, and 4 of 6 beside kernels."""
+    events = [
+        {"cat": "kernel", "name": "encode", "ts": 0, "dur": 10},
+        {"cat": "kernel", "name": "encode", "ts": 12, "dur": 8},
+        {"cat": "gpu_memcpy", "name": "copy", "ts": 8, "dur": 6},
+        {"cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 99},
+        {"ph": "M", "name": "a name of a process"},
+    ]
+    kernels = profile_convert.spans(events, profile_convert.KERNELS)
+    copies = profile_convert.spans(events, profile_convert.COPIES)
+    assert (profile_convert.total(kernels), profile_convert.total(copies)) == (18, 6)
+    assert profile_convert.total(sorted(kernels + copies)) == 20
