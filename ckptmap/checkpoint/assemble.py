@@ -9,10 +9,18 @@ from operator import is_not
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.framework_members import unread_note
-from ckptmap.checkpoint.group_parts import RefusedLeaf, encoding_notes, group_parts, string_records
+from ckptmap.checkpoint.group_parts import (
+    RefusedLeaf,
+    encoding_notes,
+    group_parts,
+    records_below,
+    string_records,
+    without_stray_parts,
+)
 from ckptmap.checkpoint.leaf_reader import LeafReader
 from ckptmap.checkpoint.logical_tensors import LogicalTensors
 from ckptmap.checkpoint.split_roles import Roles, is_tensor
+from ckptmap.core.state_paths import join
 from ckptmap.mapping.wrappers import describe_wrappers, strip_wrappers
 from ckptmap.optim.gather_moments import gather_moments
 from ckptmap.optim.index_order import Weight
@@ -43,6 +51,11 @@ def assemble(
     groups = group_parts(
         roles.model, index.records, roles.model_root, path, refused, strings, files.mounts
     )
+    mine = records_below(index.records, roles.model_root)
+    if roles.optimizer_root:
+        inside = join(roles.optimizer_root) + "."
+        mine = {fqn: record for fqn, record in mine.items() if not fqn.startswith(inside)}
+    groups, stray_notes = without_stray_parts(groups, mine, refused, files.mounts)
     plain = strip_wrappers(list(groups), path)
     stripped = any(map(is_not, plain, plain.values()))
     if stripped:
@@ -58,7 +71,7 @@ def assemble(
     )  # fmt: skip
     notes = [*index.notes, *unread_note(index.unread_files)]
     notes += encoding_notes(groups.encoded())
-    notes += missing_scales_note(groups.infos())
+    notes += [*missing_scales_note(groups.infos()), *stray_notes]
     if reader.form is None and reader.why:
         notes.append(f"optimizer state cannot be read: {reader.why}")
     other = {

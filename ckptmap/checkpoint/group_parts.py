@@ -17,6 +17,7 @@ from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
 from ckptmap.protocols.file_systems import Mounts, through
+from ckptmap.quantization.stray_parts import REPAIR, stray_parts
 from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor, TensorInfo
 
 VALUES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
@@ -25,11 +26,15 @@ VALUES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "c
 
 @dataclass(frozen=True)
 class RefusedLeaf:
-    """A leaf that cannot be converted: a plan lists it, and is refused unless `--drop` names its key."""
+    """A leaf that cannot be converted: a plan lists it, and is refused unless `--drop` names its key.
+
+    repair  the next step that mends the checkpoint, where there is one
+    """
 
     key: str
     reason: str
     droppable: bool
+    repair: str = ""
 
 
 def group_parts(
@@ -68,8 +73,7 @@ def group_parts(
             if group is None:
                 continue
         order[key] = group
-    prefix = join(root) + "." if root else ""
-    mine = {k.removeprefix(prefix): r for k, r in records.items() if k.startswith(prefix)}
+    mine = records_below(records, root)
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
     for scheme in registry.schemes():
         for group, consumed in through(scheme, mounts).group(stored, mine):
@@ -77,6 +81,29 @@ def group_parts(
                 del stored[key]
             order[consumed[0]] = group
     return _in_order(order, stored)
+
+
+def records_below(
+    records: Mapping[str, Mapping[str, object]], root: Path
+) -> dict[str, Mapping[str, object]]:
+    """Return the records of the tensors below `root`, by FQN counted from there."""
+    prefix = join(root) + "." if root else ""
+    return {k.removeprefix(prefix): r for k, r in records.items() if k.startswith(prefix)}
+
+
+def without_stray_parts(
+    groups: LogicalTensors,
+    records: Mapping[str, Mapping[str, object]],
+    refused: list[RefusedLeaf],
+    mounts: Mounts,
+) -> tuple[LogicalTensors, list[str]]:
+    """Return the logical tensors without parts of quantized weights that are not whole, and notes.
+
+    Those parts are added to `refused`: they are no weights. `records` are encoding records by FQN.
+    """
+    strays, notes = stray_parts(groups.dense(), groups.infos(), records, mounts)
+    refused += [RefusedLeaf(key, why, droppable=True, repair=REPAIR) for key, why in strays]
+    return (groups.without({key for key, _ in strays}) if strays else groups), notes
 
 
 def string_records(rest: Mapping[Path, object], root: Path) -> dict[str, str]:

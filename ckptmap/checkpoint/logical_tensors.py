@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.protocols import Group
@@ -74,6 +74,10 @@ class LogicalTensors(Mapping[str, Group]):
     def with_groups(self, groups: Mapping[str, Group]) -> LogicalTensors:
         """Return all tensors, those of `groups` in place of the ones with their names or at the end."""
         return LogicalTensors({**{fqn: self.held(fqn) for fqn in self}, **groups})
+
+    def without(self, keys: Collection[str]) -> LogicalTensors:
+        """Return all tensors but those of `keys`."""
+        return LogicalTensors({fqn: self.held(fqn) for fqn in self if fqn not in keys})
 
     def sharing(self) -> list[tuple[str, ...]]:
         """Return sets of names that the file itself says are one tensor."""

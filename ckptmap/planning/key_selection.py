@@ -93,7 +93,8 @@ def _refused(request: Request) -> Remarks:
             dropped[item.key] = why
             continue
         option = f"--drop {shlex.quote(item.key)}" if item.droppable else ""
-        hint = f"leave it behind with {option}" if option else (
+        repair = f"{item.repair}; or " if item.repair else ""
+        hint = f"{repair}leave it behind with {option}" if option else (
             "save it as a plain tensor: weight.dequantize() makes one of a quantized tensor; ckptmap "
             "never builds objects of a class that it does not know"
         )  # fmt: skip

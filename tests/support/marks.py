@@ -66,6 +66,7 @@ SLOW = frozenset(
         "optim/test_optimizer_state.py::test_trainer_groups_are_told_by_the_class",
         "planning/test_live_encodings.py::test_doctor_prints_it",
         "quantization/test_bnb_fourbit_reader.py::test_decodes_to_the_bits_of_bitsandbytes",
+        "quantization/test_stray_parts.py::test_a_part_is_lost",
         "quantization/test_int8_recode.py::test_over_any_number_of_ranks_and_back",
         "quantization/test_nf4_recode.py::test_repeated_conversions_do_not_drift",
         "quantization/test_torchao_int8.py::test_reading_imports_no_torchao",

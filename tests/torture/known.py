@@ -25,8 +25,5 @@ class Open:
 CONTRADICTIONS = (
     "contradictions are decoded in silence: every statement that is made twice is compared"
 )
-KNOWN_OPEN: Sequence[Open] = (
-    Open(CONTRADICTIONS, "silent", r"^ct-.*\.weight(_packed)?\b.*(drop|rename|KeyError)"),
-    Open(CONTRADICTIONS, "silent", "^lora: adapter_config"),
-)
+KNOWN_OPEN: Sequence[Open] = (Open(CONTRADICTIONS, "silent", "^lora: adapter_config"),)
 """What closes a point takes its lines away here: then the torture finds it, should it come back."""

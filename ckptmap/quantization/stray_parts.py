@@ -1,0 +1,340 @@
+"""Find what is left of quantized weights that are not whole: scales without codes, codes without scales.
+
+    fc.weight_scale, fc.weight_shape, and no fc.weight_packed  ->  both are stray
+
+Left among the weights they would be converted as weights of the model. A part is stray where something
+states its form: the `quantization_config` of the config.json beside it, a record in its file, or parts beside
+it that no other form has. By its name alone it may be a parameter of a dense model: then there is a note.
+The keys are those that the libraries write; see the modules of the encodings for their sources.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from typing import NamedTuple
+
+from ckptmap.core.columns import distinct
+from ckptmap.formats.safetensors.torchao_metadata import SCHEME as TORCHAO
+from ckptmap.formats.safetensors.torchao_metadata import parts_of
+from ckptmap.protocols.file_systems import Mounts
+from ckptmap.quantization.blockwise.group_checks import malformed
+from ckptmap.quantization.blockwise.read_config import quantization_config
+from ckptmap.quantization.compressed_tensors.config_json import groups_said
+from ckptmap.quantization.nf4.encoding import PARTS as NF4_PARTS
+from ckptmap.quantization.unsupported_schemes import payloads_without_scales
+from ckptmap.tensors import StoredTensor, TensorInfo
+
+REPAIR = "copy the checkpoint again, or save it again, with all parts of the weight"
+
+
+class Stray(NamedTuple):
+    """A tensor that is no weight by itself, and why."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a library names the parts of one quantized weight; every name is the end of a key, after the stem.
+
+    methods      `quant_method` of the configs that state the form
+    parts        scales and settings of the weight
+    codes        names that its codes may have -> names of which one must stand beside them, as their scale
+    dtypes       dtypes that codes have under a name that a dense weight has, too
+    activations  parts that concern the layer's activations
+    certain      sets of parts that together no other form has
+    lacks        what is missing where parts of it are left, for a form without `codes`
+    schemes      `scheme` of the encoding records that state the form
+    """
+
+    methods: tuple[str, ...]
+    parts: tuple[str, ...]
+    codes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    dtypes: frozenset[str] = frozenset()
+    activations: tuple[str, ...] = ()
+    certain: tuple[frozenset[str], ...] = ()
+    lacks: str = ""
+    schemes: frozenset[str] = frozenset()
+
+
+_STATE = ".quant_state.bitsandbytes__"
+_FP8 = frozenset({"float8_e4m3fn"})
+_ACTIVATIONS = (
+    ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale",
+    ".output_zero_point",
+)  # fmt: skip
+_STATIC = ("_activation_scale", ".activation_scale", ".input_scale", ".qscale_act")
+_NF4 = tuple(f".{part}" for part in NF4_PARTS)
+FORMS = (
+    Form(
+        ("compressed-tensors",),
+        (".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx",
+         ".weight_global_scale", *_ACTIVATIONS),
+        {".weight_packed": (".weight_scale",), ".weight": (".weight_scale",),
+         ".weight.compressed": (), ".compressed": ()},
+        _FP8 | {"int8"}, _ACTIVATIONS, (frozenset({".weight_scale", ".weight_shape"}),),
+        schemes=frozenset({"ct-packed", "ct-int8-plain", "ct-fp8"}),
+    ),
+    Form(
+        ("fp8",), ("_scale_inv", ".qscale_weight", *_STATIC),
+        {".weight": (".weight_scale_inv", ".qscale_weight", ".scale", ".weight_scale"),
+         "": ("_scale_inv",)},
+        _FP8, _STATIC, schemes=frozenset({"fp8"}),
+    ),
+    Form(
+        ("bitsandbytes",), (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _STATE),
+        certain=(frozenset({".absmax", ".quant_map"}), frozenset({_STATE})),
+        lacks="no quant_state.bitsandbytes__nf4 or __fp4 that describes them",
+    ),
+    Form(
+        ("bitsandbytes",), (".SCB", ".weight_format"), {".weight": (".SCB",)}, frozenset({"int8"}),
+        schemes=frozenset({"bnb-int8"}),
+    ),
+    Form(
+        ("gptq", "awq"), (".qzeros", ".scales", ".g_idx"), {".qweight": (".scales",)},
+        certain=(frozenset({".qzeros", ".scales"}),),
+    ),
+    Form(("mxfp4",), ("_scales",), {"_blocks": ("_scales",)}),
+    Form(
+        (), _NF4, certain=tuple(map(frozenset, combinations(_NF4, 2))),
+        lacks="not all five parts of NF4 and their record", schemes=frozenset({"nf4"}),
+    ),
+)  # fmt: skip
+_NOTED = frozenset({
+    ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx", ".weight_global_scale",
+    ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".qzeros", ".qscale_weight",
+})  # fmt: skip
+"""Names of parts that a dense model hardly has: alone and without any statement they get a note."""
+_LAST = tuple({end.removeprefix(".") for form in FORMS for end in form.parts})
+_FLAT_PARTS = ("_qdata", "_scale", "_zero_point")
+_FLAT = re.compile(r"(?P<stem>(?:.*\.)?)_(?P<name>[^.]+)_(?:qdata|scale|zero_point)")
+"""A key of torchao's flattening: fc._weight_qdata."""
+_METHOD_OF_CT = "compressed-tensors"
+
+
+def stray_parts(
+    dense: Mapping[str, StoredTensor],
+    infos: Mapping[str, TensorInfo],
+    records: Mapping[str, Mapping[str, object]],
+    mounts: Mounts,
+) -> tuple[list[Stray], list[str]]:
+    """Return the parts of quantized weights that are not whole, and notes on those that may be.
+
+    dense    the stored tensors that no scheme took, by key
+    infos    shape and dtype of all tensors by key; those that are not dense were put together by schemes
+    records  encoding records by FQN
+
+    Raises SourceError CKM115 for a record that no scheme reads: then nothing tells which tensors it is of.
+    """
+    for fqn, record in records.items():
+        scheme = record.get("scheme")
+        if scheme not in (None, TORCHAO) and (fqn in dense or fqn not in infos):
+            raise malformed(
+                fqn,
+                f"its encoding record states scheme {str(scheme)[:40]!r}, which nothing here reads",
+                "upgrade ckptmap, or install the package that wrote the file",
+            )
+    found = _Strays(dense, infos, records, mounts)
+    strays = {stray.key: stray for stray in found.all()}
+    return list(strays.values()), found.notes
+
+
+@dataclass
+class _Strays:
+    """The search in one checkpoint: its config.json is read once, and only if a key asks for it."""
+
+    dense: Mapping[str, StoredTensor]
+    infos: Mapping[str, TensorInfo]
+    records: Mapping[str, Mapping[str, object]]
+    mounts: Mounts
+    notes: list[str] = field(default_factory=list)
+    _configs: list[Mapping[str, object]] = field(default_factory=list)
+
+    def all(self) -> Iterator[Stray]:
+        keys = [key for key in self.infos if key.endswith(_LAST) or _STATE in key]
+        keys = [key for key in keys if key in self.dense]
+        for form in FORMS if keys else ():
+            yield from self._parts_of(form, keys)
+        yield from self._codes()
+        yield from self._flattened()
+
+    # ------------------------------------------------------------------ parts without codes
+
+    def _parts_of(self, form: Form, keys: Sequence[str]) -> Iterator[Stray]:
+        by_stem: dict[str, dict[str, str]] = {}
+        for key in keys:
+            end = _end(form.parts, key)
+            if end is not None:
+                by_stem.setdefault(_stem(key, end), {})[end] = key
+        for stem, parts in by_stem.items():
+            why = self._missing(form, stem, parts)
+            if why is None:
+                continue
+            wrong, missing = why
+            stated = self._stated(form, parts)
+            if stated:
+                for key in wrong:
+                    yield Stray(
+                        key, f"is part of a quantized weight that is not whole: {stated}, {missing}"
+                    )
+            elif any(end in _NOTED for end in parts):
+                self.notes.append(
+                    f"{next(iter(parts.values()))}: has the name of a part of a quantized weight, but"
+                    f" {missing}; nothing states its form: it is converted as a weight"
+                )  # fmt: skip
+
+    def _missing(
+        self, form: Form, stem: str, parts: Mapping[str, str]
+    ) -> tuple[Sequence[str], str] | None:
+        """Return the stray ones of the parts, and what is there and what is missing; None: none is."""
+        shown = f"{_named(stem)} has {', '.join(map(_last, parts.values()))}"
+        names = [_key(stem, end) for end in form.codes]
+        if any(name in self.infos and name not in self.dense for name in names):
+            # Activations of a layer may be scaled whatever the form of its weight.
+            left = [key for end, key in parts.items() if end not in form.activations]
+            return (left, f"{shown}, which the form of its codes does not have") if left else None
+        if not form.codes:
+            return [*parts.values()], f"{shown}, and {form.lacks}"
+        there = next((name for name in names if name in self.dense), None)
+        if there is None:
+            wanted = [_last(name) for name in names if name != stem] or [_last(stem)]
+            return [*parts.values()], f"{shown} and no codes, {' or '.join(wanted[:2])}"
+        info = self.infos[there]
+        is_dense = (
+            form.methods != (_METHOD_OF_CT,) and form.dtypes and info.dtype not in form.dtypes
+        )
+        if is_dense:  # compressed-tensors keeps the scales of weights that are not yet compressed
+            return [*parts.values()], f"{shown}, but {there} {info} holds no codes"
+        return None
+
+    def _stated(self, form: Form, parts: Mapping[str, str]) -> str:
+        """Return what states the form of these parts; empty: nothing does."""
+        method = self._method(next(iter(parts.values())))
+        if method in form.methods:
+            return f"config.json states quant_method {method!r}"
+        if not form.schemes.isdisjoint(self._schemes):
+            return "the encoding records state weights of this form"
+        if any(group <= parts.keys() for group in form.certain):
+            return "no other form has these parts"
+        return ""
+
+    def _config(self, key: str) -> Mapping[str, object]:
+        """Return the `quantization_config` beside the tensor that is asked for first."""
+        if not self._configs:
+            self._configs.append(quantization_config(self.dense[key], self.mounts))
+        return self._configs[0]
+
+    def _method(self, key: str) -> str:
+        """Return the `quant_method` of the config.json beside a tensor, "" where none is stated."""
+        config = self._config(key)
+        method = config.get("quant_method", "")
+        if not method and "config_groups" in config:
+            return _METHOD_OF_CT
+        return method if isinstance(method, str) else ""
+
+    # ------------------------------------------------------------------ codes without scales
+
+    def _codes(self) -> Iterator[Stray]:
+        if not any(_may_be_codes(info) for info in distinct(self.infos.values()).values()):
+            return
+        for key in payloads_without_scales(self.infos):
+            is_payload = key in self.dense and self.infos[key].dtype == "uint8"
+            if is_payload and self._method(key) == "bitsandbytes" and self._has_whole_weights():
+                yield Stray(key, self._alone(key, "absmax, quant_map and quant_state"))
+        for key, info in self.infos.items():
+            if not _may_be_codes(info) or key not in self.dense:
+                continue
+            for form in FORMS:
+                if self._method(key) in form.methods:
+                    yield from self._without_scale(form, key, info)
+
+    @cached_property
+    def _schemes(self) -> frozenset[str]:
+        return frozenset(str(record.get("scheme")) for record in self.records.values())
+
+    def _without_scale(self, form: Form, key: str, info: TensorInfo) -> Iterator[Stray]:
+        end = _end(form.codes, key)
+        if end is None or not form.codes[end]:
+            return
+        if end in ("", ".weight") and (info.dtype not in form.dtypes or len(info.shape) < 2):
+            return
+        stem = _stem(key, end)
+        if form.methods == ("bitsandbytes",) and not self._has_whole_weights():
+            return  # as FSDP2 saves them: --base restores the scales
+        names = [_key(stem, scale) for scale in form.codes[end]]
+        if end == ".weight_packed" and self._has_two_scales(key, stem):
+            names = [_key(stem, ".weight_global_scale")] if names[0] in self.dense else names
+        if not any(name in self.dense for name in names):
+            yield Stray(key, self._alone(key, " or ".join(map(_last, names))))
+
+    def _alone(self, key: str, scale: str) -> str:
+        return (
+            "is codes of a quantized weight that is not whole: config.json states quant_method"
+            f" {self._method(key)!r}, {key} is {self.infos[key]}, and there is no scale, {scale}"
+        )
+
+    def _has_whole_weights(self) -> bool:
+        """Return whether schemes put any weight together."""
+        return any(key not in self.dense for key in self.infos)
+
+    def _has_two_scales(self, key: str, module: str) -> bool:
+        """Return whether config.json states NVFP4 for a module: its blocks' scales have a scale, too."""
+        config = self._config(key)
+        forms = [config, *groups_said(config, module)]
+        return any(str(form.get("format")).startswith("nvfp4") for form in forms)
+
+    # ------------------------------------------------------------------ torchao
+
+    def _flattened(self) -> Iterator[Stray]:
+        keys = [key for key in self.infos if key.endswith(_FLAT_PARTS) and key in self.dense]
+        flat = {key: match for key in keys if (match := _FLAT.fullmatch(key))}
+        if not flat:
+            return
+        entries = {fqn: r for fqn, r in self.records.items() if r.get("scheme") == TORCHAO}
+        known = {key for fqn, record in entries.items() for key in parts_of(fqn, record)}
+        for key, match in flat.items():
+            if key in known:
+                continue
+            weight = f"{match['stem']}{match['name']}"
+            stated = "torchao's metadata in the file" if entries else ""
+            if self._method(key) == TORCHAO:
+                stated = stated or "config.json states quant_method 'torchao', but the file"
+            if stated:
+                yield Stray(
+                    key, f"is part of a quantized weight: {stated} has no entry of {weight}"
+                )
+
+
+def _may_be_codes(info: TensorInfo) -> bool:
+    return info.dtype in ("int8", "uint8", "int32", "float8_e4m3fn")
+
+
+def _end(ends: Iterable[str], key: str) -> str | None:
+    """Return the longest of the ends that the key has; None: it has none of them."""
+    if _STATE in key and _STATE in ends:
+        return _STATE
+    return max((end for end in ends if f".{key}".endswith(end)), key=len, default=None)
+
+
+def _stem(key: str, end: str) -> str:
+    """Return what stands before the end; at the root a key has no dot before it: weight_scale."""
+    if end == _STATE:
+        return key.partition(_STATE)[0]
+    return f".{key}".removesuffix(end)[1:]
+
+
+def _key(stem: str, end: str) -> str:
+    return f"{stem}{end}" if stem else end.removeprefix(".")
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _named(stem: str) -> str:
+    return stem or "the module"
