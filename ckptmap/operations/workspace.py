@@ -40,7 +40,12 @@ from ckptmap.storage.journal import Journal
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.publish_by_marker import is_pending
 from ckptmap.storage.recover import clear_published
-from ckptmap.storage.source_changes import require_unchanged
+from ckptmap.storage.source_changes import file_states, require_unchanged
+
+TOUCHED = (
+    "began anew: the files of the source were written, copied or linked since the run that was"
+    " interrupted"
+)
 
 
 class Workspace:
@@ -144,17 +149,22 @@ class Workspace:
         """Return the output directory and this rank's journal; rank 0 opens its own first."""
         plan, work = self.plan, self._work
         if work is not None:
-            journal = Journal(work.journal_path, plan.digest)
-            self.ranks.of_lead(json.dumps([str(work.out_dir), str(work.journal_path)]).encode())
+            source = file_states(plan.fingerprints, plan.ckpt.files.mounts)
+            journal = Journal(work.journal_path, plan.digest, source=source)
+            if journal.begins_anew:
+                self.notes.append(TOUCHED)
+            shared = [str(work.out_dir), str(work.journal_path), source]
+            self.ranks.of_lead(json.dumps(shared).encode())
             return work.out_dir, journal
-        out_dir, journal_path = map(Path, parse_json(self.ranks.of_lead(b"")))
+        *places, source = parse_json(self.ranks.of_lead(b""))
+        out_dir, journal_path = map(Path, places)
         if not journal_path.is_file():
             raise DestinationError(
                 "CKM304",
                 f"{out_dir}: rank 0 has made this directory, but this machine does not see it",
                 "choose a destination on a file system that all ranks share",
             )
-        return out_dir, Journal(journal_path, plan.digest, self.ranks.rank)
+        return out_dir, Journal(journal_path, plan.digest, self.ranks.rank, source)
 
     def prove(self, done: Executed) -> dict[str, float]:
         """Raise RunError where the source changed meanwhile, or the output is not as planned.

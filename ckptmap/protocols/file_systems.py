@@ -31,7 +31,8 @@ class Fingerprint:
     """What tells that a file is still the one that was planned on: size, mtime and inode.
 
     The ctime is not part of it: a hard link or a mode that a backup sets changes the ctime, and then
-    neither a saved plan nor what a killed run wrote would hold any more.
+    no saved plan would hold any more. What a killed run wrote is kept only with the same ctime: see
+    `storage.source_changes.file_states`.
     """
 
     nbytes: int

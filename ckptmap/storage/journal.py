@@ -1,7 +1,7 @@
 """The journal of a run: one JSON line for each finished unit of work, so that a run can continue.
 
-The first line holds the digest of the plan that the journal belongs to. A unit's line is added
-after its writes have returned. It ends with its own CRC-32: a line that a killed run wrote in part,
+The first line holds the digest of the plan that the journal belongs to, and what tells that nobody
+has touched the files of the source. A unit's line is added after its writes have returned. It ends with its own CRC-32: a line that a killed run wrote in part,
 or that was damaged, is a unit that was not written, and so are those after it. The next run trusts
 an entry only after it has read the bytes back and compared their digests.
 
@@ -49,32 +49,36 @@ class Journal:
     """An append-only file of finished units, which threads can share.
 
     `path` is the journal of rank 0. Rank R opens `journal-R.jsonl` beside it, after rank 0 has
-    opened its own. Entries of another plan are discarded. Raises DestinationError CKM305 if a rank
-    of an earlier run still holds its journal, RunError CKM306 if the file cannot be written.
+    opened its own. Entries of another plan are discarded, and those of other source files: see
+    `source_changes.file_states`. Raises DestinationError CKM305 if a rank of an earlier run still
+    holds its journal, RunError CKM306 if the file cannot be written.
     """
 
-    def __init__(self, path: Path, plan_digest: str, rank: int = 0) -> None:
+    def __init__(self, path: Path, plan_digest: str, rank: int = 0, source: str = "") -> None:
         self._lead = path
+        self._head = {"plan": plan_digest, "source": source}
+        self.begins_anew = False
+        """Whether an earlier run of the plan was discarded, because the source files were touched."""
         self.path = path.with_name(f"{path.stem}-{rank}{path.suffix}") if rank else path
         self.entries: dict[str, Sequence[Written]] = {}
         """Unit name -> the slots that an earlier run wrote for it. Their bytes are not verified
         yet."""
         self._lock = threading.Lock()
         try:
-            self._fd = self._begin(path, plan_digest, rank)
+            self._fd = self._begin(path, rank)
         except DestinationError:
             raise
         except OSError as error:
             raise _failed(self.path, error) from error
         _flock(self._fd)
 
-    def _begin(self, path: Path, plan_digest: str, rank: int) -> int:
+    def _begin(self, path: Path, rank: int) -> int:
         theirs = [] if rank else _of_other_ranks(path)
         for file in (path, *theirs):
-            self.entries |= _entries(file, plan_digest)
+            self.entries |= self._entries(file)
         temporary = self.path.with_name(self.path.name + ".new")
         # The file is rewritten, so that no partly written line stays in the middle.
-        lines = [json.dumps({"plan": plan_digest})]
+        lines = [json.dumps(self._head)]
         if rank == 0:
             lines += [_line(unit, slots) for unit, slots in self.entries.items()]
         write_new(temporary, ["".join(line + "\n" for line in lines).encode()])
@@ -83,6 +87,23 @@ class Journal:
             _refuse_if_locked(file)
             file.unlink()
         return open_plain(self.path, os.O_WRONLY | os.O_APPEND)
+
+    def _entries(self, path: Path) -> dict[str, Sequence[Written]]:
+        """Return the units of an earlier run of the same plan; empty if there was none."""
+        content = read_plain(path)
+        first, *lines = (content or b"").decode(errors="replace").split("\n")
+        head = _parse(first)
+        if head != self._head:
+            is_same_plan = isinstance(head, dict) and head.get("plan") == self._head["plan"]
+            self.begins_anew |= is_same_plan and any(lines)
+            return {}
+        entries: dict[str, Sequence[Written]] = {}
+        for line in lines:
+            entry = _unit(line)
+            if entry is None:
+                break  # lines after a damaged one are not trusted either
+            entries[entry[0]] = entry[1]
+        return entries
 
     def add(self, unit: str, slots: Sequence[Written]) -> None:
         """Record a unit whose writes have returned. On return the kernel has the line."""
@@ -171,21 +192,6 @@ def _line(unit: str, slots: Sequence[Written]) -> str:
 def _line_end(body: str) -> str:
     """Return the last member of a line: the CRC-32 of the text before it."""
     return f',"crc32":"{zlib.crc32(body.encode()):08x}"}}'
-
-
-def _entries(path: Path, plan_digest: str) -> dict[str, Sequence[Written]]:
-    """Return the units of an earlier run of the same plan; empty if there was none."""
-    content = read_plain(path)
-    first, *lines = (content or b"").decode(errors="replace").split("\n")
-    if _parse(first) != {"plan": plan_digest}:
-        return {}
-    entries: dict[str, Sequence[Written]] = {}
-    for line in lines:
-        entry = _unit(line)
-        if entry is None:
-            break  # lines after a damaged one are not trusted either
-        entries[entry[0]] = entry[1]
-    return entries
 
 
 def _parse(line: str) -> Any:

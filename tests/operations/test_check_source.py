@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -241,6 +244,52 @@ def test_nothing_of_a_damaged_source_is_kept_for_a_good_copy_of_it(tmp_path: Pat
         report = ckptmap.convert(path, tmp_path / to, to, threads=1)
         assert not report.continued_nbytes
         assert verify(tmp_path / to, path).ok
+
+
+KILLED_IN_B = """
+import os, signal, sys, ckptmap
+def stop(nbytes, key):
+    if nbytes and key == "b.weight":
+        os.kill(os.getpid(), signal.SIGKILL)
+ckptmap.convert(sys.argv[1], sys.argv[2], sys.argv[3], threads=1, progress=stop)
+"""
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["restored", "replaced"])
+def test_a_kill_before_the_damage_is_known_keeps_nothing_for_a_good_copy(
+    is_replaced: bool, tmp_path: Path
+) -> None:
+    """Three tensors are one record: the first is journaled when the run is killed in the second."""
+    fused = torch.arange(3 << 20, dtype=torch.float32)
+    path, good = tmp_path / "fused.pt", tmp_path / "good.pt"
+    parts = zip(("a.weight", "b.weight", "c.weight"), fused.split(1 << 20), strict=True)
+    torch.save(dict(parts), good)
+    times, content = good.stat(), bytearray(good.read_bytes())
+    with ckptmap.open(good) as ckpt:
+        extent = ckpt["a.weight"].parts[""].extent
+        assert extent is not None
+    content[extent.offset + 100] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    for to in ("hf", "full"):
+        command = [sys.executable, "-c", KILLED_IN_B, path, tmp_path / to, to]
+        killed = subprocess.run(list(map(str, command)), timeout=300, check=False)
+        assert killed.returncode == -signal.SIGKILL
+        (journal,) = tmp_path.glob(f".{to}.ckptmap-*/journal.jsonl")
+        assert journal.read_text().count('"unit"'), "the first tensor is written"
+    if is_replaced:
+        shutil.copy2(good, tmp_path / "new")
+        (tmp_path / "new").replace(path)
+    else:
+        path.write_bytes(good.read_bytes())
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    for to in ("hf", "full"):
+        report = ckptmap.convert(path, tmp_path / to, to, threads=1)
+        assert not report.continued_nbytes
+        assert any("began anew" in note for note in report.notes), report.notes
+        assert verify(tmp_path / to, good).ok
+        with ckptmap.open(tmp_path / to) as ckpt:
+            assert torch.equal(ckpt["a.weight"].read(), fused[: 1 << 20])
 
 
 def test_the_damage_that_one_rank_finds_voids_what_all_have_written(tmp_path: Path) -> None:

@@ -55,6 +55,22 @@ def test_a_line_of_nonsense_is_a_unit_not_written(tmp_path: Path, line: str) -> 
     assert entries(path) == {"before": tuple(SLOTS)}
 
 
+def test_what_any_rank_wrote_from_other_source_files_is_discarded(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    for rank in range(2):
+        with Journal(path, A, rank, "before") as journal:
+            journal.add(f"unit-{rank}", SLOTS)
+    with Journal(path, A, 0, "before") as journal:
+        assert set(journal.entries) == {"unit-0", "unit-1"}
+        assert not journal.begins_anew
+    with Journal(path, A, 0, "after") as journal:
+        assert not journal.entries
+        assert journal.begins_anew
+    with Journal(path, A, 0, "before") as journal:
+        assert not journal.entries
+        assert not journal.begins_anew  # nothing was kept that could be discarded
+
+
 def test_every_changed_bit_of_a_line_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     with Journal(path, A) as journal:
