@@ -78,9 +78,12 @@ class _Kind:
         for start, run in self.fixed:
             if not raw.startswith(run, tail + start):
                 return None
-        like, crc = self.region, tail + self.crc_at
+        like, crc_at = self.region, tail + self.crc_at
+        crc32 = int.from_bytes(raw[crc_at : crc_at + 4], "little")
+        if not crc32:  # its writer left it out, or it is damaged: the zip's reader tells which
+            return None
         region = Region(file, item.offset + like.offset, like.sizes, like.strides, like.itemsize)
-        return region, int.from_bytes(raw[crc : crc + 4], "little") or None
+        return region, crc32
 
 
 class Items:

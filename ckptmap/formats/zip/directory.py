@@ -26,6 +26,8 @@ _CENTRAL = struct.Struct("<4s4x2H4x3I3H8xI")
 DESCRIPTOR = b"PK\7\x08"
 """The first bytes of a data descriptor. The CRC-32 of the member follows."""
 CRC_NBYTES = 4
+LOCAL_CRC_AT = 14
+"""The byte of a local header at which the CRC-32 of the member begins; 0 if a descriptor has it."""
 _CRC_AT = 16
 """The byte of a directory entry at which the CRC-32 of the member begins."""
 
@@ -53,6 +55,8 @@ class Entries(Mapping[str, ZipEntry]):
     ) -> None:
         self._numbers, self._headers, self._limits = numbers, headers, limits
         self._sizes, self._crcs = sizes, crcs
+        self.has_crcs = any(crcs)
+        """Whether a CRC-32 is stated for any member."""
 
     def __getitem__(self, name: str) -> ZipEntry:
         i = self._numbers[name]

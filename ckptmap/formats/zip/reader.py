@@ -19,6 +19,7 @@ from ckptmap.formats.zip.directory import (
     DESCRIPTOR,
     ENCRYPTED,
     LOCAL,
+    LOCAL_CRC_AT,
     U16,
     U32,
     Entries,
@@ -181,7 +182,7 @@ class Records:
         start = header + fixed + name_nbytes + extra_nbytes
         if start + nbytes > limit:
             raise bad(self.file, f"{name}: overlaps the member or directory at byte {limit}")
-        crc = crc32 if crc32 or not nbytes else None
+        crc = self._stated(name, header, start, nbytes, crc32)
         self._window.files.mounts.state(self.file, [(self.base + start, nbytes, crc)])
         return self.base + start, nbytes, crc
 
@@ -208,10 +209,33 @@ class Records:
             return self._one_by_one(names)
         if any(map(gt, map(add, starts, sizes), limits)):
             return self._one_by_one(names)
-        stated = [crc if crc or not n else None for crc, n in zip(crcs, sizes, strict=True)]
+        stated = list(map(self._stated, names, headers, starts, sizes, crcs))
         offsets = [self.base + start for start in starts]
         self._window.files.mounts.state(self.file, zip(offsets, sizes, stated, strict=True))
         return offsets, stated
+
+    def _stated(self, name: str, header: int, start: int, nbytes: int, crc: int) -> int | None:
+        """Return the CRC-32 that is stated for a member; None: its writer left it out.
+
+        torch writes a 0 into the directory and into the data descriptor then: of all members with
+        `set_crc32_options(False)`, of the storages with `skip_data`. Where the directory alone has
+        a 0, it is damaged. Raise SourceError CKM105.
+        """
+        if crc or not nbytes:
+            return crc
+        if not self._entries.has_crcs:  # so that not every member's descriptor is read
+            return None
+        descriptor = self._window.read(start + nbytes, len(DESCRIPTOR) + CRC_NBYTES)
+        other = descriptor[len(DESCRIPTOR) :]
+        if not descriptor.startswith(DESCRIPTOR):
+            other = self._window.read(header + LOCAL_CRC_AT, CRC_NBYTES)
+        if any(other):
+            raise bad(
+                self.file,
+                f"{name}: its directory states no CRC-32, the member itself"
+                f" {int.from_bytes(other, 'little'):08x}",
+            )
+        return None
 
     def _one_by_one(self, names: Sequence[str]) -> tuple[list[int], list[int | None]]:
         """Return the same by `locate`, which names the member in its error."""
