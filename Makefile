@@ -21,7 +21,7 @@ SIZE ?= full
 DEVICE ?= cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast torture lint bench gpu format clean
+.PHONY: help demo test test-fast torture lint docs bench gpu format clean
 
 help:  ## What there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1  \t/p' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ help:  ## What there is to make
 demo: $(STAMP)  ## A Llama under FSDP1 on 4 ranks becomes NF4 under FSDP2 on 2
 	@$(BIN)/python examples/demo.py
 
-test: lint  ## Lint, types, and every test
+test: lint docs  ## Lint, types, the documentation, and every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(STAMP)  ## The quick tests, which start no ranks: about 2 minutes on 2 cores
@@ -47,6 +47,10 @@ lint: $(STAMP)  ## Style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(STAMP)  ## The documentation, as HTML in docs/_build/html; a warning is an error
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build/html
+
 format: $(STAMP)  ## Apply the style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -62,7 +66,7 @@ gpu:  ## On a machine with a GPU: is ckptmap right there, and how fast is it? At
 	$$python -m benchmarks.gpu_session --out $(OUT) --size $(SIZE) --device $(DEVICE) --steps "$(STEPS)"
 
 clean:  ## Remove what was made, the environment too
-	rm -rf $(VENV) build dist demo torture *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo torture docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch first and pinned: what follows finds it there and asks for no other build.
 $(STAMP): pyproject.toml constraints.txt

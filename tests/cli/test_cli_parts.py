@@ -1,4 +1,4 @@
-"""Parts of the command line: sizes, JSON, progress, error codes, the commands that the README lists."""
+"""Parts of the command line: sizes, JSON, progress, error codes."""
 
 from __future__ import annotations
 
@@ -114,17 +114,6 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
     assert len(shown) == (3 if live else 1)
     assert "50%" in shown[-1] and "s left" in shown[-1]
     assert terminal.text.endswith("\r\x1b[2K" if live else "\n")
-
-
-def test_the_readme_lists_the_setups_that_there_are() -> None:
-    from ckptmap import registry
-
-    text = (ROOT / "README.md").read_text()
-    table = text[text.index("## Setups") : text.index("## Fidelity")]
-    listed = re.findall(r"^\| `([a-z][a-z0-9-]*)` \|", table, re.MULTILINE)
-    assert listed == [setup.name for setup in registry.setups()]
-    for scheme in registry.schemes():
-        assert not scheme.suffix or f"`-{scheme.suffix}`" in table
 
 
 def test_only_the_command_that_is_asked_for_is_built() -> None:

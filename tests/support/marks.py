@@ -29,6 +29,8 @@ SLOW = frozenset(
         "cli/test_cli.py::test_a_closed_stream_is_no_failure",
         "cli/test_cli.py::test_interrupted_says_how_to_continue",
         "core/test_tensor_columns.py::test_a_damaged_pickle_is_never_read_otherwise",
+        "docs/test_pages.py::test_page",
+        "docs/test_pages.py::test_page_of_the_hub",
         "execution/test_execute.py::test_killed_at_any_point_and_continued",
         "execution/test_execute.py::test_no_torch_for_byte_moves_and_speed_of_small_slots",
         "execution/test_many_tensors.py::test_headers_of_small_items_are_read_in_blocks",

@@ -55,8 +55,8 @@ def load(
     scheduler: Scheduler | None = None,
     **keywords: Unpack[LoadKeywords],
 ) -> LoadReport:
-    """Load a checkpoint of any setup into a plain, DDP, compiled, FSDP1 or `fully_shard`ed model,
-    with its optimizer and scheduler if they are given.
+    """Load a checkpoint of any setup into a plain, DDP, compiled, FSDP1 or FSDP2 model, with its
+    optimizer and scheduler if they are given.
 
     Every rank of the model calls it; each reads the bytes of its own shards only. Dense weights are
     filled in place (created, where they are on meta) in the model's dtype. An NF4 weight of the
