@@ -22,8 +22,5 @@ class Open:
         return outcome.result == self.result and re.search(self.pattern, told) is not None
 
 
-CONTRADICTIONS = (
-    "contradictions are decoded in silence: every statement that is made twice is compared"
-)
-KNOWN_OPEN: Sequence[Open] = (Open(CONTRADICTIONS, "silent", "^lora: adapter_config"),)
+KNOWN_OPEN: Sequence[Open] = ()
 """What closes a point takes its lines away here: then the torture finds it, should it come back."""

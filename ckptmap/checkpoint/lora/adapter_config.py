@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptmap.checkpoint.lora.targets import Targets
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_json
@@ -53,6 +54,10 @@ class LoraConfig:
     """Ends of the names of parameters that were targeted themselves, not by their module."""
     text: Mapping[str, Any] = field(repr=False)
     """The same as it stands in the file, for a manifest."""
+    ties: bool
+    """peft keeps a head that is tied to the embedding so: both have one adapter."""
+    targets: Targets = field(default_factory=Targets)
+    file: str = ""
 
     def wraps(self, module: str) -> tuple[str, ...]:
         """Return the names of the module's own parameters that its adapter may change."""
@@ -87,6 +92,7 @@ def read_config(file: Path, mounts: Mounts) -> LoraConfig:
             "ckptmap merges LoRA, rsLoRA and DoRA; merge others with peft: model.merge_and_unload()",
         )
     _refuse_variants(file, text)
+    _strings(file, text, "modules_to_save")
     number, flag = (int, float), (bool,)
     return LoraConfig(
         r=_value(file, text, "r", (int,), 8),
@@ -98,7 +104,31 @@ def read_config(file: Path, mounts: Mounts) -> LoraConfig:
         fan_in_fan_out=_value(file, text, "fan_in_fan_out", flag, False),
         parameters=_strings(file, text, "target_parameters"),
         text={name: text[name] for name in _RECORDED if text.get(name)},
+        ties=_value(file, text, "ensure_weight_tying", flag, False),
+        targets=_targets(file, text),
+        file=str(file),
     )
+
+
+def _targets(file: Path, text: Mapping[str, object]) -> Targets:
+    """Return the modules that the file targets. Raises SourceError CKM320 where it names none properly."""
+    stated, excluded = text.get("target_modules"), text.get("exclude_modules")
+    layers, patterns = text.get("layers_to_transform"), text.get("layers_pattern")
+    indices = [layers] if type(layers) is int else layers or []
+    if not isinstance(indices, list) or not all(type(index) is int for index in indices):
+        raise SourceError(
+            "CKM320",
+            f"{file}: layers_to_transform is {str(layers)[:80]!r}, expected numbers of layers",
+            "correct it there, or save the adapter again",
+        )
+    return Targets(
+        None if stated is None or isinstance(stated, str) else _strings(file, text, "target_modules"),
+        stated if isinstance(stated, str) else None,
+        excluded if isinstance(excluded, str) else _strings(file, text, "exclude_modules"),
+        tuple(indices) or None,
+        (patterns,) if isinstance(patterns, str) and patterns else
+        _strings(file, {**text, "layers_pattern": patterns or None}, "layers_pattern"),
+    )  # fmt: skip
 
 
 _RECORDED = (

@@ -32,6 +32,7 @@ from ckptmap.checkpoint.lora.merged_tensor import (
     with_replica,
 )
 from ckptmap.checkpoint.lora.shape_checks import ShapeChecks
+from ckptmap.checkpoint.lora.target_checks import require_targeted, target_notes
 from ckptmap.checkpoint.lora.untied_head import (
     Tied,
     is_head,
@@ -117,7 +118,9 @@ def merge_adapter(
             tied = next((Tied(embedding, head) for head, embedding in untied.items()), None)
         merger = _Merger(ckpt, adapter, scheme, names_in_base(adapter, ckpt, tied), tied)
         groups = merger.groups()
+        require_targeted(adapter)
         notes = [*_copies_note(merger.copies), *merger.alike]
+        notes += target_notes(adapter, ckpt, merger.named)
         if untied is None:
             notes += [
                 f"{fqn}: is the adapter's; where the model ties its head to it, the head should stay"
@@ -317,7 +320,7 @@ class _Merger:
         output gets one of its own.
         """
         tied, text = self.tied, self.adapter.config.text
-        if text.get("ensure_weight_tying") or self._has_head():
+        if self.adapter.config.ties or self._has_head():
             return
         if stem(fqn) not in (text.get("modules_to_save") or ()):
             return
