@@ -15,6 +15,26 @@ from ckptmap.protocols import Scheme, Setup
 __all__ = ["Aim", "names", "parse"]  # fmt: skip
 
 
+MEANT = {
+    "dcp": "fsdp2",
+    "fsdp": "fsdp2",
+    "bin": "full",
+    "pt": "full",
+    "pth": "full",
+    "torch": "full",
+    "torch-save": "full",
+    "hub": "hf",
+    "huggingface": "hf",
+    "safetensors": "hf",
+    "transformers": "hf",
+    "verl": "fsdp2-ranks",
+    "fsdp1-ranks": "fsdp1-local",
+    "torchtitan": "fsdp2",
+    "lightning": "fsdp2",
+}
+"""Words for a format or a framework, as people write them after `--to` -> the setup that they mean."""
+
+
 @dataclass(frozen=True)
 class Aim:
     """The parsed value of `--to`: a setup, and the scheme to encode with (None: no change)."""
@@ -54,8 +74,14 @@ def names() -> list[str]:
 def _nearest(name: str) -> str:
     import difflib
 
-    near = difflib.get_close_matches(name, names(), n=1)
+    word = max((word for word in MEANT if _begins_with(name, word)), key=len, default="")
+    meant = f"{MEANT[word]}{name.removeprefix(word)}" if word else name
+    near = difflib.get_close_matches(meant, names(), n=1)
     setups = ", ".join(setup.name for setup in registry.setups())
     suffixes = " ".join(f"-{scheme.suffix}" for scheme in registry.schemes() if scheme.suffix)
     guess = f"did you mean --to {near[0]}? " if near else ""
     return f"{guess}setups: {setups}; each with {suffixes} or nothing"
+
+
+def _begins_with(name: str, word: str) -> bool:
+    return name == word or name.startswith(f"{word}-")

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptmap.core import argument_checks
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.storage.hub.uri import MIRROR_PREFIX, HubName, is_hub, parse
+from ckptmap.storage.hub.uri import MIRROR_PREFIX, HubName, is_hub, of_web_page, parse
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ def locate(path: str | os.PathLike[str], mounts: Mounts) -> Located:
             "give a path; perhaps a variable of the shell is not set",
         )
     if not is_hub(path):
+        _refuse_elsewhere(os.fspath(path))
         _refuse_placeholder(os.fspath(path), mounts)
         return Located(Path(path))
     from ckptmap.storage.hub.mirror import mirrored
@@ -52,6 +53,24 @@ def locate(path: str | os.PathLike[str], mounts: Mounts) -> Located:
     if repo.renamed_from:
         notes = (f"hf://{repo.renamed_from} is now hf://{repo.id}: write that",)
     return Located(place, str(HubName(repo.id, repo.commit, name.path)), notes)
+
+
+def _refuse_elsewhere(path: str) -> None:
+    """Raise SourceError CKM101 for a stream or an address, which are no paths."""
+    if path == "-":
+        raise SourceError(
+            "CKM101",
+            "-: a stream is not taken: a checkpoint is read at many places of its files",
+            "save it to a file, and give the path of that",
+        )
+    scheme, separator, _ = path.partition("://")
+    if not separator or not scheme.isalnum() or Path(path).exists():
+        return
+    page = of_web_page(path)
+    step = "copy it to this machine, and give its path"
+    if page is not None:
+        step = f"write {page}"
+    raise SourceError("CKM101", f"{path}: is an address, expected a path or hf://org/name", step)
 
 
 def _refuse_placeholder(path: str, mounts: Mounts) -> None:

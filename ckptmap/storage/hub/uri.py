@@ -18,6 +18,11 @@ MIRROR_PREFIX = "ckptmap-hub-"
 """How the name of the temporary directory of a mirror begins."""
 
 SCHEME = "hf://"
+_WEB = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models/)?([^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/([^?#]*))?)?/?(?:[?#].*)?"
+)
+"""A page of the Hub: https://huggingface.co/org/name/tree/main/folder."""
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _PULL = re.compile(r"(refs/(?:pr/\d+|convert/[\w.-]+))(?:/(.*))?")
 _OTHER_KINDS = ("datasets", "spaces", "kernels", "buckets")
@@ -50,6 +55,15 @@ def is_hub(path: str | os.PathLike[str]) -> bool:
     `hf:/org/name` counts too: pathlib.Path removes a slash.
     """
     return os.fspath(path).startswith("hf:/")
+
+
+def of_web_page(address: str) -> HubName | None:
+    """Return the place on the Hub that the address of a web page shows; None: it is none of the Hub."""
+    page = _WEB.fullmatch(address)
+    if page is None:
+        return None
+    revision = unquote(page[2] or "")
+    return HubName(page[1], "" if revision == "main" else revision, (page[3] or "").strip("/"))
 
 
 def parse(text: str) -> HubName:
