@@ -29,8 +29,15 @@ MAX_GAP = 4096
 """The most bytes between two runs that are read at once, or between two slots of one span."""
 KERNEL_NBYTES = 64 << 20
 """Bytes that the kernel copies in one call: between two calls the run can be stopped."""
+MAX_BUFFER = 8 << 20
+"""Bytes of one thread's copy buffer; a larger one does not make direct writes faster."""
 MAX_BUFFERS = 1000
 """The most buffers of one read: the kernel's limit is 1,024."""
+
+
+def buffer_nbytes(budget: int) -> int:
+    """Return the bytes of a thread's copy buffer; the rest of its budget holds values to encode."""
+    return max(4 * ALIGN, min(MAX_BUFFER, budget // 2))
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING
 from ckptmap.core.quantized_codes import CoarseScales, CodeGrid, CountsFlips
 from ckptmap.errors import Interrupted, RunError
 from ckptmap.execution import cuda_ring
-from ckptmap.execution.copy import Context, recorded
+from ckptmap.execution.copy import Context, buffer_nbytes, recorded
 from ckptmap.planning.file_plan import Compare, Encode, SlotRef
 from ckptmap.planning.kept_codes import writes_keeping_codes
 from ckptmap.protocols import Encoder, Refusal, Write
-from ckptmap.storage.box_reader import fill, row_major_boxes
+from ckptmap.storage.box_reader import row_major_boxes
+from ckptmap.storage.device_copies import fill_tensor
 from ckptmap.storage.direct_io import Buffer, Stream
 from ckptmap.storage.journal import Written
-from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.replicas import require_same
+from ckptmap.storage.tensor_bytes import tensor_bytes
 from ckptmap.tensors import Box, TensorInfo, contiguous_strides
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ PART_BUFFER = 1 << 20
 FEED_NBYTES = 2 << 20
 """Bytes of values encoded at once, of the input or the output, whichever is larger. With fewer,
 threads spend their time on the interpreter lock; more do not fit in the cache."""
+ELEMENT_NBYTES = 16
+"""Bytes of memory for each element that a CPU encodes at once: the values, temporaries and results."""
 RECODED = 1 << 19
 """Elements whose codes are moved at once."""
 
@@ -47,13 +51,14 @@ def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
     try:
         if step.keeps is not None:
             return _recode(context, step, step.keeps, buffer)
-        encoder = step.encoding.encoder(step.tensor.info, context.device)
+        device = _device(context, step)
+        encoder = step.encoding.encoder(step.tensor.info, device)
         parts = step.encoding.parts(step.tensor.info)
         assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
         alone = encoder.splittable and list(parts) == [""]
         if alone and parts[""].shape == step.tensor.info.shape:
-            return _encode_slots(context, step, encoder, parts[""].itemsize, buffer)
-        return _encode_parts(context, step, encoder, parts, buffer)
+            return _encode_slots(context, step, encoder, device, parts[""].itemsize, buffer)
+        return _encode_parts(context, step, encoder, device, parts, buffer)
     except Interrupted:
         raise
     except CoarseScales as error:
@@ -63,19 +68,29 @@ def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
         raise type(error)(error.code, f"{name}: {error.message}", error.hint) from error
 
 
+def _device(context: Context, step: Encode) -> str:
+    """Return where the values are computed.
+
+    Dense values that become dense ones ("dense rearranged" are read so) stay on the CPU: there and back
+    by the link takes longer than a cast.
+    """
+    is_dense = step.tensor.encoding in ("dense", "dense rearranged")
+    return "cpu" if is_dense and step.encoding.name == "dense" else context.device
+
+
 def _encode_slots(
-    context: Context, step: Encode, encoder: Encoder, itemsize: int, buffer: Buffer
+    context: Context, step: Encode, encoder: Encoder, device: str, itemsize: int, buffer: Buffer
 ) -> Sequence[Written]:
     """Write slot by slot, each encoded alone: for casts and for decoding to a dense tensor."""
     written = []
-    most = FEED_NBYTES // max(itemsize, step.tensor.info.itemsize)
+    widest = max(itemsize, step.tensor.info.itemsize)
     for target in step.targets[""]:
         slot = context.slot(target)
         with context.outputs.file(target.file) as output:
             stream = Stream(output, slot.offset, buffer, context.sums(target))
-            feeds = _values(context, step.tensor, slot.box, encoder.step, most)
+            feeds = _values(context, step.tensor, slot.box, encoder.step, device, widest)
             writes = chain.from_iterable(starmap(encoder.feed, feeds))
-            for write in cuda_ring.landed(writes, context.device):
+            for write in cuda_ring.landed(writes, device):
                 nbytes = _append(stream, write)
                 context.advance(nbytes, step.tensor.fqn)
             sums = stream.finish()
@@ -88,16 +103,17 @@ def _encode_parts(
     context: Context,
     step: Encode,
     encoder: Encoder,
+    device: str,
     parts: Mapping[str, TensorInfo],
     buffer: Buffer,
 ) -> Sequence[Written]:
     """Feed the whole tensor in row-major order; write each part to the slots that tile it."""
     streams = _part_streams(context, step, parts, buffer)
     whole = Box.whole(step.tensor.info.shape)
-    most = FEED_NBYTES // step.tensor.info.itemsize
-    feeds = _values(context, step.tensor, whole, encoder.step, most)
+    widest = step.tensor.info.itemsize
+    feeds = _values(context, step.tensor, whole, encoder.step, device, widest)
     writes = chain.from_iterable(starmap(encoder.feed, feeds))
-    for write in cuda_ring.landed(writes, context.device):
+    for write in cuda_ring.landed(writes, device):
         context.advance(streams[write.part].append(write), step.tensor.fqn)
     for write in encoder.finish():
         context.advance(streams[write.part].append(write), step.tensor.fqn)
@@ -193,36 +209,35 @@ def _append(stream: Stream, write: Write) -> int:
 
 
 def _values(
-    context: Context, tensor: LazyTensor, box: Box, step: int, most: int
+    context: Context, tensor: LazyTensor, box: Box, step: int, device: str, widest: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (flat offset, 1-D values) of a box in row-major order.
+    """Yield (flat offset, 1-D values on the device) of a box in row-major order.
 
-    Each has a multiple of `step` elements, except the last, and about `most` of them where the
-    budget allows it. The offset is that of the first element in the whole tensor, which is exact
-    where the box is contiguous in it.
+    Each has a multiple of `step` elements, except the last, and about FEED_NBYTES on a CPU where the
+    budget allows it; `widest` is the size of an element, before or after. The offset is that of the
+    first element in the whole tensor, which is exact where the box is contiguous in it.
     """
-    most = min(most, context.budget // 2 // cuda_ring.ELEMENT_NBYTES)
-    limit = max(step, cuda_ring.elements(context.device, context.budget, most))
-    held = cuda_ring.ring(context.device, limit + step, tensor.torch_dtype)
+    most = min(FEED_NBYTES // widest, context.budget // 2 // ELEMENT_NBYTES)
+    budget = context.budget - buffer_nbytes(context.budget)
+    limit = max(step, cuda_ring.feed_numel(device, budget, widest, most))
+    feeds = cuda_ring.Feeds(device, limit + step, tensor.torch_dtype)
     strides = contiguous_strides(tensor.shape, 1)
     offset = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
     count = 0
     for part in _readable(tensor, box, limit):
-        if count + part.numel > held.place.numel():  # this box could not be cut smaller
-            held.grow(count, part.numel)
-        place = held.place[count : count + part.numel].view(part.sizes)
+        place = feeds.room(count, part.numel).view(part.sizes)
         if tensor.encoding == "dense":  # the stored bytes are the values: read them in place
-            fill(context.files, tensor.parts[""], part, tensor_bytes(place))
+            fill_tensor(context.files, tensor.parts[""], part, place, feeds.free)
         else:
             tensor.read_into(part, place)
         count += part.numel
         ready = count - count % step
         if ready:
-            yield offset, held.send(ready)
-            held.keep(ready, count)
+            yield offset, feeds.values(ready)
+            feeds.keep(ready, count)
             offset, count = offset + ready, count - ready
     if count:
-        yield offset, held.send(count)
+        yield offset, feeds.values(count)
 
 
 def _readable(tensor: LazyTensor, box: Box, limit: int) -> Iterator[Box]:

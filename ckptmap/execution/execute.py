@@ -29,7 +29,7 @@ from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.errors import Interrupted, RunError, SourceError
 from ckptmap.execution.check_source import named, settle, tensors_read
-from ckptmap.execution.copy import Context, copy_span, copy_stream, key_of
+from ckptmap.execution.copy import Context, buffer_nbytes, copy_span, copy_stream, key_of
 from ckptmap.execution.copy_units import SMALL, spans, streams
 from ckptmap.execution.encode import compare, encode
 from ckptmap.execution.fetch_sources import batches, read_by_compare, read_by_copies, read_by_encode
@@ -41,14 +41,12 @@ from ckptmap.execution.written_slots import Executed, WrittenSlots
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
 from ckptmap.planning.options import Progress, RunOptions
 from ckptmap.protocols import Slot
-from ckptmap.storage.direct_io import ALIGN, Buffer, Outputs, Sums
+from ckptmap.storage.direct_io import Buffer, Outputs, Sums
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.files import Files
 from ckptmap.storage.journal import Journal, Written
 from ckptmap.storage.process_guards import one_torch_thread, stopped_by_sigterm
 
-MAX_BUFFER = 8 << 20
-"""Bytes of one thread's copy buffer; a larger one does not make direct writes faster."""
 SPAN = 4 << 20
 """Bytes of small slots in one unit."""
 STREAM = 64 << 20
@@ -281,11 +279,6 @@ class _Run:
 
 
 # --------------------------------------------------------------------------------- units
-
-
-def buffer_nbytes(budget: int) -> int:
-    """Return the bytes of a thread's copy buffer; the rest of its budget holds values to encode."""
-    return max(4 * ALIGN, min(MAX_BUFFER, budget // 2))
 
 
 def _units(context: Context, share: Share, has_torch: threading.Event) -> Iterator[_Unit]:

@@ -136,7 +136,7 @@ class DerivedTensor(LazyTensor):
 
     def read_into(self, box: Box, out: torch.Tensor) -> None:
         def bring(piece: Piece, bounds: Box) -> torch.Tensor:
-            return self._sources[piece.source].read(bounds.offsets, bounds.sizes)
+            return self._sources[piece.source].read(bounds.offsets, bounds.sizes, out.device)
 
         if self._made.zeros is not None:
             out.zero_()

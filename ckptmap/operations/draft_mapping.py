@@ -22,7 +22,8 @@ from ckptmap.checkpoint.open import open
 from ckptmap.core.printable import json_text, one_line
 from ckptmap.errors import PlanError
 from ckptmap.mapping.name_patterns import HOLE, skeleton
-from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.tensor_bytes import tensor_bytes
 
 LETTERS = "nekjlm"
 """The names of captures in a rule, in the order of the numbers in a key."""

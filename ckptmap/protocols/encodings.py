@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
@@ -82,6 +82,15 @@ class Encoding(Protocol):
 
     def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         """Return JSON that says how to read the parts again; None: the parts say it themselves."""
+
+
+@runtime_checkable
+class KeepsOnHost(Protocol):
+    """An encoding that reads some parts as plain values, JSON for one, wherever it decodes."""
+
+    @property
+    def host_parts(self) -> Collection[str]:
+        """The parts that `decode` takes on the CPU; it takes the others on the device of `out`."""
 
 
 # Encodings whose codes another can keep bit for bit, and how: see `ckptmap.core.quantized_codes`.

@@ -5,7 +5,6 @@ Only the stored bytes that a requested box needs are read.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, TypeAlias
@@ -14,7 +13,8 @@ from ckptmap.core import requirements
 from ckptmap.core.quantized_codes import Coded
 from ckptmap.errors import ArgumentError
 from ckptmap.protocols import Group
-from ckptmap.storage.box_reader import fill
+from ckptmap.protocols.encodings import KeepsOnHost
+from ckptmap.storage.device_copies import fill_tensor
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.files import Files
 from ckptmap.storage.replicas import require_alike
@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     Index: TypeAlias = int | slice | EllipsisType
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the writable bytes of a contiguous CPU tensor, without numpy.
-
-    The memoryview keeps the tensor alive.
-    """
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes == 0:
-        return memoryview(bytearray())
-    held = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
-    held.tensor = tensor  # type: ignore[attr-defined]
-    return memoryview(held).cast("B")
 
 
 def info_of(tensor: torch.Tensor) -> TensorInfo:
@@ -154,7 +141,11 @@ class LazyTensor:
 
     def read_into(self, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (box.sizes, logical dtype, contiguous, any device) with the decoded box."""
-        parts = {name: self.read_part(name, cut, out.device) for name, cut in self._cuts(box)}
+        on_host = self.encoding_.host_parts if isinstance(self.encoding_, KeepsOnHost) else ()
+        parts = {
+            name: self.read_part(name, cut, "cpu" if name in on_host else out.device)
+            for name, cut in self._cuts(box)
+        }
         self.encoding_.decode(self.info, parts, box, out)
 
     def _cuts(self, box: Box) -> list[tuple[str, Box]]:
@@ -192,9 +183,9 @@ class LazyTensor:
         import torch
 
         stored = self.parts[part]
-        out = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype), device="cpu")
-        fill(self.files, stored, box, tensor_bytes(out))
-        return out.to(device)
+        out = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype), device=device)
+        fill_tensor(self.files, stored, box, out)
+        return out
 
     def __getitem__(self, key: Index | tuple[Index, ...]) -> torch.Tensor:
         """Return the values at an index, as of a tensor: `w[3]`, `w[0:128]`, `w[:, 5]`, `w[...,

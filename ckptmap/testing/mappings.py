@@ -30,7 +30,8 @@ from ckptmap.mapping.mapping_file import load_scheme
 from ckptmap.mapping.rules import NamingScheme
 from ckptmap.mapping.scheme_to_scheme import translate
 from ckptmap.mapping.translate_state_dict import applied
-from ckptmap.storage.lazy_tensor import info_of, tensor_bytes
+from ckptmap.storage.lazy_tensor import info_of
+from ckptmap.storage.tensor_bytes import tensor_bytes
 from ckptmap.tensors import ITEMSIZE, TensorInfo
 from ckptmap.testing.base import expect
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptmap.storage.lazy_tensor import info_of, tensor_bytes
+from ckptmap.storage.lazy_tensor import info_of
+from ckptmap.storage.tensor_bytes import tensor_bytes
 from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
 
 if TYPE_CHECKING:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,96 +13,44 @@ import torch
 
 import ckptmap
 from ckptmap.execution import cuda_ring as ring
+from ckptmap.execution import encode
+from ckptmap.execution.copy import Context
+from ckptmap.planning.file_plan import Encode
 from ckptmap.protocols import Encoding, Write
 from ckptmap.quantization.nf4.scheme import NF4Scheme
+from ckptmap.storage import device_copies
+from ckptmap.storage.device_copies import DEPTH
 from ckptmap.tensors import Box, TensorInfo
 from tests.conftest import Device
-
-
-class Event:
-    """`done` is what happens at last when it is waited for."""
-
-    def __init__(self, done: Any = None) -> None:
-        self.waited, self._done = False, done
-
-    def synchronize(self) -> None:
-        if self._done is not None and not self.waited:
-            self._done()
-        self.waited = True
-
-
-class Late(ring.Lanes):
-    """A device that only pretends: what is copied from it comes when it is waited for, not before.
-    Memory that it reads is checked to be left alone until then."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = torch.device(device)
-        self.uploads: list[tuple[torch.Tensor, torch.Tensor, Event]] = []
-        self.marks = 0
-
-    def host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
-
-    def upload(self, there: torch.Tensor, here: torch.Tensor, free: Any) -> Any:
-        for _, _, gone in [up for up in self.uploads if up[1].data_ptr() == here.data_ptr()]:
-            assert gone.waited, "a place was filled anew before its copy had gone"
-        there.copy_(here)
-        self.uploads.append((there, here, Event()))
-        return self.uploads[-1][2]
-
-    def download(self, here: torch.Tensor, there: torch.Tensor) -> Any:
-        held = there.clone()  # kernels after it may use the memory again
-        return Event(lambda: here.copy_(held))
-
-    def mark(self) -> Any:
-        self.marks += 1
-        return Event()
-
-
-class Still(ring.Lanes):
-    """A GPU that only pretends: copies are checked to be of one size and kind, between the devices;
-    a build of torch without CUDA cannot make them."""
-
-    def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
-
-    def host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
-
-    def upload(self, there: torch.Tensor, here: torch.Tensor, free: Any) -> Any:
-        assert (there.device.type, here.device.type) == (self.device.type, "cpu")
-        assert (there.shape, there.dtype) == (here.shape, here.dtype)
-        return Event()
-
-    def download(self, here: torch.Tensor, there: torch.Tensor) -> Any:
-        return self.upload(there, here, None)
-
-    def mark(self) -> Any:
-        return Event()
+from tests.support.late_device import Event, Late, Still, one_late_a_thread, pretend
 
 
 def writes_of(
     encoding: Encoding, info: TensorInfo, device: str, given: torch.Tensor, finish: bool
 ) -> list[Write]:
-    """All of one weight, through a ring of fewer values than it has; `finish`: statistics, too."""
+    """All of one weight, through feeds of fewer values than it has; `finish`: statistics, too."""
     encoder = encoding.encoder(info, device)
     step = max(1, 1024 // encoder.step) * encoder.step
-    held = ring.ring(device, 2 * step, given.dtype)
+    feeds = ring.Feeds(device, 2 * step, given.dtype)
 
     def fed() -> Any:
         count = offset = 0
         for part in torch.split(given, step + 64):
-            held.place[count : count + part.numel()] = part
+            room = feeds.room(count, part.numel())
+            if room.device == part.device:
+                room.copy_(part)
             count += part.numel()
             ready = count - count % encoder.step
-            yield from encoder.feed(offset, held.send(ready))
-            held.keep(ready, count)
+            yield from encoder.feed(offset, feeds.values(ready))
+            feeds.keep(ready, count)
             offset, count = offset + ready, count - ready
         if count:
-            yield from encoder.feed(offset, held.send(count))
+            yield from encoder.feed(offset, feeds.values(count))
 
-    found = [*ring.landed(fed(), device)]
-    return [*found, *ring.landed(encoder.finish(), device)] if finish else found
+    def kept(writes: Any) -> list[Write]:
+        return [Write(w.part, w.box, w.values.clone()) for w in ring.landed(writes, device)]
+
+    return [*kept(fed()), *(kept(encoder.finish()) if finish else ())]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -114,7 +65,7 @@ def test_values_come_to_the_device_and_results_back(
     )
     expected = writes_of(encoding, info, "cpu", given, not device.fake)
     if device.fake:
-        monkeypatch.setattr(ring, "lanes", Still)
+        pretend(monkeypatch, Still)
     with device.mode():
         found = writes_of(encoding, info, device.name, given, not device.fake)
     assert {write.values.device.type for write in found} == {"cpu"}
@@ -125,22 +76,90 @@ def test_values_come_to_the_device_and_results_back(
         assert all(torch.equal(a.values, b.values) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_place_is_filled_anew_when_its_copy_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_is_filled_anew_after_the_kernels_that_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     way = Late()
-    monkeypatch.setattr(ring, "lanes", lambda device: way)
-    held = ring.ring("cpu", 8, torch.float32)
+    pretend(monkeypatch, lambda device: way)
+    feeds = ring.Feeds("cpu", 8, torch.float32)
+    seen = []
     for turn in range(5):
-        held.place[:4] = turn
-        sent = held.send(4)
-        assert sent.tolist() == [turn] * 4 and sent.data_ptr() != held.place.data_ptr()
-        held.keep(2, 4)
-        assert held.place[:2].tolist() == [turn] * 2
+        assert isinstance(feeds.free, Event)
+        seen.append(feeds.free)
+        feeds.room(2 if turn else 0, 4).fill_(turn)
+        sent = feeds.values(4)
+        assert sent.tolist() == ([turn - 1] * 2 + [turn] * 2 if turn else [0] * 4)
+        feeds.keep(4 if turn else 2, 6 if turn else 4)
+        assert (
+            feeds.values(2).tolist() == [turn] * 2 and feeds.values(2).data_ptr() != sent.data_ptr()
+        )
         assert way.marks == 1 + turn + 1  # what is sent there next waits for this one's kernels
-    assert [gone.waited for _, _, gone in way.uploads] == [True] * 4 + [False]
-    assert len({here.data_ptr() for _, here, _ in way.uploads}) == ring.DEPTH
-    held.grow(2, 20)
-    held.place[2:22] = 7
-    assert held.send(22).tolist() == [4] * 2 + [7] * 20
+    assert len(set(map(id, seen))) == 4, "two buffers share the first event"
+    feeds.room(2, 20).fill_(7)
+    assert feeds.values(22).tolist() == [4] * 2 + [7] * 20
+
+
+def test_a_block_is_filled_anew_when_its_copies_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Late()
+    pretend(monkeypatch, lambda device: way)
+    way.block_nbytes = 256
+    blocks = way.blocks("up")
+    for turn in range(9):
+        place = blocks.take(96)
+        place.fill_(turn)
+        blocks.used_until(way.upload(torch.empty_like(place), place, Event()))
+    assert [gone.waited for _, _, gone in way.uploads] == [True] * 6 + [False] * 3
+    assert len({here.data_ptr() for _, here, _ in way.uploads}) == 4, "two places in each block"
+    assert blocks.take(256).numel() == 256
+    with pytest.raises(AssertionError, match="257 bytes of a block of 256"):
+        blocks.take(257)
+
+
+@pytest.mark.parametrize("budget", [1 << 20, (64 << 20) - 1, 56 << 20, 1 << 30])
+def test_blocks_are_powers_of_two_within_the_budget(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator of pinned memory rounds up to powers of two: a byte more would take twice as much."""
+    pinned: list[int] = []
+
+    def host_memory(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        pinned.append(1 << (nbytes - 1).bit_length())
+        return torch.empty(shape, dtype=dtype)
+
+    way = Late()
+    pretend(monkeypatch, lambda device: way)
+    monkeypatch.setattr(device_copies, "host_memory", host_memory)
+    assert ring.feed_numel("cpu", budget, 2, 0) * 2 <= way.block_nbytes <= budget // 4
+    assert device_copies.bound_blocks("cpu", budget) == 2 * way.block_nbytes
+    assert (way.blocks("up").nbytes, way.blocks("down").nbytes) == (way.block_nbytes,) * 2
+    assert way.blocks("up") is way.blocks("up"), "they are kept from tensor to tensor"
+    assert sum(pinned) == 4 * way.block_nbytes <= budget
+
+
+def test_a_thread_has_one_lanes_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        made = 0
+
+        @classmethod
+        def Stream(cls, device: torch.device) -> int:
+            cls.made += 1
+            return cls.made
+
+        @staticmethod
+        def current_device() -> int:
+            return 1
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+
+    def three() -> list[Any]:
+        return [device_copies.lanes(name) for name in ("cuda", "cuda:1", torch.device("cuda:0"))]
+
+    with ThreadPoolExecutor(1) as pool:
+        here, again, there = three(), three(), pool.submit(three).result()
+    assert here[0] is here[1] is again[0] is not here[2] and again[2] is here[2]
+    assert not set(map(id, here)) & set(map(id, there)) and Module.made == 4
+    assert device_copies.lanes("cpu") is device_copies.lanes("meta") is None
 
 
 @pytest.mark.parametrize("to", ["full-nf4", "fsdp2-int8", "full-fp32", "full-bnb-nf4"])
@@ -154,16 +173,16 @@ def test_a_conversion_by_a_device_that_takes_its_time_is_the_same(
     ckptmap.convert(tmp_path / "dense", tmp_path / "in", to="full-nf4")
     source = tmp_path / ("in" if to == "full-fp32" else "dense")
     ckptmap.convert(source, tmp_path / "expected", to=to, world_size=1)
-    used: list[Late] = []
-
-    def late(device: str) -> Late:
-        used.append(Late())
-        return used[-1]
-
-    monkeypatch.setattr(ring, "lanes", late)
-    monkeypatch.setattr(ring, "MAX_ELEMENTS", 1 << 11)
+    used = one_late_a_thread(monkeypatch)
+    monkeypatch.setattr(device_copies, "BLOCK_NBYTES", 1 << 12)
     ckptmap.convert(source, tmp_path / "found", to=to, world_size=1)
-    assert max(len(way.uploads) for way in used) > ring.DEPTH
+    assert max(len(way.uploads) for way in used) > DEPTH
+    if to == "full-fp32":
+        sent = {str(here.dtype) for way in used for _, here, _ in way.uploads}
+        assert {"torch.uint8", "torch.int8"} <= sent, "codes and scales are decoded on the device"
+        assert (
+            sum(here.nbytes for way in used for _, here, _ in way.uploads) < source.stat().st_size
+        )
     with ckptmap.open(tmp_path / "expected") as a, ckptmap.open(tmp_path / "found") as b:
         assert a.keys() == b.keys()
         for fqn, lazy in a.items():
@@ -173,3 +192,31 @@ def test_a_conversion_by_a_device_that_takes_its_time_is_the_same(
                 assert torch.equal(
                     one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)
                 )
+
+
+@pytest.mark.parametrize(
+    ("start", "to", "where"),
+    [
+        ("full", "full-fp32", {"cpu"}),
+        ("full", "hf-fp16", {"cpu"}),
+        ("full", "full-int8", {"cuda"}),
+        ("full-nf4", "full-int8", {"cuda"}),
+        ("full-nf4", "full-fp32", {"cuda", "cpu"}),
+    ],
+)
+def test_dense_values_that_become_dense_ones_use_no_device(
+    start: str, to: str, where: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"a.q_proj.weight": torch.randn(96, 128).bfloat16(), "norm": torch.ones(8).bfloat16()}
+    torch.save(state, tmp_path / "dense.pt")
+    ckptmap.convert(tmp_path / "dense.pt", tmp_path / "in", to=start)
+    used: set[str] = set()
+    chosen = encode._device
+
+    def device(context: Context, step: Encode) -> str:
+        used.add(chosen(replace(context, device="cuda"), step))
+        return "cpu"
+
+    monkeypatch.setattr(encode, "_device", device)
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to=to)
+    assert used == where

@@ -38,7 +38,8 @@ from ckptmap.storage import direct_io as sink
 from ckptmap.storage.direct_io import ALIGN, Buffer, OutputFile, Stream, Sums
 from ckptmap.storage.files import Files
 from ckptmap.storage.journal import Journal, Written
-from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.tensor_bytes import tensor_bytes
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo, contiguous_strides
 
 HEAD = b"head" * 5
@@ -779,5 +780,5 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 
 
 def test_limits_are_consistent() -> None:
-    assert execute_module.SMALL <= execute_module.SPAN <= execute_module.MAX_BUFFER
+    assert execute_module.SMALL <= execute_module.SPAN <= copying.MAX_BUFFER
     assert copying.MAX_BUFFERS < 1024

@@ -19,7 +19,7 @@ from ckptmap.errors import RunError, SourceError
 from ckptmap.storage import box_reader, files
 from ckptmap.storage.box_reader import fill, row_major_boxes, run_of
 from ckptmap.storage.files import Files
-from ckptmap.storage.lazy_tensor import tensor_bytes
+from ckptmap.storage.tensor_bytes import tensor_bytes
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 from tests.support.examples import examples
 

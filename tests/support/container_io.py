@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptmap.protocols import Layout, OutFile, OutTensor
 from ckptmap.storage.box_reader import fill
 from ckptmap.storage.files import Files
-from ckptmap.storage.lazy_tensor import tensor_bytes
+from ckptmap.storage.tensor_bytes import tensor_bytes
 from ckptmap.tensors import Box, Path, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:

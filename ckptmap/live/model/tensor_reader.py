@@ -1,13 +1,19 @@
-"""Reads boxes of a checkpoint's tensors into live tensors, through host buffers of bounded size."""
+"""Reads boxes of a checkpoint's tensors into live tensors, through buffers of bounded size.
+
+A tensor on a device is filled through the pinned blocks of the thread: the next box is read while the copy
+of this one runs (see `storage.device_copies`).
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ckptmap.live.model.load_report import Meter
-from ckptmap.storage.box_reader import fill, row_major_boxes
+from ckptmap.storage import device_copies
+from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.files import Files
-from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.tensor_bytes import tensor_bytes
 from ckptmap.tensors import Box, StoredTensor
 
 if TYPE_CHECKING:
@@ -53,21 +59,23 @@ class TensorReader:
         return out
 
     def _stored(self, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
-        """Read straight into `out` where its bytes are those of the file, else through a buffer that
-        is cast and copied to the device."""
+        """Read straight into `out` where its bytes are those of the file, else through a buffer on its
+        device that is cast."""
         import torch
 
         dtype: torch.dtype = getattr(torch, stored.info.dtype)
-        if out.device.type == "cpu" and out.dtype == dtype and is_as_it_lies(out):
-            fill(self.files, stored, box, tensor_bytes(out))
+        pinned = device_copies.bound_blocks(out.device, self.max_memory)
+        if out.dtype == dtype and is_as_it_lies(out):
+            with self.meter.hold(pinned, torch.device("cpu")):
+                device_copies.fill_tensor(self.files, stored, box, out)
             return
         numel = min(box.numel, max(1, self.max_memory // stored.info.itemsize))
-        with self.meter.hold(numel * stored.info.itemsize, torch.device("cpu")):
-            staging = torch.empty(numel, dtype=dtype)
+        with self.meter.hold(numel * stored.info.itemsize, out.device):
+            staging = torch.empty(numel, dtype=dtype, device=out.device)
             for part in row_major_boxes(box, numel):
-                values = staging[: part.numel]
-                fill(self.files, stored, part, tensor_bytes(values))
-                window(out, part.relative_to(box.offsets)).copy_(values.view(part.sizes))
+                values = staging[: part.numel].view(part.sizes)
+                device_copies.fill_tensor(self.files, stored, part, values)
+                window(out, part.relative_to(box.offsets)).copy_(values)
 
     def decoded(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
         """Read `box` of a tensor of any encoding into `out`: decode on its device, then cast."""
@@ -75,6 +83,7 @@ class TensorReader:
 
         itemsize = source.info.itemsize
         most = max(1, self.max_memory // (DECODE_COPIES * itemsize))
+        device_copies.bound_blocks(out.device, self.max_memory)
         for part in row_major_boxes(box, most):
             with self.meter.hold(DECODE_COPIES * part.numel * itemsize, out.device):
                 values = torch.empty(part.sizes, dtype=source.torch_dtype, device=out.device)

@@ -16,7 +16,8 @@ from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.storage.box_reader import fill
 from ckptmap.storage.files import Files
-from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.tensor_bytes import tensor_bytes
 from ckptmap.tensors import Box, Chunk, Path, Region, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:

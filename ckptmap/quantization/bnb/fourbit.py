@@ -19,7 +19,7 @@ as floats: many of their bit patterns are NaNs.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -82,6 +82,10 @@ class FourBit:
     def state(self) -> str:
         """The name of the part that holds the JSON."""
         return STATE + self.kind
+
+    @property
+    def host_parts(self) -> Collection[str]:
+        return (self.state,)
 
     def stored(self, info: TensorInfo) -> TensorInfo:
         """Return the tensor in the order of its codes: the transpose for a `Conv1D`."""

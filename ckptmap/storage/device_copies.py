@@ -1,0 +1,175 @@
+"""Copy between files and a device through pinned memory, while the next bytes are read and values computed.
+
+    file -> pinned block of the thread -> device (side stream) -> kernels (current stream)
+                                       -> pinned block of the thread (current stream) -> file
+
+The host never waits for the whole device: it waits for the copy out of one block before it fills that block
+again. A thread has one `Lanes` for each device, with its streams and blocks, and uses it for every tensor.
+
+Blocks have exactly 2^n bytes, because the allocator of pinned memory rounds up to that: a block of one byte
+more would take twice the memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.storage.box_reader import fill, row_major_boxes
+from ckptmap.storage.files import Files
+from ckptmap.storage.pinned_memory import host_memory
+from ckptmap.storage.tensor_bytes import tensor_bytes
+from ckptmap.tensors import Box, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+DEPTH = 2
+"""Blocks in each direction, and results that may be on their way back at a time."""
+BLOCK_NBYTES = 16 << 20
+"""Bytes of a block, unless a caller asks for other ones: a GPU's link is at its full rate from 4 MiB on."""
+_ALIGN = 64
+
+_threads = threading.local()
+
+
+class Blocks:
+    """DEPTH blocks of pinned memory that copies use in turn; small ones share a block."""
+
+    def __init__(self, nbytes: int) -> None:
+        import torch
+
+        self.nbytes = nbytes
+        self.turn = 0
+        self._blocks = [host_memory((nbytes,), torch.uint8) for _ in range(DEPTH)]
+        self._ends: list[Any] = [None] * DEPTH
+        self._used = 0
+
+    def next_turn(self, nbytes: int) -> int:
+        """Return the number of the block that `take` will use."""
+        return self.turn if self._used + nbytes <= self.nbytes else (self.turn + 1) % DEPTH
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return `nbytes` of a block, u8; the copies that used the block before have ended."""
+        assert nbytes <= self.nbytes, f"{nbytes} bytes of a block of {self.nbytes}"
+        turn = self.next_turn(nbytes)
+        if turn != self.turn:
+            self.turn, self._used = turn, 0
+            if self._ends[turn] is not None:
+                self._ends[turn].synchronize()
+        place = self._blocks[turn].narrow(0, self._used, nbytes)
+        self._used += -(-nbytes // _ALIGN) * _ALIGN
+        return place
+
+    def used_until(self, end: object) -> None:
+        """State the event at whose end what was taken last may be overwritten."""
+        self._ends[self.turn] = end
+
+
+class Lanes:
+    """Two streams of a device: the current one runs kernels, a side stream uploads values."""
+
+    def __init__(self, device: str | torch.device) -> None:
+        import torch
+
+        self.device = torch.device(device)
+        self._streams: Any = torch.get_device_module(self.device)
+        self._side = self._streams.Stream(device=self.device)
+        self._blocks: dict[str, Blocks] = {}
+        self.block_nbytes = BLOCK_NBYTES
+
+    def blocks(self, direction: str) -> Blocks:
+        """Return the blocks for "up" or "down", of `block_nbytes` each."""
+        held = self._blocks.get(direction)
+        if held is None or held.nbytes != self.block_nbytes:
+            held = self._blocks[direction] = Blocks(self.block_nbytes)
+        return held
+
+    def upload(self, there: torch.Tensor, here: torch.Tensor, free: object) -> object:
+        """Copy `here` to the device after the event `free`; return the event of the copy's end.
+
+        Kernels that are launched from now on wait for that event.
+        """
+        with self._streams.stream(self._side):
+            self._side.wait_event(free)
+            there.copy_(here, non_blocking=True)
+            gone = self._streams.Event()
+            gone.record(self._side)
+        self._streams.current_stream(self.device).wait_event(gone)
+        return gone
+
+    def download(self, here: torch.Tensor, there: torch.Tensor) -> object:
+        """Copy `there` to the host after the kernels launched so far; return the event of its end.
+
+        The copy is on the stream of the kernels, so later kernels may reuse the device memory.
+        """
+        here.copy_(there, non_blocking=True)
+        return self.mark()
+
+    def mark(self) -> object:
+        """Return the event of the end of all work launched so far on the current stream."""
+        event = self._streams.Event()
+        event.record(self._streams.current_stream(self.device))
+        return event
+
+
+def lanes(device: str | torch.device) -> Lanes | None:
+    """Return this thread's streams and blocks of a device; None where a device, or the CPU, has none."""
+    import torch
+
+    at = torch.device(device)
+    if at.type in ("cpu", "meta"):
+        return None
+    module: Any = torch.get_device_module(at)
+    if not hasattr(module, "Stream"):
+        return None
+    if ":" not in str(at):
+        at = torch.device(at.type, module.current_device())
+    held: dict[torch.device, Lanes] = _threads.__dict__.setdefault("lanes", {})
+    if at not in held:
+        held[at] = Lanes(at)
+    return held[at]
+
+
+def bound_blocks(device: str | torch.device, budget: int) -> int:
+    """Make the blocks of this thread, of both directions together, fit `budget` bytes.
+
+    Return the bytes of those for one direction, 0 where values need none.
+    """
+    way = lanes(device)
+    if way is None:
+        return 0
+    most = max(4096, budget // (2 * DEPTH))
+    way.block_nbytes = min(BLOCK_NBYTES, 1 << (most.bit_length() - 1))
+    return DEPTH * way.block_nbytes
+
+
+def fill_tensor(
+    files: Files, stored: StoredTensor, box: Box, out: torch.Tensor, free: object = None
+) -> None:
+    """Fill `out` (box.sizes, the stored dtype, row-major, on any device) with `box` of a stored tensor.
+
+    On a device with streams the copies may go on when this returns; kernels that are launched later
+    wait for them. `free` is the event after which `out` may be overwritten, by default the end of
+    what is launched now. Raises as `fill` does.
+    """
+    import torch
+
+    way = lanes(out.device)
+    if way is None and out.device.type == "cpu":
+        fill(files, stored, box, tensor_bytes(out))
+        return
+    if way is None:
+        here = torch.empty(box.sizes, dtype=out.dtype)
+        fill(files, stored, box, tensor_bytes(here))
+        out.copy_(here)
+        return
+    blocks, flat, start = way.blocks("up"), out.view(-1), 0
+    free = way.mark() if free is None else free
+    for part in row_major_boxes(box, blocks.nbytes // out.element_size()):
+        if not part.numel:
+            continue
+        place = blocks.take(part.numel * out.element_size()).view(out.dtype)
+        fill(files, stored, part, tensor_bytes(place))
+        blocks.used_until(way.upload(flat.narrow(0, start, part.numel), place, free))
+        start += part.numel
