@@ -19,7 +19,7 @@ def run(step: StepRun) -> None:
 
     import ckptmap
 
-    side = 4096
+    side = 256 if step.is_tiny else 4096
     torch.save({NAME: weight(side, "bfloat16")}, step.work / "bf16")
     total = torch.cuda.get_device_properties(step.device).total_memory
     for source, to in WAYS:

@@ -23,9 +23,9 @@ def encodings(info: Any) -> dict[str, Any]:
     return found
 
 
-def feeds(encoder: Any, numel: int, feed: int = FEED) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of runs that the encoder takes, of about `feed` elements each."""
-    step = max(1, feed // encoder.step) * encoder.step
+def feeds(encoder: Any, numel: int, feed: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of runs that the encoder takes, of about `feed` elements each, or FEED."""
+    step = max(1, (feed or FEED) // encoder.step) * encoder.step
     for at in range(0, numel, step):
         yield at, min(at + step, numel)
 
@@ -34,7 +34,7 @@ def encode(
     encoding: Any,
     info: Any,
     w: Any,
-    feed: int = FEED,
+    feed: int | None = None,
     forbid: Callable[[bool], None] = lambda forbidden: None,
 ) -> dict[str, Any]:
     """Return the encoded values of each part, flat, on the CPU.

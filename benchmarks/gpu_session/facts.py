@@ -72,9 +72,9 @@ def cuda(step: StepRun) -> None:
             )
             del held
         torch.empty((PINNED_NBYTES // 2) + 4096, dtype=torch.uint8, pin_memory=True)
-        stats = torch.cuda.host_memory_stats()
-        for name in ("allocated_bytes.current", "allocated_bytes.peak", "reserved_bytes.current", "reserved_bytes.peak"):  # fmt: skip
-            found.figure(f"host_memory_stats {name}", int(stats.get(name, -1)), "B")
+        for name, value in torch.cuda.host_memory_stats().items():
+            if "bytes.current" in name or "bytes.peak" in name:
+                found.figure(f"host_memory_stats {name}", int(value), "B")
 
 
 def division(step: StepRun) -> None:

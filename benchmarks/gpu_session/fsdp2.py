@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ def run(step: StepRun) -> None:
     ckptmap.save(path, truth, optimizer, step=2, background=False)
     wanted, moments = copied(state_of(truth)), copied(state_of(truth, optimizer))
     kind = torch.device(step.device).type
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # the host's name may not resolve
+        os.environ.setdefault(name, "lo")
     dist.init_process_group(
         "nccl" if step.on_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )

@@ -71,8 +71,7 @@ def report(step: StepRun, what: str, events: Sequence[dict[str, Any]], numel: in
         f"{what}: kernels a feed of {FEED >> 20}M elements", len(kernels) / max(1, numel / FEED)
     )
     both = sorted(kernels + copies)
-    whole = both[-1][1] - both[0][0] if both else 0.0
-    whole = max(whole, max(end for _, end in both) - both[0][0])
+    whole = max(end for _, end in both) - both[0][0]
     busy, copying = total(kernels), total(copies)
     found.figure(f"{what}: from the first to the last work of the device", whole / 1e3, "ms")
     found.figure(f"{what}: kernels run", busy / 1e3, "ms", ratio=busy / whole, of="that time")

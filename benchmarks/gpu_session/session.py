@@ -20,7 +20,7 @@ from benchmarks.gpu_session.importable import ROOT, is_importable, python_path, 
 from benchmarks.gpu_session.results import FAILED, PASSED, StepResult, write_session
 
 MEMORY_DISK = Path("/dev/shm")
-ROOM = {"full": 64 << 30, "tiny": 1 << 30}
+ROOM = {"full": 44 << 30, "tiny": 1 << 30}
 """Free bytes of a folder in which the steps of a size may work."""
 LAST_S = 3.0
 """Seconds before its limit at which a step prints where it hangs."""

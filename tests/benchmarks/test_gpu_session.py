@@ -8,14 +8,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_session import profile_convert
-from benchmarks.gpu_session.session import Options, Step, run_session
+import ckptmap
+from benchmarks.gpu_session import capped, encoders, profile_convert, rates
+from benchmarks.gpu_session.results import StepResult
+from benchmarks.gpu_session.session import Options, Step, StepRun, run_session
 from benchmarks.gpu_session.steps import STEPS
+from benchmarks.gpu_session.timing import weight
+from ckptmap.errors import RunError
+from ckptmap.execution import cuda_ring
+from ckptmap.tensors import TensorInfo
+from tests.execution.test_cuda_ring import Late
 from tests.support.paths import ROOT
 
 MISSING = (
@@ -171,6 +179,72 @@ def test_a_step_says_what_it_needs(tmp_path: Path) -> None:
     )
     assert found["raises"]["status"] == "skipped: needs no_such_library"
     assert found["good"]["status"] == "skipped: needs CUDA"
+
+
+# ------------------------------------------------------------------------------- what needs CUDA
+
+
+def step_run(tmp_path: Path) -> StepRun:
+    return StepRun("cpu", "tiny", tmp_path, StepResult(tmp_path / "result.json"))
+
+
+def test_values_are_staged_as_a_conversion_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a device that only pretends; 5 boxes, each encoded after its copy."""
+    way = Late()
+    monkeypatch.setattr(cuda_ring, "Lanes", lambda device: way)
+    monkeypatch.setattr(encoders, "FEED", 1 << 12)
+    info, w = TensorInfo((128, 160), "bfloat16"), weight(160, "bfloat16")[:128]
+    encoding = encoders.encodings(info)["nf4"]
+    monkeypatch.setattr(
+        Late, "upload", lambda self, there, here, free: self.uploads.append(there.copy_(here))
+    )
+    rates.staged(encoding, info, w, "cpu")()
+    assert [len(there) for there in way.uploads] == [4096] * 5
+
+
+def test_a_cap_is_lowered_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capped_to: list[float] = []
+    total = 1 << 40
+    properties = SimpleNamespace(total_memory=total)
+    stands_in = {
+        "get_device_properties": lambda device: properties,
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda: None,
+        "max_memory_reserved": lambda: 5 << 20,
+        "set_per_process_memory_fraction": capped_to.append,
+    }
+    for name, function in stands_in.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    one = step_run(tmp_path)
+    capped.run(one)
+    assert [round(share * total) >> 20 for share in capped_to[: len(capped.CAPS)]] == list(
+        capped.CAPS
+    )
+    assert len(one.result.checks) == len(capped.WAYS) * len(capped.CAPS)
+    assert all(check.ok for check in one.result.checks)
+
+
+def test_a_conversion_that_fails_under_a_cap_says_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a.weight": torch.zeros(64, 64)}, tmp_path / "in")
+    (tmp_path / "expected").write_bytes(b"something else")
+
+    def outcome(error: Exception | None) -> str:
+        def convert(*args: Any, **options: Any) -> None:
+            (tmp_path / "out").write_bytes(b"other")
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(ckptmap, "convert", convert)
+        return capped.outcome(
+            tmp_path / "in", tmp_path / "out", "full", "cpu", tmp_path / "expected"
+        )
+
+    assert outcome(None) == "other bytes"
+    assert outcome(RunError("CKM301", "no room", "free some")) == "CKM301: no room; hint: free some"
+    foreign = torch.OutOfMemoryError("CUDA out of memory")
+    assert outcome(foreign) == "OutOfMemoryError: CUDA out of memory"
 
 
 # ------------------------------------------------------------------------------- the trace
