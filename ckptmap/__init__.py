@@ -56,6 +56,11 @@ _ROOMS = {
 """Modules by the name that they have here."""
 
 
+def __dir__() -> list[str]:
+    """Return the public names, which tab completion shows."""
+    return sorted({*__all__, *_ROOMS})
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `import ckptmap` costs nothing."""
     if name not in _HOMES and name not in _ROOMS:

@@ -21,6 +21,7 @@ COMMANDS = (
     "explain",
 )  # fmt: skip
 """Modules of this package; each has a function `command` and `EXAMPLES`."""
+HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class _EscapedRecord(logging.LogRecord):
@@ -51,12 +52,13 @@ def build(args: Sequence[str]) -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
+        context_settings=HELP,
     )
     app.callback()(_root)
     for name in args[:1] if args and args[0] in COMMANDS else COMMANDS:
         module = importlib.import_module(f".{name}", __package__)
         examples = _lines("Examples:", *module.EXAMPLES)
-        app.command(name, epilog=examples)(_interruptible(module.command))
+        app.command(name, epilog=examples, context_settings=HELP)(_interruptible(module.command))
     return app
 
 
@@ -70,7 +72,11 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+            "--version",
+            "-V",
+            callback=_show_version,
+            is_eager=True,
+            help="Show the version and exit.",
         ),
     ] = False,
 ) -> None:

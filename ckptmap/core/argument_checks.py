@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from operator import index
 from typing import Any, TypeGuard
 
+from ckptmap.core.sizes import parse_nbytes
 from ckptmap.errors import ArgumentError, CkptmapError
 
 MAX_DEPTH = 100
@@ -56,6 +57,16 @@ def integer(name: str, value: Any, low: int, high: int = (1 << 63) - 1) -> int:
     if isinstance(value, bool) or not low <= number <= high:
         raise _refusal(name, value, f"an integer from {low} to {high}")
     return number
+
+
+def nbytes(name: str, value: object) -> int:
+    """Return a size in bytes, given as an integer or as text: `"64MiB"`."""
+    if not isinstance(value, str):
+        return integer(name, value, 1)
+    try:
+        return parse_nbytes(value)
+    except ValueError:
+        raise _refusal(name, value, "a size: 64MiB, 2GB or 4096") from None
 
 
 def patterns(name: str, value: object) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ class LoadKeywords(TypedDict, total=False):
     seed: int
     fix: bool
     verify: str
-    max_memory: int
+    max_memory: int | str
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LoadOptions:
     verify           "stored": compare every checksum that the checkpoint states with the bytes that
                      the ranks read; "full": also read the rest of what a checksum covers where
                      only a part is needed; "none". With `exact`, "stored" is "full"
-    max_memory       bound of host buffers in bytes, beside the tensors themselves
+    max_memory       bound of host buffers, beside the tensors themselves: bytes, or `"64MiB"`
     """
 
     strict: bool = True
@@ -85,11 +85,13 @@ class LoadOptions:
         Raises ArgumentError CKM516 with the nearest name for a keyword that `load` does not have.
         """
         argument_checks.known_keywords(given, [field.name for field in fields(cls)], "load()")
-        return cls(**given)  # type: ignore[arg-type]
+        sizes = {
+            "max_memory": argument_checks.nbytes("max_memory", given.get("max_memory", MAX_MEMORY))
+        }
+        return cls(**{**given, **sizes})  # type: ignore[arg-type]
 
     def check(self) -> None:
         """Raise ArgumentError CKM516 for a value that means nothing."""
-        argument_checks.integer("max_memory", self.max_memory, 1)
         argument_checks.integer("seed", self.seed, -(1 << 63))
         argument_checks.choice("precision", self.precision, PRECISIONS)
         argument_checks.choice("rounding", self.rounding, ROUNDINGS)

@@ -25,6 +25,8 @@ Progress: TypeAlias = Callable[[int, str], None]
 """Called with the bytes just written and the key that they belong to. Calls come from any thread,
 one at a time."""
 Path: TypeAlias = str | os.PathLike[str]
+Size: TypeAlias = int | str
+"""Bytes, or text: `"64MiB"`."""
 Patterns: TypeAlias = Sequence[str]
 """One glob over names, or several. A string is one pattern, not a sequence of letters."""
 STRINGS = ("mesh", "optimizer_keys", "root", "source_root", "names", "names_from")
@@ -108,7 +110,8 @@ class Options:
             self._store("wrap", tuple(name for text in given for name in text.split(",")))
         if self.world_size is not None:  # its range is the setup's to check
             argument_checks.integer("world_size", self.world_size, -(1 << 63))
-        argument_checks.integer("max_shard_nbytes", self.max_shard_nbytes, 1)
+        size = argument_checks.nbytes("max_shard_nbytes", self.max_shard_nbytes)
+        self._store("max_shard_nbytes", size)
         if self.param_order is not None:
             self._store("param_order", argument_checks.order("param_order", self.param_order))
         argument_checks.choice("optimizer", self.optimizer, ("keep", "drop"))
@@ -177,7 +180,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         argument_checks.choice("digest", self.digest, DIGESTS)
         argument_checks.choice("check_source", self.check_source, CHECKS)
-        argument_checks.integer("max_memory", self.max_memory, 1)
+        bound = argument_checks.nbytes("max_memory", self.max_memory)
+        object.__setattr__(self, "max_memory", bound)
         argument_checks.integer("threads", self.threads or 0, 0)
         argument_checks.callback("progress", self.progress)
 
@@ -200,7 +204,7 @@ class MergeOptionKeywords(TypedDict, total=False):
     wrap: Patterns | None
     root: str | None
     config_from: Path | None
-    max_shard_nbytes: int
+    max_shard_nbytes: Size
     like: Path | None
     exact_scales: bool | Patterns
 
@@ -228,7 +232,7 @@ class RunOptionKeywords(TypedDict, total=False):
 
     device: str
     threads: int | None
-    max_memory: int
+    max_memory: Size
     overwrite: bool
     digest: str
     progress: bool | Progress

@@ -99,8 +99,14 @@ def test_help_ends_with_examples_that_the_parser_knows(run: Any, name: str) -> N
 def test_version(run: Any) -> None:
     from ckptmap import __version__
 
-    done = run("--version")
-    assert (done.code, done.out) == (0, f"ckptmap {__version__}\n")
+    for option in ("--version", "-V"):
+        done = run(option)
+        assert (done.code, done.out) == (0, f"ckptmap {__version__}\n")
+
+
+def test_help_has_a_short_name(run: Any) -> None:
+    for command in ((), ("inspect",), ("convert",)):
+        assert run(*command, "-h").out == run(*command, "--help").out
 
 
 def test_a_wrong_command_is_usage_and_names_a_near_one(run: Any) -> None:

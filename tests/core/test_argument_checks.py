@@ -51,8 +51,8 @@ LOAD: dict[str, tuple[Call, str]] = {
     "seed": (lambda p, m, o: ckptmap.load(p, m, seed="a"), "seed='a', expected an integer"),
     "large seed": (lambda p, m, o: ckptmap.load(p, m, seed=2**70), "expected an integer from -9"),
     "memory": (
-        lambda p, m, o: ckptmap.load(p, m, max_memory="64MiB"),
-        "max_memory='64MiB', expected an integer",
+        lambda p, m, o: ckptmap.load(p, m, max_memory="64 MB each"),
+        "max_memory='64 MB each', expected a size: 64MiB, 2GB or 4096",
     ),
     "no memory": (lambda p, m, o: ckptmap.load(p, m, max_memory=0), "max_memory=0, expected an in"),
     "model": (lambda p, m, o: ckptmap.load(p, m.state_dict()), r"expected a torch\.nn\.Module"),
@@ -150,8 +150,8 @@ FILES: dict[str, tuple[Call, str]] = {
         "optimizer='dorp', expected one of 'keep', 'drop'",
     ),
     "shard size": (
-        lambda p, m, o: ckptmap.plan(p, "hf", max_shard_nbytes="5GB"),
-        "max_shard_nbytes='5GB', expected an integer",
+        lambda p, m, o: ckptmap.plan(p, "hf", max_shard_nbytes="5 GiG"),
+        "max_shard_nbytes='5 GiG', expected a size: 64MiB, 2GB or 4096",
     ),
     "mesh": (
         lambda p, m, o: ckptmap.plan(p, "fsdp2", mesh={"shard": 2}),

@@ -21,12 +21,13 @@ def wrong_names(plan: ckptmap.Plan) -> None:
 def wrong_types(plan: ckptmap.Plan) -> None:
     ckptmap.plan("a", "hf", world_size="3")  # type: ignore[arg-type]
     ckptmap.convert("a", "b", "hf", threads="all")  # type: ignore[arg-type]
-    ckptmap.merge("a", "b", "c", max_memory="64MiB")  # type: ignore[arg-type]
+    ckptmap.merge("a", "b", "c", max_memory=None)  # type: ignore[arg-type]
     plan.execute("b", sync=None)  # type: ignore[arg-type]
 
 
 def right(plan: ckptmap.Plan) -> None:
     ckptmap.plan("a", "hf", drop="x.*", include=["a", "b"], like=Path("c"), exact_scales=True)
     ckptmap.convert("a", "b", "hf", wrap="ddp,compile", param_order=[["a"]], digest="none")
+    ckptmap.convert("a", "b", "hf", max_memory="64MiB", max_shard_nbytes=1 << 30)
     ckptmap.merge("a", "b", "c", "hf", exclude=("a",), progress=lambda nbytes, key: None)
     plan.execute("b", max_memory=1 << 20)

@@ -14,6 +14,7 @@ import pytest
 
 import ckptmap
 from ckptmap.errors import ArgumentError
+from ckptmap.live.options import LoadOptions
 from ckptmap.planning.options import (
     OPTION_NAMES,
     RUN_OPTION_NAMES,
@@ -24,12 +25,15 @@ from ckptmap.planning.options import (
     Options,
     RunOptionKeywords,
     RunOptions,
+    Size,
 )
 
 
 def stored(kind: Any) -> Any:
-    """What an option of this type is stored as: any path as str, any sequence as a tuple; True, of
-    patterns, as the pattern of all names."""
+    """What an option of this type is stored as: any path as str, any sequence as a tuple, a size as
+    bytes; True, of patterns, as the pattern of all names."""
+    if kind == Size:
+        return int
     if get_origin(kind) is Sequence:
         return tuple[stored(get_args(kind)[0]), ...]
     if not isinstance(kind, types.UnionType) and get_origin(kind) is not Union:
@@ -49,7 +53,8 @@ def test_keywords_of_a_plan_are_its_options() -> None:
 
 
 def test_keywords_of_a_run_are_its_options() -> None:
-    assert get_type_hints(RunOptionKeywords) == get_type_hints(RunOptions)
+    of_call = {name: stored(kind) for name, kind in get_type_hints(RunOptionKeywords).items()}
+    assert of_call == get_type_hints(RunOptions)
     assert tuple(RunOptionKeywords.__annotations__) == RUN_OPTION_NAMES
 
 
@@ -96,6 +101,21 @@ def test_paths_and_patterns_are_stored_in_one_form() -> None:
     )
     assert given == plain
     assert Options("hf", exact_scales=False) == Options("hf")
+
+
+def test_sizes_are_bytes_or_text() -> None:
+    assert RunOptions(max_memory="64MiB") == RunOptions(max_memory=64 << 20)
+    assert Options("hf", max_shard_nbytes="2GB").max_shard_nbytes == 2 * 10**9
+    assert LoadOptions.of({"max_memory": "3MiB"}).max_memory == 3 << 20
+    for wrong in ("64 elephants", "", 0, -1, 1.5, None):
+        with pytest.raises(ArgumentError, match=r"max_memory=.*, expected "):
+            RunOptions(max_memory=wrong)
+        with pytest.raises(ArgumentError, match=r"max_memory=.*, expected "):
+            LoadOptions.of({"max_memory": wrong})
+
+
+def test_tab_completion_shows_the_public_names() -> None:
+    assert dir(ckptmap) == sorted({*ckptmap.__all__, "hooks", "integrations", "ranks"})
 
 
 def test_every_option_is_explained_where_it_is_stated() -> None:
