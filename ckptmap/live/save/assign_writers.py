@@ -5,23 +5,20 @@ offers of all ranks  ->  stored tensors, each box with the one rank that writes 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import RunError
-from ckptmap.live.optimizer.local_state import LocalCodes, LocalShard, LocalState, LocalTensor
+from ckptmap.live.optimizer.local_state import LocalCodes, LocalState, LocalTensor
+from ckptmap.live.save.replica_digests import Digest, differ, digests_of
 from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit, LowBitCell, flat_span, joined
 from ckptmap.protocols import OutState, OutTensor, Refusal
 from ckptmap.tensors import Box, Path, TensorInfo
 
 if TYPE_CHECKING:
     import torch
-
-SMALL_NBYTES = 64 << 10
-"""A larger tensor is not copied from a GPU only to compare replicas."""
 
 Boxes = list[tuple[int, Box]]
 
@@ -35,7 +32,7 @@ class Offer:
     boxes: tuple[Box, ...]
     primary: bool | None
     checked: bool
-    digest: str = ""
+    digest: Digest = ()
     coded: tuple[str, int, bool] | None = None
     is_buffer: bool = False
 
@@ -45,45 +42,25 @@ class Offer:
         return self.primary is None
 
 
-def offer(holding: LocalTensor) -> Offer:
-    """Return what other ranks are told of a tensor that this rank holds."""
+def offers_of(holdings: Sequence[LocalTensor]) -> list[Offer]:
+    """Return what other ranks are told of the tensors that this rank holds."""
+    compared = [one for one in holdings if one.primary is None and (one.checked or one.is_buffer)]
+    digests = digests_of([one.pieces for one in compared])
+    by_path = {one.path: digest for one, digest in zip(compared, digests, strict=True)}
+    return [_offer(one, by_path.get(one.path, ())) for one in holdings]
+
+
+def _offer(holding: LocalTensor, digest: Digest) -> Offer:
     first = holding.pieces[0] if holding.pieces else None
     coded = None
     if isinstance(first, LocalCodes):
         codes = first.codes
         coded = (codes.scheme, codes.block_size, codes.signed)
     boxes = tuple(piece.box for piece in holding.pieces)
-    told_apart = holding.primary is None and (holding.checked or holding.is_buffer)
     return Offer(
         holding.path, holding.info, boxes, holding.primary, holding.checked,
-        _digest(holding) if told_apart else "", coded, holding.is_buffer,
+        digest, coded, holding.is_buffer,
     )  # fmt: skip
-
-
-def _digest(holding: LocalTensor) -> str:
-    """Return the digest that compares replicas; empty where it would cost a copy from the device."""
-    for values in itertools.chain.from_iterable(map(tensors_of, holding.pieces)):
-        if values.device.type != "cpu" and values.nbytes > SMALL_NBYTES:
-            return ""
-    return digest_of(holding.pieces)
-
-
-def tensors_of(piece: LocalShard | LocalCodes) -> list[torch.Tensor]:
-    """Return the values of a shard, or the codes and scales of a quantized one."""
-    return list(piece.codes.parts.values()) if isinstance(piece, LocalCodes) else [piece.values]
-
-
-def digest_of(pieces: Iterable[LocalShard | LocalCodes]) -> str:
-    """Return the digest of the bytes of these shards, on any device."""
-    import xxhash
-
-    from ckptmap.live.model.tensor_reader import as_bytes
-
-    digest = xxhash.xxh3_64()
-    for values in itertools.chain.from_iterable(map(tensors_of, pieces)):
-        digest.update(as_bytes(values))
-    found: str = digest.hexdigest()
-    return found
 
 
 def drifted_buffers(offers: Sequence[Sequence[Offer]]) -> list[str]:
@@ -92,14 +69,9 @@ def drifted_buffers(offers: Sequence[Sequence[Offer]]) -> list[str]:
     found: dict[str, None] = {}
     for some in offers:
         for one in some:
-            if one.is_buffer and _differ(one, first.setdefault(one.path, one)):
+            if one.is_buffer and differ(one.digest, first.setdefault(one.path, one).digest):
                 found[str(one.path[-1])] = None
     return list(found)
-
-
-def _differ(one: Offer, other: Offer) -> bool:
-    """Return whether the digests differ, where both are known."""
-    return bool(one.digest and other.digest) and one.digest != other.digest
 
 
 @dataclass
@@ -144,7 +116,7 @@ class Assigner:
         name = ".".join(map(str, path))
         rank, first = found[0]
         for other, one in found[1:]:
-            if one.checked and _differ(one, first):
+            if one.checked and differ(one.digest, first.digest):
                 raise RunError(
                     "CKM509",
                     f"{name}: ranks {rank} and {other} hold replicas that differ",

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from ckptmap.errors import RunError
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer.local_state import LocalState
-from ckptmap.live.save.assign_writers import Offer, digest_of
+from ckptmap.live.save.assign_writers import Offer
+from ckptmap.live.save.replica_digests import Digest, differ, digests_of
 from ckptmap.tensors import Box, Path
 
 Claim = tuple[Path, Box]
@@ -26,16 +27,19 @@ def require_alike(held: LocalState, offers: Sequence[Sequence[Offer]], peers: Ra
     claims = _claimed(offers)
     if not claims:
         return
-    mine: dict[Claim, str] = {}
+    mine: dict[Claim, Digest] = {}
     with peers.together():
-        for holding in held.holdings:
-            for piece in holding.pieces:
-                if peers.rank in claims.get((holding.path, piece.box), ()):
-                    mine[holding.path, piece.box] = digest_of([piece])
+        held_here = {
+            (holding.path, piece.box): [piece]
+            for holding in held.holdings
+            for piece in holding.pieces
+            if peers.rank in claims.get((holding.path, piece.box), ())
+        }
+        mine = dict(zip(held_here, digests_of(list(held_here.values())), strict=True))
     told = peers.all(mine)
     for claim, ranks in claims.items():
         for other in ranks[1:]:
-            if told[other][claim] != told[ranks[0]][claim]:
+            if differ(told[other][claim], told[ranks[0]][claim]):
                 raise _different(claim, ranks[0], other)
 
 

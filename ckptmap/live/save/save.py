@@ -36,7 +36,7 @@ from ckptmap.live.optimizer.local_state import (
     owners,
 )
 from ckptmap.live.optimizer.unwrap import unwrapped
-from ckptmap.live.save.assign_writers import Assigner, Offer, drifted_buffers, offer
+from ckptmap.live.save.assign_writers import Assigner, Offer, drifted_buffers, offers_of
 from ckptmap.live.save.overlapping_meshes import require_alike
 from ckptmap.live.save.write_dcp import FileLayout, snapshot, write
 from ckptmap.tensors import Box, Path
@@ -133,7 +133,7 @@ def save(
         _check(path, model, scheduler, replicas)
         extra_values = _extra_values(step, extra)
         held = _held(model, optimizer, scheduler, peers, random_state, extra_values)
-        offered = [offer(holding) for holding in held.holdings]
+        offered = offers_of(held.holdings)
     offers = peers.all(offered)
     drifted = _share(held, offers, model, peers, replicas)
     target = FilePath(path)

@@ -27,7 +27,7 @@ from ckptmap.live.optimizer.local_state import (
     hold_tensor,
     holds_tensor,
 )
-from ckptmap.live.save.assign_writers import Assigner, Assignment, Offer, offer
+from ckptmap.live.save.assign_writers import Assigner, Assignment, Offer, offers_of
 from ckptmap.live.state_dict import sharded_tensor as sharded
 from ckptmap.live.state_dict.memory_blocks import ROOT, LiveStored, Memory
 from ckptmap.protocols import Index, in_saved_order
@@ -85,7 +85,7 @@ def open_state_dict(
     with peers.together():
         for path, value in _leaves(state, (role,)):
             _hold(mine, path, value)
-    offers = peers.all([offer(replace(one, checked=False)) for one in mine.holdings])
+    offers = peers.all(offers_of([replace(one, checked=False) for one in mine.holdings]))
     told = peers.all((mine.values, mine.records, _ties(mine.holdings)))
     with peers.together():
         ties: dict[Path, object] = {}
@@ -109,7 +109,7 @@ def assign_state_dict(state: Mapping[Path, object], peers: RankGroup) -> Assignm
     with peers.together():
         for path, value in state.items():
             _hold(mine, path, value)
-    offers = peers.all([offer(replace(one, checked=False)) for one in mine.holdings])
+    offers = peers.all(offers_of([replace(one, checked=False) for one in mine.holdings]))
     for records in peers.all(mine.records):
         mine.records.update(records)
     with peers.together():
