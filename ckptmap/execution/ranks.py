@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ckptmap import errors
+from ckptmap.core.devices import indexed
 from ckptmap.core.formatting import first_line
 from ckptmap.core.json_text import parse_json
 from ckptmap.errors import CkptmapError, DestinationError, Interrupted, PlanError, RunError
@@ -98,8 +99,9 @@ class Ranks:
         yield
 
     def device(self, name: str) -> str:
-        """Return the device of this rank: for `cuda`, the GPU with its local rank."""
-        return name
+        """Return the device of this rank with its index: for `cuda` the current GPU of this thread, and
+        of several ranks the GPU with the number of the local rank."""
+        return indexed(name)
 
     def __enter__(self) -> Self:
         return self
@@ -201,11 +203,7 @@ class GlooRanks(Ranks):
             self._beats.working = False
 
     def device(self, name: str) -> str:
-        if name != "cuda":
-            return name
-        import torch
-
-        return f"cuda:{self._local_rank % max(1, torch.cuda.device_count())}"
+        return indexed(name, self._local_rank)
 
     def __exit__(
         self,

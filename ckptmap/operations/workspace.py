@@ -210,10 +210,11 @@ class Workspace:
 def _on_this_rank(how: RunOptions, plan: Plan, ranks: Ranks) -> RunOptions:
     """Return the options with this rank's own device, tried if the plan computes, and a progress
     function. Raises PlanError CKM210 or CKM211."""
-    device, progress = ranks.device(how.device), how.progress
+    device, progress = how.device, how.progress
     requirements.require_libraries("xxhash")
     if plan.encodes:
         requirements.require_libraries("torch")
+        device = ranks.device(device)  # threads that are started later begin with device 0
         requirements.require_device(device, f"--device {device}")
     if progress is True:
         progress = progress_lines(plan.nbytes_out)

@@ -151,7 +151,8 @@ class RunOptions:
     """
 
     device: str = "cpu"
-    """Where arithmetic runs: `"cpu"`, `"cuda"`, `"cuda:1"`."""
+    """Where arithmetic runs: `"cpu"`, `"cuda"`, `"cuda:1"`. Without an index it is the current GPU, and under
+    torchrun the one with the number of the local rank."""
     threads: int | None = None
     """None: one thread a core of this rank's share, at most 4."""
     max_memory: int = MAX_MEMORY

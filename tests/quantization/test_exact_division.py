@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckptmap import registry
 from ckptmap.optim import lowbit_codes
 from ckptmap.protocols import Refusal, Scheme
-from ckptmap.quantization.blockwise import exact_division
+from ckptmap.quantization.blockwise import chunks
 from ckptmap.quantization.blockwise.exact_division import divide
 from ckptmap.tensors import Box, TensorInfo
 from ckptmap.testing import SchemeKit, encodings
@@ -139,8 +139,8 @@ def test_the_quotient_is_that_of_a_number_on_the_cpu(dtype: torch.dtype, number:
 
 
 def test_no_fake_divisor_outlives_its_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_division, "_divisors", {})
+    monkeypatch.setattr(chunks, "_constants", {})
     with FakeTensorMode():
         divide(torch.ones(3), 5.0)
-    assert exact_division._divisors == {}
+    assert chunks._constants == {}
     assert divide(torch.ones(3), 5.0).tolist() == pytest.approx([0.2] * 3)

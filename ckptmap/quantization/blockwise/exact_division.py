@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptmap.quantization.blockwise.chunks import constant
+
 if TYPE_CHECKING:
     import torch
-
-_divisors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def divide(values: torch.Tensor, number: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -22,18 +22,10 @@ def divide(values: torch.Tensor, number: float, *, out: torch.Tensor | None = No
     """
     import torch
 
-    return torch.div(values, _divisor(number, values), out=out)
-
-
-def _divisor(number: float, values: torch.Tensor) -> torch.Tensor:
-    """Return the number as a 0-dim tensor of the values' dtype on their device."""
-    import torch
-
-    key = number, values.dtype, values.device
-    divisor = _divisors.get(key)
-    if divisor is None:
-        # A copy that the host waits for: a kernel that fills it would run on one stream only.
-        divisor = torch.tensor(number, dtype=values.dtype).to(values.device)
-        if type(divisor) is torch.Tensor:  # a fake one must not outlive its mode
-            _divisors[key] = divisor
-    return divisor
+    dtype = values.dtype
+    divisor = constant(
+        ("divisor", number, dtype),
+        values.device,
+        lambda at: torch.tensor(number, dtype=dtype, device=at),
+    )
+    return torch.div(values, divisor, out=out)

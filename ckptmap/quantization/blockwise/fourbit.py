@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ckptmap.core.devices import indexed
 from ckptmap.quantization.blockwise.bucketize import Bucketizer
 from ckptmap.quantization.blockwise.chunks import chunk_numel, constant
 from ckptmap.tensors import Box, TensorInfo, contiguous_strides
@@ -67,6 +68,7 @@ def _bucketizer(kind: str, device: str) -> Bucketizer:
     """Return the bucketizer of the midpoints between neighbours; a quotient at a midpoint is below it."""
     import torch
 
+    device = indexed(device)
     bucketizer = _bucketizers.get((kind, device))
     if bucketizer is not None:
         return bucketizer

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ckptmap.core.devices import indexed
 from ckptmap.errors import RunError
 from ckptmap.quantization.blockwise.bucketize import Bucketizer
 from ckptmap.quantization.blockwise.chunks import chunk_numel
@@ -68,6 +69,7 @@ def lookup(dtype: torch.dtype, device: str) -> torch.Tensor | Bucketizer:
     """
     import torch
 
+    device = indexed(device)
     table = _lookups.get((dtype, device))
     if table is None:
         limits = _thresholds(device) if dtype.itemsize == 4 else None

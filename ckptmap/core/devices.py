@@ -1,0 +1,30 @@
+"""Names of devices: the index that a name without one stands for."""
+
+from __future__ import annotations
+
+
+def indexed(device: str, local_rank: int | None = None) -> str:
+    """Return the name of a device with its index: `cuda` -> `cuda:1`.
+
+    A name without an index means the current device of the calling thread, and every new thread begins
+    with device 0. So the main thread calls this before threads are given the name. With `local_rank` it is
+    the device of that rank on this machine, modulo the number of devices.
+
+    A name that has an index, that of the CPU, and one that cannot be used here are returned as they are.
+    """
+    if device == "cpu":
+        return device
+    import torch
+
+    try:
+        named = torch.device(device)
+        module = torch.get_device_module(named)
+    except RuntimeError:  # no device of torch, or one without a module: "meta"
+        return device
+    if ":" in device or not hasattr(module, "current_device"):
+        return device
+    if not module.is_available():
+        return device
+    if local_rank is None:
+        return f"{named.type}:{module.current_device()}"
+    return f"{named.type}:{local_rank % max(1, module.device_count())}"
