@@ -134,11 +134,14 @@ def publish_by_marker(out_dir: Path, dst: Path, files: Collection[str], synced: 
     dst.mkdir(exist_ok=True)
     replaced = sorted(os.path.relpath(file, dst) for file in files_below(dst))
     record = {"work": out_dir.parent.name, "files": sorted(files), "replaced": replaced}
-    create(dst / PENDING, [json.dumps(record).encode()])
+    pending = out_dir.parent / "pending"
+    write_new(pending, [json.dumps(record).encode()])
     if synced:
-        sync(dst / PENDING)
+        for path in (pending, out_dir.parent, dst.parent):
+            sync(path)
+    _move(pending, dst / PENDING, synced)  # at once: half of a record would be in the way
+    if synced:
         sync_directories(dst)
-        sync(dst.parent)
     note_inode(out_dir.parent, dst, synced)
     for name in sorted(replaced, key=lambda name: name != MANIFEST):
         (dst / name).unlink()
@@ -209,7 +212,14 @@ def withdraw(dst: Path, uid: int) -> str:
     Raises OSError; DestinationError CKM304 where that cannot be, CKM301 where other files are in the
     way.
     """
-    work, files, replaced = _record(dst, uid)
+    try:
+        work, files, replaced = _record(dst, uid)
+    except DestinationError:
+        if os.listdir(dst) != [PENDING]:
+            raise
+        # A run was killed while it wrote the record, where that is not done at once.
+        (dst / PENDING).unlink()
+        return f"{dst}: a run was killed before it published a file; the directory is empty again"
     out_dir = dst.parent / work / "out"
     if not out_dir.is_dir() or out_dir.is_symlink():
         raise _cannot(dst, f"is half published, and {out_dir} with the rest is gone")

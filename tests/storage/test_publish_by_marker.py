@@ -207,6 +207,48 @@ def test_a_record_that_is_none_is_told(tmp_path: Path, record: str, message: str
     assert caught.value.code == "CKM304" and (dst / "a").read_text() == "theirs"
 
 
+@pytest.mark.parametrize("record", ["", '{"work": ".out.ck'])
+def test_half_of_a_record_alone_is_not_in_the_way(tmp_path: Path, record: str) -> None:
+    """Where it cannot be put there at once, a run may be killed while it is written."""
+    dst = tmp_path / "out"
+    dst.mkdir()
+    (dst / PENDING).write_text(record)
+    with WorkDirectory.open(dst, A, one_file=False, overwrite=False) as work:
+        assert any("was killed before it published a file" in note for note in work.notes)
+        assert os.listdir(dst) == []
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_record_appears_whole_and_after_all_that_it_names(
+    replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a rename, once it and the names in the work directory are on the disk."""
+    dst, done = tmp_path / "out", []
+    if replaces:
+        dst.mkdir()
+        (dst / "old").write_text("old")
+    real_sync, real_rename = publish_by_marker.sync, os.rename
+
+    def sync(path: str | Path) -> None:
+        done.append(("sync", Path(path).name))
+        real_sync(path)
+
+    def rename(old: str | Path, new: str | Path) -> None:
+        done.append(("rename", Path(new).name))
+        real_rename(old, new)
+
+    monkeypatch.setattr("ckptmap.storage.publish.rename_problem", lambda *_: "no")
+    with WorkDirectory.open(dst, A, one_file=False, overwrite=replaces) as work:
+        (work.out_dir / "a").write_text("ours")
+        monkeypatch.setattr(publish_by_marker, "sync", sync)
+        monkeypatch.setattr(os, "rename", rename)
+        work.publish(["a"])
+    at = done.index(("rename", PENDING))
+    assert [name for _, name in done[at - 3 : at]] == ["pending", work.path.name, tmp_path.name]
+    assert sorted(os.listdir(dst)) == ["a"] and leftovers(tmp_path) == []
+
+
 def test_a_file_of_others_that_appears_meanwhile_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

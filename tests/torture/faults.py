@@ -75,7 +75,7 @@ def judged(op: Operation, place: Path, first: Outcome) -> tuple[str, str]:
     if first.result not in ("ok", "refused", "killed"):
         return first.result, first.text
     state = op.state(place)
-    if state not in (op.before, NEW):
+    if state not in op.allowed:
         lost = op.before == OLD and not os.path.lexists(place / op.dst)
         return ("lost" if lost and first.result != "killed" else "mixed"), f"{state}; {first.text}"
     if first.result == "ok" and state != NEW:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckptmap
+from ckptmap.storage import publish
+from ckptmap.storage.publish_by_marker import is_pending
 from tests.corpus import Corpus
 from tests.support.hub.client import connected, llama
 from tests.support.hub.server import Hub
@@ -22,14 +24,16 @@ from tests.torture import readers as r
 from tests.torture.runner import refusal
 
 ABSENT, OLD, NEW = "absent", "old", "new"
+HALF = "half published, and told so"
 
 
 @dataclass(frozen=True)
 class Operation:
     """Writes `dst` in a folder; `old` is what lay there before, and is replaced.
 
-    sync   the operation waits for the disk before it publishes
-    whole  the content of a complete destination
+    sync     the operation waits for the disk before it publishes
+    whole    the content of a complete destination
+    renamed  the destination appears by one rename, else file by file: meanwhile it is HALF
     """
 
     name: str
@@ -39,6 +43,7 @@ class Operation:
     whole: r.Content
     old: Path | None = None
     sync: bool = True
+    renamed: bool = True
 
     def prepare(self, place: Path) -> None:
         place.mkdir()
@@ -54,11 +59,18 @@ class Operation:
     def before(self) -> str:
         return ABSENT if self.old is None else OLD
 
+    @property
+    def allowed(self) -> Sequence[str]:
+        """The states that a run may leave which did not succeed."""
+        return (self.before, NEW) if self.renamed else (self.before, NEW, HALF)
+
     def state(self, place: Path) -> str:
-        """Return ABSENT, OLD or NEW, or what else the destination is."""
+        """Return ABSENT, OLD, NEW or HALF, or what else the destination is."""
         dst = place / self.dst
-        if not os.path.lexists(dst):
+        if not os.path.lexists(dst) or (dst.is_dir() and not any(dst.iterdir())):
             return ABSENT
+        if is_pending(dst):
+            return HALF
         if self.old is not None and r.read_files(dst) == r.read_files(self.old):
             return OLD
         try:
@@ -129,6 +141,8 @@ def operations(corpus: Corpus, folder: Path) -> list[Operation]:
         made.append(_convert(folder, source, to, dst, read, sync=False))
         made.append(_convert(folder, source, to, dst, read, other))
     made.append(_convert(folder, source, "full", "out.pt", r.read_torch, other, sync=False))
+    made.append(_convert(folder, source, "fsdp2", "out", r.read_dcp, renamed=False))
+    made.append(_convert(folder, source, "hf", "out", r.read_hf, other, renamed=False))
     made.append(_merge(folder))
     made += [_save(folder, None), _save(folder, other)]
     return made
@@ -142,26 +156,36 @@ def _convert(
     read: Callable[[Path], r.Named],
     other: Path | None = None,
     sync: bool = True,
+    renamed: bool = True,
 ) -> Operation:
     overwrite = other is not None
 
     def run(place: Path) -> None:
-        ckptmap.convert(
-            source,
-            place / dst,
-            to,
-            overwrite=overwrite,
-            sync=sync,
-            threads=1,
-            max_shard_nbytes=2000,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            if not renamed:
+                patch.setattr(publish, "rename_problem", lambda *_: "not permitted")
+            ckptmap.convert(
+                source,
+                place / dst,
+                to,
+                overwrite=overwrite,
+                sync=sync,
+                threads=1,
+                max_shard_nbytes=2000,
+            )
 
-    name = f"convert {to}{' over an old one' if overwrite else ''}{'' if sync else ' --no-sync'}"
+    words = (
+        f"convert {to}",
+        " over an old one" if overwrite else "",
+        "" if sync else " --no-sync",
+        "" if renamed else " file by file",
+    )
+    name = "".join(words)
     old = None
     if other is not None:
         old = _fresh(folder) / dst
         ckptmap.convert(other, old, to, sync=False)
-    return _known(folder, name, dst, run, read, old, sync)
+    return _known(folder, name, dst, run, read, old, sync, renamed)
 
 
 def _merge(folder: Path) -> Operation:
@@ -231,9 +255,10 @@ def _known(
     read: Callable[[Path], r.Named],
     old: Path | None = None,
     sync: bool = True,
+    renamed: bool = True,
 ) -> Operation:
     place = _fresh(folder) / "first"
-    made = Operation(name, dst, run, read, r.Content(), old, sync)
+    made = Operation(name, dst, run, read, r.Content(), old, sync, renamed)
     made.prepare(place)
     run(place)
-    return Operation(name, dst, run, read, r.content(read(place / dst)), old, sync)
+    return replace(made, whole=r.content(read(place / dst)))
