@@ -139,7 +139,7 @@ def publish_by_marker(out_dir: Path, dst: Path, files: Collection[str], synced: 
     if synced:
         for path in (pending, out_dir.parent, dst.parent):
             sync(path)
-    _move(pending, dst / PENDING, synced)  # at once: half of a record would be in the way
+    _rename_or_copy(pending, dst / PENDING, synced)  # at once: half of a record would be in the way
     if synced:
         sync_directories(dst)
     note_inode(out_dir.parent, dst, synced)
@@ -174,7 +174,7 @@ def _order(name: str) -> tuple[bool, bool, str]:
 
 
 def _move(old: Path, new: Path, synced: bool) -> None:
-    """Move a file; where files cannot be renamed either, copy it and leave the old one."""
+    """Move a file to a name that is free; see `_rename_or_copy`."""
     new.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(new):
         raise DestinationError(
@@ -182,6 +182,11 @@ def _move(old: Path, new: Path, synced: bool) -> None:
             f"{new}: appeared while it was published",
             "move it away, then run the same command again",
         )
+    _rename_or_copy(old, new, synced)
+
+
+def _rename_or_copy(old: Path, new: Path, synced: bool) -> None:
+    """Rename a file; where files cannot be renamed either, copy it and leave the old one."""
     try:
         os.rename(old, new)
     except OSError as error:

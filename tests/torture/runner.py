@@ -23,8 +23,8 @@ from ckptmap.error_codes import CODES
 from ckptmap.errors import CkptmapError
 
 CPU_S, IDLE_S = 30, 10
-"""A case hangs that needs more of the processor's time, or none of it for so long twice: the machine
-may be busy."""
+"""A case hangs that needs more of the processor's time, or none of it for so long twice, though it is
+not waiting for a processor: the machine may be busy."""
 GROWTH = 1 << 30
 """Bytes that a case may need beyond those of the process that forks it."""
 ADDRESS_SPACE = 4 << 30
@@ -260,8 +260,8 @@ def _until_end(fd: int, pid: int) -> Iterator[bytes]:
     while True:
         ready, _, _ = select.select([fd], [], [], IDLE_S if os.getpgid(pid) == pid else IDLE_S / 2)
         if not ready:
-            before, used = used, _used(os.getpgid(pid))
-            if used != before:
+            before, (used, is_ready) = used, _used(os.getpgid(pid))
+            if is_ready or used != before:
                 continue
             os.killpg(pid, signal.SIGKILL) if os.getpgid(pid) == pid else os.kill(
                 pid, signal.SIGKILL
@@ -273,14 +273,17 @@ def _until_end(fd: int, pid: int) -> Iterator[bytes]:
         yield data
 
 
-def _used(group: int) -> int:
-    """Return the processor's time that the processes of a group have used, in ticks."""
-    total = 0
+def _used(group: int) -> tuple[int, bool]:
+    """Return the processor's time that the processes of a group have used, in ticks, and whether one of
+    them is running, or waits for a processor or a disk."""
+    total, is_ready = 0, False
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             values = file.read_text().rpartition(")")[2].split()  # from field 3 of proc(5) on
-            total += (int(values[2]) == group) * (int(values[11]) + int(values[12]))
-    return total
+            if int(values[2]) == group:
+                total += int(values[11]) + int(values[12])
+                is_ready |= values[0] in ("R", "D")
+    return total, is_ready
 
 
 # ------------------------------------------------------------------------------- errors
