@@ -60,6 +60,23 @@ class Kind:
         yield Outcome("fine", "subject", "label")
 
 
+def test_a_case_that_waits_hangs_and_the_next_ones_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Waits(Kind):
+        def case(self, draw: random.Random, folder: Path) -> Iterator[Outcome]:
+            yield Outcome("begun", "subject", folder.name)
+            if folder.name == "case-1":
+                os.read(os.pipe()[0], 1)
+            yield Outcome("fine", "subject", folder.name)
+
+    monkeypatch.setattr("tests.torture.runner.IDLE_S", 0.2)
+    tally = run(Waits("waits"), 1, range(3), tmp_path)
+    assert tally.results == {"fine": 2, "hang": 1}
+    assert tally.findings[0].outcome.label == "case-1"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("how", ["fine", "died", "memory", "torture-error", "hang"])
 def test_a_case_that_does_not_end_well_is_a_finding(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
