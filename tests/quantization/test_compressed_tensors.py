@@ -13,6 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from safetensors.torch import load_file, save_file
 
 import ckptmap
+from ckptmap.errors import SourceError
 from ckptmap.quantization.compressed_tensors.packed import Packed, Packing, packed_rows
 from ckptmap.quantization.compressed_tensors.scheme import PlainFp8
 from ckptmap.tensors import Box, TensorInfo
@@ -88,6 +89,20 @@ def test_packed_by_an_older_release(release: str, tmp_path: Path) -> None:
             for key, wanted in truth.items():
                 assert torch.equal(ckpt[key].read(), wanted), key
                 assert torch.equal(ckpt[key][3:7, 9:50], wanted[3:7, 9:50]), key
+
+
+def test_codes_of_eight_bits_are_not_decoded_as_seven(tmp_path: Path) -> None:
+    """Both fill as many words, so the shapes agree with a config that is wrong."""
+    compressed(tmp_path / "src", *CASES["w8a16-packed"])
+    file = tmp_path / "src" / "config.json"
+    config = json.loads(file.read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    group["weights"]["num_bits"] = 7
+    file.write_text(json.dumps(config))
+    with pytest.raises(SourceError, match="codes have 7 bits.*upper 4 bits of its words") as caught:
+        ckptmap.convert(tmp_path / "src", tmp_path / "out", to="full-fp32")
+    assert caught.value.code == "CKM115"
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["w4-group-asymmetric", "fp8-block", "w8a8"])

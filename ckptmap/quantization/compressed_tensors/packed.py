@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
+from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoder, Refusal, Write
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.dequantize import dequantize
@@ -218,9 +219,14 @@ class Packing:
         return low, self.words(start + count) - low
 
     def unpacked(self, words: torch.Tensor, start: int, count: int) -> torch.Tensor:
-        """Unpack words i32 [r, n], the first of which holds code `start` -> codes i8 [r, count]."""
+        """Unpack words i32 [r, n], the first of which holds code `start` -> codes i8 [r, count].
+
+        Raises SourceError CKM115 where bits are set that no code has.
+        """
         import torch
 
+        if self.aligned:
+            self._require_free_bits_zero(words)
         if self.bits == 8:
             of_bytes = words.contiguous().view(torch.uint8).narrow(1, start % 4, count)
             return (of_bytes ^ 0x80).view(torch.int8)
@@ -234,6 +240,20 @@ class Packing:
             low |= torch.where(spills, after.to(torch.int64) << (WORD - shift), 0)
         half = 1 << (self.bits - 1)
         return (low.bitwise_and_(2 * half - 1) - half).to(torch.int8)
+
+    def _require_free_bits_zero(self, words: torch.Tensor) -> None:
+        """Raise SourceError CKM115 where words of 32 bits hold more than their whole codes.
+
+        Seven bits fill as many words as eight, so only these bits tell a wrong `num_bits`.
+        """
+        free = WORD - self._whole * self.bits
+        if bool((words >> (WORD - free)).any()):
+            raise SourceError(
+                "CKM115",
+                f"weight_packed: its codes have {self.bits} bits, as config.json or the record says,"
+                f" but the upper {free} bits of its words, which these leave 0, are set",
+                "write the num_bits that it was quantized with into config.json, or save it again",
+            )
 
     def _unpacked_whole(self, words: torch.Tensor) -> torch.Tensor:
         """Unpack all codes of words that hold whole codes: i32 [r, n] -> i8 [r, n * 32 / bits]."""
