@@ -99,7 +99,9 @@ def test_codes_of_eight_bits_are_not_decoded_as_seven(tmp_path: Path) -> None:
     (group,) = config["quantization_config"]["config_groups"].values()
     group["weights"]["num_bits"] = 7
     file.write_text(json.dumps(config))
-    with pytest.raises(SourceError, match="codes have 7 bits.*upper 4 bits of its words") as caught:
+    with pytest.raises(
+        SourceError, match=r"codes have 7 bits.*upper 4 bits of its words"
+    ) as caught:
         ckptmap.convert(tmp_path / "src", tmp_path / "out", to="full-fp32")
     assert caught.value.code == "CKM115"
     assert not (tmp_path / "out").exists()
