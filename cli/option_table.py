@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptmap.planning.options import CHECKS, DIGESTS, MAX_MEMORY
+from ckptmap.planning.options import CHECKS, DEVICE_MEMORY, DIGESTS, MAX_MEMORY
 
 from .shared_parameters import one_of
 from .sizes import parse_memory, parse_nbytes
@@ -59,12 +59,11 @@ TABLE: Mapping[str, CliOption] = {
         "Number of ranks to shard DST for; default: as many as wrote SRC.", at_least=1
     ),
     "max_memory": CliOption(
-        "Upper bound for all buffers of a rank, 2MiB or more.",
+        "Upper bound for all buffers of a rank, 2MiB or more; default:"
+        f" {MAX_MEMORY >> 20}MiB, with a device {DEVICE_MEMORY >> 20}MiB.",
         "SIZE",
-        kind=str,
-        default=f"{MAX_MEMORY >> 20}MiB",
+        kind=str | None,
         read=parse_memory,
-        show_default=True,
     ),
     "digest": CliOption(
         "Digests to store in the manifest: xxh3 of every tensor; sha256: of every file as well;"

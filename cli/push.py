@@ -60,7 +60,7 @@ Work = Annotated[
 @takes_options(
     "include", "exclude", "drop", "config_from", "max_shard_size", "max_memory", "device",
     "low_disk",
-    max_memory="Upper bound for all buffers, 2MiB or more.", device="Device for arithmetic.",
+    device="Device for arithmetic.",
     low_disk="From hf://: keep one file of SRC at a time.",
 )  # fmt: skip
 def command(

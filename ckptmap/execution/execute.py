@@ -84,14 +84,14 @@ def execute(
     the same call continues where the journal ends.
     """
     threads = how.threads or min(4, (os.cpu_count() or 1) // ranks.local_world_size)
-    threads = max(1, min(threads, how.max_memory // (2 << 20)))
+    threads = max(1, min(threads, how.memory // (2 << 20)))
     digests = how.digest != "none"
     share = split(plan, encodes, compares, ranks.world_size)[ranks.rank]
     paths = [out_dir / item.out.name for item in plan]
     outputs = _reserved(plan, paths, direct, ranks)
     on_progress = how.progress if callable(how.progress) else None
     run = _Run(plan, outputs, paths, journal, on_progress, ranks, digests)
-    budget = how.max_memory // threads
+    budget = how.memory // threads
     context = Context(plan, files, outputs, budget, how.device, run.advance, digests)
     staging = out_dir.parent / f"source-{ranks.rank}" if how.low_disk else None
     try:

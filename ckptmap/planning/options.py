@@ -21,6 +21,8 @@ from ckptmap.storage.hub.uri import is_hub
 MAX_SHARD_NBYTES = 5_000_000_000
 MAX_MEMORY = 64 << 20
 """Bytes of all buffers of a process, those of its threads included."""
+DEVICE_MEMORY = 256 << 20
+"""The same where a device computes: it wants more values at once than a CPU's cache holds."""
 Progress: TypeAlias = Callable[[int, str], None]
 """Called with the bytes just written and the key that they belong to. Calls come from any thread,
 one at a time."""
@@ -155,9 +157,10 @@ class RunOptions:
     torchrun the one with the number of the local rank."""
     threads: int | None = None
     """None: one thread a core of this rank's share, at most 4."""
-    max_memory: int = MAX_MEMORY
-    """Bytes of all buffers of a rank. Fewer threads run where theirs would not fit; one thread
-    holds up to 2 MiB whatever the bound."""
+    max_memory: int | None = None
+    """Bytes of all buffers of a rank, pinned memory included; None: 64 MiB, and 256 MiB where a
+    device computes. Fewer threads run where theirs would not fit; one thread holds up to 2 MiB
+    whatever the bound."""
     overwrite: bool = False
     """Replace what is at the destination."""
     digest: str = "xxh3"
@@ -181,10 +184,18 @@ class RunOptions:
     def __post_init__(self) -> None:
         argument_checks.choice("digest", self.digest, DIGESTS)
         argument_checks.choice("check_source", self.check_source, CHECKS)
-        bound = argument_checks.nbytes("max_memory", self.max_memory)
-        object.__setattr__(self, "max_memory", bound)
+        if self.max_memory is not None:
+            bound = argument_checks.nbytes("max_memory", self.max_memory)
+            object.__setattr__(self, "max_memory", bound)
         argument_checks.integer("threads", self.threads or 0, 0)
         argument_checks.callback("progress", self.progress)
+
+    @property
+    def memory(self) -> int:
+        """`max_memory`, or its default."""
+        if self.max_memory is not None:
+            return self.max_memory
+        return MAX_MEMORY if self.device == "cpu" else DEVICE_MEMORY
 
 
 OPTION_NAMES = tuple(field.name for field in fields(Options) if field.name != "to")
@@ -233,7 +244,7 @@ class RunOptionKeywords(TypedDict, total=False):
 
     device: str
     threads: int | None
-    max_memory: Size
+    max_memory: Size | None
     overwrite: bool
     digest: str
     progress: bool | Progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
 
 _refusals: list[str] = []
 """Why the system refused to pin memory; it is warned of once."""
+_ALIGN = 64
+_kept: list[Sequence[torch.Tensor]] = []
+"""The slabs of the last save, where no save uses them."""
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -35,3 +39,61 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
                 stacklevel=2,
             )
         return memory
+
+
+@dataclass(frozen=True)
+class Slabs:
+    """Pinned memory for many tensors at once.
+
+    To pin memory for each tensor would block a save for seconds. The allocator of pinned memory rounds
+    up to powers of two, so the slabs have such sizes.
+
+    places  the memory of each tensor, u8
+    """
+
+    slabs: Sequence[torch.Tensor]
+    places: Sequence[torch.Tensor]
+
+    @classmethod
+    def take(cls, sizes: Sequence[int]) -> Slabs:
+        """Return places of `sizes` bytes each: in the slabs that were given back, if these fit."""
+        import torch
+
+        if not sizes:
+            return cls((), ())
+        wanted, where = slab_layout(sizes)
+        slabs = _kept.pop() if _kept else ()
+        if [slab.numel() for slab in slabs] != wanted:
+            slabs = ()  # they are freed before others are taken
+            slabs = [host_memory((nbytes,), torch.uint8) for nbytes in wanted]
+        places = [
+            slabs[slab].narrow(0, offset, nbytes)
+            for (slab, offset), nbytes in zip(where, sizes, strict=True)
+        ]
+        return cls(slabs, places)
+
+    def give_back(self) -> None:
+        """Keep the slabs for those who take some next; the values in them are no longer needed."""
+        if self.slabs:
+            _kept[:] = [self.slabs]
+
+
+def slab_layout(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the bytes of each slab, powers of two, and the slab and offset of each size in order.
+
+    Large sizes come first. Each slab is the largest that what is left fills, or just large enough for
+    one size that is larger.
+    """
+    padded = [-(-nbytes // _ALIGN) * _ALIGN for nbytes in sizes]
+    slabs: list[int] = []
+    where = [(0, 0)] * len(sizes)
+    left, used = sum(padded), 0
+    for at in sorted(range(len(sizes)), key=padded.__getitem__, reverse=True):
+        nbytes = padded[at]
+        if not slabs or used + nbytes > slabs[-1]:
+            fills = 1 << (max(left, _ALIGN).bit_length() - 1)
+            slabs.append(max(fills, 1 << max(nbytes - 1, 0).bit_length()))
+            used = 0
+        where[at] = len(slabs) - 1, used
+        used, left = used + nbytes, left - nbytes
+    return slabs, where

@@ -41,5 +41,5 @@ def test_a_signature_has_every_keyword(name: str) -> None:
 def test_a_signature_has_the_defaults() -> None:
     parameters = inspect.signature(ckptmap.convert).parameters
     shown = {name: parameters[name].default for name in ("device", "digest", "sync", "max_memory")}
-    assert shown == {"device": "cpu", "digest": "xxh3", "sync": True, "max_memory": 64 << 20}
+    assert shown == {"device": "cpu", "digest": "xxh3", "sync": True, "max_memory": None}
     assert parameters["to"].default is inspect.Parameter.empty

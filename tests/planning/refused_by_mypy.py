@@ -21,7 +21,7 @@ def wrong_names(plan: ckptmap.Plan) -> None:
 def wrong_types(plan: ckptmap.Plan) -> None:
     ckptmap.plan("a", "hf", world_size="3")  # type: ignore[arg-type]
     ckptmap.convert("a", "b", "hf", threads="all")  # type: ignore[arg-type]
-    ckptmap.merge("a", "b", "c", max_memory=None)  # type: ignore[arg-type]
+    ckptmap.merge("a", "b", "c", max_memory=[64])  # type: ignore[arg-type]
     plan.execute("b", sync=None)  # type: ignore[arg-type]
 
 

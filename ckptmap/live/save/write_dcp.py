@@ -28,7 +28,7 @@ from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
 from ckptmap.storage.manifest_file import SCHEMA, parse
 from ckptmap.storage.own_files import open_plain, write_new
-from ckptmap.storage.pinned_memory import host_memory
+from ckptmap.storage.pinned_memory import Slabs
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.publish_by_marker import is_pending
 from ckptmap.tensors import Box, Path
@@ -53,11 +53,18 @@ class Snapshot:
 
     values: Mapping[tuple[Path, Box], torch.Tensor]
     copies: Sequence[CopyEvent] = ()
+    slabs: Slabs | None = None
+    """The pinned memory of the copies."""
 
     def wait(self) -> None:
         """Wait until the copies from every device have ended."""
         for event in self.copies:
             event.synchronize()
+
+    def release(self) -> None:
+        """Let the next save use the memory of the copies again; `values` are invalid then."""
+        if self.slabs is not None:
+            self.slabs.give_back()
 
 
 def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> Snapshot:
@@ -70,25 +77,29 @@ def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> Sna
 
     values: dict[tuple[Path, Box], torch.Tensor] = {}
     devices: dict[torch.device, None] = {}
+    slabs = Slabs.take([live.nbytes for live in mine.values() if _is_copied_apart(live)])
+    places = iter(slabs.places)
     for key, live in mine.items():
         live = live.detach()
         if live.device.type == "cpu" and not copied and is_as_it_lies(live):
             values[key] = live
-        elif live.device.type != "cpu" and _has_events(live.device):
+        elif _is_copied_apart(live):
             devices[live.device] = None
-            values[key] = host_memory(live.shape, live.dtype)
+            values[key] = next(places).view(live.dtype).view(live.shape)
             values[key].copy_(live, non_blocking=True)
         else:
             values[key] = torch.empty(live.shape, dtype=live.dtype, device="cpu")
             values[key].copy_(live)
-    return Snapshot(values, [_end_of_copies(device) for device in devices])
+    return Snapshot(values, [_end_of_copies(device) for device in devices], slabs)
 
 
-def _has_events(device: torch.device) -> bool:
-    """Return whether the host can wait for the end of a copy from this kind of device."""
+def _is_copied_apart(live: torch.Tensor) -> bool:
+    """Return whether the tensor is on a device of which the host can wait for the end of a copy."""
     import torch
 
-    module = torch.get_device_module(device)
+    if live.device.type == "cpu":
+        return False
+    module = torch.get_device_module(live.device)
     return hasattr(module, "Event") and hasattr(module, "current_stream")
 
 
@@ -153,6 +164,7 @@ def write(
             copies.wait()
             for file in _mine(layout.files, peers.rank):
                 written.append(_write_file(out_dir / file.name, file, copies.values))
+            copies.release()
         everything = [one for some in peers.all(written) for one in some]
         with peers.together():
             if work is not None:

@@ -43,7 +43,7 @@ from ckptmap.operations.hub.staging import (
     ready,
     sweep,
 )
-from ckptmap.planning.options import MAX_MEMORY, OptionKeywords, Progress, RunOptions
+from ckptmap.planning.options import OptionKeywords, Progress, RunOptions
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan
 from ckptmap.storage.hub.errors import has_token
@@ -110,7 +110,7 @@ def push(
     base_model: str | None = None,
     work: str | os.PathLike[str] | None = None,
     device: str = "cpu",
-    max_memory: int = MAX_MEMORY,
+    max_memory: int | None = None,
     low_disk: bool = False,
     progress: Callable[[int], Progress] | None = None,
     **options: Unpack[OptionKeywords],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ckptmap
 from ckptmap.errors import RunError
@@ -15,6 +18,7 @@ from ckptmap.live.save.write_dcp import snapshot
 from ckptmap.storage import pinned_memory
 from ckptmap.tensors import Box
 from ckptmap.tensors import Path as StatePath
+from tests.support.examples import examples
 from tests.support.resume_model import net
 from tests.support.stand_in_device import DeviceModule, Event, install, on_device
 
@@ -134,3 +138,67 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
         second = pinned_memory.host_memory((2, 3), torch.float32)
     assert len(seen) == 1
     assert first.shape == second.shape == (2, 3) and first.device.type == "cpu"
+
+
+# ------------------------------------------------------------------------------- pinned memory
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each allocation of pinned memory."""
+    taken: list[int] = []
+
+    def host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        taken.append(math.prod(shape) * dtype.itemsize)
+        return torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(pinned_memory, "host_memory", host_memory)
+    monkeypatch.setattr(pinned_memory, "_kept", [])
+    return taken
+
+
+def test_a_save_pins_memory_once_and_the_next_one_none(
+    device: DeviceModule, pinned: list[int], tmp_path: Path
+) -> None:
+    for turn in range(3):
+        extra = {
+            name: on_device(torch.full((1000,), turn, dtype=torch.int16), f"cuda:{i % 2}")
+            for i, name in enumerate("abcdefgh")
+        }
+        extra |= {
+            "none": on_device(torch.zeros(0), "cuda:0"),
+            "one": on_device(torch.tensor(True), "cuda:1"),
+        }
+        ckptmap.save(tmp_path / f"out{turn}", net(0), extra=extra).wait()
+        loaded = ckptmap.load(tmp_path / f"out{turn}", net(1)).extra
+        assert all(loaded[name].tolist() == [turn] * 1000 for name in "abcdefgh")
+        assert loaded["one"].item() is True and loaded["none"].shape == (0,)
+    assert len(pinned) <= 3 and all(nbytes.bit_count() == 1 for nbytes in pinned)
+
+
+def test_memory_of_a_save_that_is_being_written_is_not_used_again(
+    device: DeviceModule, pinned: list[int]
+) -> None:
+    first = snapshot(values(a=on_device(torch.ones(4), "cuda:0")), copied=True)
+    other = snapshot(values(a=on_device(torch.zeros(4), "cuda:0")), copied=True)
+    assert [copy.tolist() for copy in first.values.values()] == [[1.0] * 4] and len(pinned) == 2
+    first.release()
+    again = snapshot(values(a=on_device(torch.full((4,), 2.0), "cuda:0")), copied=True)
+    assert len(pinned) == 2 and [copy.tolist() for copy in other.values.values()] == [[0.0] * 4]
+    again.release()
+    snapshot(values(a=torch.ones(4)), copied=True).release()
+    larger = snapshot(values(a=on_device(torch.ones(64), "cuda:0")), copied=True)
+    assert pinned == [64, 64, 256] and larger.slabs is not None
+
+
+@given(sizes=st.lists(st.integers(0, 5000), max_size=30))
+@examples(200)
+def test_slabs_hold_every_tensor_apart_in_powers_of_two(sizes: list[int]) -> None:
+    slabs, where = pinned_memory.slab_layout(sizes)
+    assert all(nbytes.bit_count() == 1 for nbytes in slabs)
+    ends = [0] * len(slabs)
+    for (slab, offset), nbytes in sorted(zip(where, sizes, strict=True)):
+        assert offset % 64 == 0 and ends[slab] <= offset and offset + nbytes <= slabs[slab]
+        ends[slab] = offset + nbytes
+    each = sum(1 << max(n - 1, 63).bit_length() for n in sizes)  # an allocation for each tensor
+    assert sum(slabs) <= each
