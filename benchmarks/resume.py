@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckptmap
@@ -64,9 +65,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
 
 def sharded(layers: int, width: int) -> tuple[nn.Module, torch.optim.AdamW]:
     model = build(layers, width)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model, optimizer_of(model)
 
 

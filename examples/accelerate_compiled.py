@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
-from small_net import Block, build, ranks, train
+from small_net import Block, build, mesh, ranks, train
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -67,8 +67,8 @@ def main(folder: Path) -> None:
 
         again = build(seed=1)  # not compiled
         for layer in again.layers:
-            fully_shard(layer)
-        fully_shard(again)
+            fully_shard(layer, mesh=mesh())
+        fully_shard(again, mesh=mesh())
         optimizer = torch.optim.AdamW(again.parameters(), lr=9.0)
         report = ckptmap.load(folder, again, optimizer)
         for one, two in zip(model.parameters(), again.parameters(), strict=True):

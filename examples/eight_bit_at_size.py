@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from small_net import ranks
+from small_net import mesh, ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchao.optim import AdamW8bit
@@ -68,8 +68,8 @@ def main(folder: Path, layers: int) -> None:
         with torch.device("meta"):
             live = model(layers)
         for layer in live.layers:
-            fully_shard(layer)
-        fully_shard(live)
+            fully_shard(layer, mesh=mesh())
+        fully_shard(live, mesh=mesh())
         live.to_empty(device="cpu")
         optimizer = AdamW8bit(live.parameters(), lr=1.0)
         report = ckptmap.load(folder / "trained.pt", live, optimizer, max_memory=MAX_MEMORY)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from small_net import WIDTH, Block, build, ranks, train
+from small_net import WIDTH, Block, build, mesh, ranks, train
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -42,8 +42,8 @@ def main(folder: Path) -> None:
         dist.barrier()
         model = build(seed=1).requires_grad_(False)
         for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh())
+        fully_shard(model, mesh=mesh())
         report = ckptmap.load(folder / "int8", model)
         dense = build(seed=2).requires_grad_(False)
         ckptmap.load(folder / "fsdp1", dense)

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from tiny_llama import CONFIG, build, ranks, tokens
+from tiny_llama import CONFIG, build, mesh, ranks, tokens
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchao.quantization import to_nf4
@@ -29,8 +29,8 @@ def sharded(checkpoint: str) -> tuple[nn.Module, str]:
     # The one buffer that no checkpoint holds: it is computed from the configuration.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=CONFIG)
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh())
+    fully_shard(model, mesh=mesh())
     report = ckptmap.load(checkpoint, model)
     return model, str(report)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WIDTH = 128
 
@@ -55,6 +56,11 @@ def train(model: Any, optimizer: Any, first: int, last: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
     return loss.item()
+
+
+def mesh() -> DeviceMesh:
+    """Return all ranks as a mesh of CPUs: without one `fully_shard` takes the GPUs that there are."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 @contextmanager

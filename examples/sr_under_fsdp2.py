@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
-from small_net import build, ranks, train
+from small_net import build, mesh, ranks, train
 from torch.distributed.fsdp import fully_shard
 from torchao.optim import AdamW8bit
 
@@ -24,8 +24,8 @@ from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
 def start(seed: int) -> tuple[torch.nn.Module, AdamW8bit]:
     model = build(seed)
     for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh())
+    fully_shard(model, mesh=mesh())
     return model, AdamW8bit(model.parameters(), lr=1e-3, bf16_stochastic_round=True)
 
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CONFIG = LlamaConfig(
@@ -34,6 +35,11 @@ def build(device: str = "cpu") -> LlamaForCausalLM:
 def tokens() -> torch.Tensor:
     """Return a prompt [2, 64] of token ids, the same at every call."""
     return torch.randint(CONFIG.vocab_size, (2, 64), generator=torch.Generator().manual_seed(1))
+
+
+def mesh() -> DeviceMesh:
+    """Return all ranks as a mesh of CPUs: without one `fully_shard` takes the GPUs that there are."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 @contextmanager

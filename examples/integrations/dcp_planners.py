@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from small_net import build, ranks, train
+from small_net import build, mesh, ranks, train
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
@@ -35,7 +35,7 @@ def quantized(seed: int) -> Any:
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     with ranks() as rank:
-        model = fully_shard(quantized(seed=0))
+        model = fully_shard(quantized(seed=0), mesh=mesh())
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         train(model, optimizer, 0, 3)
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder, planner=save_planner())

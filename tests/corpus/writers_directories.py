@@ -259,7 +259,7 @@ def verl(path: Path) -> Gathered:
 
 
 def sharded_llama() -> Any:
-    from torch.distributed.fsdp import fully_shard
+    from tests.support.cpu_sharding import fully_shard
 
     model: Any = tiny_llama(dtype=torch.float32)
     for layer in model.model.layers:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from tests.support.bnb_cases import Layers, linear4bit, weight
+from tests.support.cpu_sharding import fully_shard
 
 
 def main(folder: Path) -> None:

@@ -55,7 +55,8 @@ def save_fsdp2(work: Path) -> None:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-    from torch.distributed.fsdp import fully_shard
+
+    from tests.support.cpu_sharding import fully_shard
 
     model = build()
     for child in model:
@@ -76,8 +77,9 @@ def save_nf4(work: Path) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.fsdp import fully_shard
     from torchao.quantization import to_nf4
+
+    from tests.support.cpu_sharding import fully_shard
 
     torch.manual_seed(3)
     model = torch.nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)

@@ -19,12 +19,13 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load import load
 from ckptmap.live.model.load_report import LoadReport
+from tests.support.cpu_sharding import fully_shard
 from tests.support.live_model import (
     QUANTIZED,
     meta_net,

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptmap
@@ -24,6 +23,7 @@ from ckptmap.quantization.torchao.subclass_reader import TRAINED as TRAINED_INT8
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 from ckptmap.tensors import Box
 from tests.ranks.int8_moves import float8_all_gather
+from tests.support.cpu_sharding import fully_shard
 
 SOURCES = ("int8", "int8-tensor", "bnb-int8", "ct-int8")
 

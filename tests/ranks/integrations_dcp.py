@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 import ckptmap
 from ckptmap.integrations.dcp import load_planner, save_planner
+from tests.support.cpu_sharding import fully_shard
 
 
 class Net(nn.Module):

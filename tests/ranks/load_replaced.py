@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import fully_shard
 
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load import load
 from ckptmap.live.save.save import save
+from tests.support.cpu_sharding import fully_shard
 
 
 def linear(device: str = "cpu") -> nn.Linear:

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from tests.support.bnb_cases import Layers, linear4bit, weight
+from tests.support.cpu_sharding import fully_shard
 from tests.support.merge_cases import LINEARS, adapted, llama, merged_by_peft
 
 

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import ckptmap
 from ckptmap.errors import ArgumentError, CkptmapError, LoadError, RunError
+from tests.support.cpu_sharding import fully_shard
 
 LAST = 3
 CPU = torch.device("cpu")

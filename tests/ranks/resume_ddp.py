@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptmap
 from ckptmap.errors import LoadError
 from ckptmap.live.quantized.ddp_replicas import compare_nf4, prepare_ddp
+from tests.support.cpu_sharding import fully_shard
 from tests.support.live_model import QUANTIZED, inner, net, quantize, same, tokens
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -21,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import ckptmap
 from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
+from tests.support.cpu_sharding import fully_shard
 from tests.support.resume_model import WRAPS, built, net, train
 from tests.support.resume_optimizers import ALL, same_state
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.distributed.fsdp import fully_shard
 
 import ckptmap
 from tests.ranks.fsdp2 import whole
+from tests.support.cpu_sharding import fully_shard
 from tests.support.live_model import same
 from tests.support.merge_cases import LINEARS, llama, saved
 

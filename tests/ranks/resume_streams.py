@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -26,6 +26,7 @@ from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.rng_state import shard_of
 from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
 from ckptmap.live.quantized.library_fixes import states
+from tests.support.cpu_sharding import fully_shard
 from tests.support.resume_model import built, train
 from tests.support.resume_optimizers import ALL
 

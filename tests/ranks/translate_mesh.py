@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ckptmap
+from tests.support.cpu_sharding import fully_shard
 from tests.support.resume_model import compiled_layers, fsdp2, net, plain
 
 SMALL = 6_000
