@@ -6,8 +6,9 @@ tested.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 
@@ -102,14 +103,50 @@ def _unsharded_is_sharded(fsdp_param: FSDPParam) -> None:
     """Replace FSDPParam.init_unsharded_param where one rank holds all of a tensor subclass.
 
     torch 2.13 skips the all-gather there, and passes on only the first of the subclass's inner
-    tensors. The shard is the whole tensor, so that the unsharded parameter may share its data.
+    tensors. The shard is the whole tensor, so that the unsharded parameter may share its data. With
+    CPUOffloadPolicy the shard is on the CPU, and the unsharded parameter is a copy on the device,
+    whose memory FSDP2 frees when it reshards.
     """
     from torch import nn
 
     fsdp_param._extensions_data.clear()  # type: ignore[no-untyped-call]
-    if not hasattr(fsdp_param, "_unsharded_param"):
-        local = fsdp_param._sharded_local_tensor
-        fsdp_param._unsharded_param = nn.Parameter(local.detach(), requires_grad=False)
+    local = fsdp_param._sharded_local_tensor.detach()
+    is_apart = offloads(fsdp_param) and local.device != fsdp_param.device
+    if hasattr(fsdp_param, "_unsharded_param"):
+        if is_apart:
+            _copy_again(local, fsdp_param._unsharded_inner_tensors)
+        return
+    if is_apart:
+        local = local.to(fsdp_param.device)
+        fsdp_param._unsharded_inner_tensors = list(_inner_tensors(local))
+    fsdp_param._unsharded_param = nn.Parameter(local, requires_grad=False)
+
+
+def _copy_again(local: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
+    """Copy the shard into the unsharded parameter's inner tensors, which have no memory now."""
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    for tensor, values in zip(inner, _inner_tensors(local), strict=True):
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+        # The backward accepts the tensor that the forward saved: its values are the same again.
+        with _unsafe_preserve_version_counter(tensor):
+            tensor.copy_(values, non_blocking=True)
+
+
+def _inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that a tensor subclass wraps, at any depth."""
+    import torch
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    wrapper: Any = tensor
+    if not is_traceable_wrapper_subclass(wrapper):
+        yield tensor
+        return
+    names, _ = wrapper.__tensor_flatten__()
+    for name in names:
+        value = getattr(wrapper, name)
+        if isinstance(value, torch.Tensor):
+            yield from _inner_tensors(value)
 
 
 def _problem_of(cls: object) -> str:
