@@ -101,9 +101,9 @@ class Recoder(Protocol):
 class ScalesActivations(Protocol):
     """An encoding with parts that scale the activations of a layer. Its weight does not need them."""
 
-    @property
-    def activation_parts(self) -> Sequence[str]:
-        """The names of these parts. They are dropped where the weight is decoded or encoded anew."""
+    def activation_keys(self, fqn: str) -> Sequence[str]:
+        """Return the stored keys of these parts. They are dropped where the weight is decoded or
+        encoded anew."""
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ take codes and scales without decoding them (`DerivedCodes`); otherwise values a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -114,6 +114,10 @@ class DerivedTensor(LazyTensor):
     @property
     def lossy(self) -> bool:
         return bool(self._made.ops)
+
+    @property
+    def sources(self) -> Iterable[LazyTensor]:
+        return self._sources.values()
 
     @property
     def beneath(self) -> Iterator[StoredTensor]:

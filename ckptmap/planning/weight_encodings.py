@@ -16,7 +16,7 @@ from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.options import Options
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
-from ckptmap.protocols import Encoding, Refusal, Scheme, part_key
+from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.quantization.unsupported_schemes import (
     INT8_WITHOUT_SCALES,
     RESTORE,
@@ -94,12 +94,17 @@ def weight_encodings(request: Request, selection: Selection) -> WeightEncodings:
 def _activation_scales(ckpt: Checkpoint, anew: Collection[str]) -> dict[str, str]:
     """Return the scales of activations that belong to weights of other encodings now, with why."""
     dropped: dict[str, str] = {}
+    origins = ckpt.origins
     for fqn in anew:
-        encoding = ckpt[fqn].encoding_
-        if encoding.name == "dense" or not isinstance(encoding, ScalesActivations):
-            continue
-        why = f"scales the activations of {fqn}, which is no longer stored as {encoding.name}"
-        dropped |= {part_key(encoding, fqn, part): why for part in encoding.activation_parts}
+        for source in ckpt[fqn].sources:
+            encoding = source.encoding_
+            if encoding.name == "dense" or not isinstance(encoding, ScalesActivations):
+                continue
+            # A weight that is only renamed is its own source, by its new name.
+            key = origins.get(fqn, (fqn,))[0] if source.fqn == fqn else source.fqn
+            form = encoding.name.partition("+")[0]  # without a change by an adapter
+            why = f"scales the activations of {key}, which is no longer stored as {form}"
+            dropped |= dict.fromkeys(encoding.activation_keys(key), why)
     return dropped
 
 

@@ -70,6 +70,12 @@ class LazyTensor:
         return LazyTensor(fqn, self.group, self.files)
 
     @property
+    def sources(self) -> Iterable[LazyTensor]:
+        """Return the tensors of the checkpoint that this tensor is read through: itself, if it is
+        stored."""
+        return (self,)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.info.shape
 

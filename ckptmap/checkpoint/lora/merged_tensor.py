@@ -16,11 +16,11 @@ rank times what the box measures on either side.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ckptmap.core.quantized_codes import Repairs
+from ckptmap.core.quantized_codes import Repairs, ScalesActivations
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
 from ckptmap.storage.box_reader import row_major_boxes
@@ -108,6 +108,10 @@ class ChangedTensor:
         stored = torch.empty(box.sizes, dtype=getattr(torch, self.dtype), device=device)
         self.base.decode(self.base_info(info), parts, box, stored)
         return stored.to(torch.promote_types(stored.dtype, torch.float32))
+
+    def activation_keys(self, fqn: str) -> Sequence[str]:
+        """Return the stored keys of the scales of activations that the base has."""
+        return self.base.activation_keys(fqn) if isinstance(self.base, ScalesActivations) else ()
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
         raise AssertionError("a merged tensor is written in another encoding")

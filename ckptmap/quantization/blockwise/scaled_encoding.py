@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import RunError
-from ckptmap.protocols import Encoder, Refusal
+from ckptmap.protocols import Encoder, Refusal, part_key
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.dequantize import dequantize
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
@@ -55,9 +55,9 @@ class ScaledEncoding:
     zero_dtype: str = ""
     extra: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
 
-    @property
-    def activation_parts(self) -> Sequence[str]:
-        return [name for name, _, _ in self.extra if name in self.activations]
+    def activation_keys(self, fqn: str) -> Sequence[str]:
+        names = [name for name, _, _ in self.extra if name in self.activations]
+        return [part_key(self, fqn, name) for name in names]
 
     # ------------------------------------------------------------------ shapes
 

@@ -11,7 +11,7 @@ Pickled objects are read as the same parts, see `subclass_reader`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,7 +31,13 @@ from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert
 from ckptmap.quantization.torchao import config_json as torchao_config
 from ckptmap.quantization.torchao.rank_join import unpack_cut
 from ckptmap.quantization.torchao.safetensors_flat import flat_of, flat_parts, part_key
-from ckptmap.quantization.torchao.subclass_reader import PARTS, TorchaoParts, kind_of, unpack
+from ckptmap.quantization.torchao.subclass_reader import (
+    OPTIONAL,
+    PARTS,
+    TorchaoParts,
+    kind_of,
+    unpack,
+)
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 
@@ -47,6 +53,7 @@ class TorchaoEncoding(ScaledEncoding):
     codes_part: ClassVar[str] = "qdata"
     scale_part: ClassVar[str] = "scale"
     zero_part: ClassVar[str] = "zero_point"
+    activations: ClassVar[Collection[str]] = OPTIONAL
 
     kind: str = ""
     attributes: str = "{}"
