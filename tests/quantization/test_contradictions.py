@@ -24,7 +24,7 @@ from ckptmap.quantization.torchao.int8 import Int8, Int8Scheme
 from ckptmap.tensors import Opaque, TensorInfo
 from ckptmap.testing.parts import stored
 from tests.support.bnb_cases import linear4bit, weight
-from tests.support.int8_models import QUERY, bnb_int8, torchao_hf
+from tests.support.int8_models import QUERY, bnb_int8, dense, torchao_hf
 
 Tensors = dict[str, torch.Tensor]
 
@@ -191,6 +191,36 @@ def test_torchaos_metadata(change: dict[str, Any], said: str, shown: str, tmp_pa
 
     restate(file, QUERY, changed)
     refused(file, said, shown)
+
+
+@pytest.mark.parametrize(
+    ("change", "ours", "theirs"),
+    [
+        ({"block_size": [1, 32]}, "block_size [1, 64]", "[1, 32]"),
+        ({"dtype": {"_type": "torch.dtype", "_data": "float16"}}, '"bfloat16"', '"float16"'),
+        ({"reduce_range": True}, "reduce_range false", "true"),
+        ({"_type": "Float8Tensor"}, "_type Int8Tensor", "Float8Tensor"),
+        ({"_tensor_data_names": ["qdata"]}, "['qdata', 'scale']", "['qdata']"),
+    ],
+)
+def test_our_record_and_torchaos_entry(
+    change: dict[str, Any], ours: str, theirs: str, tmp_path: Path
+) -> None:
+    """Ours was believed, and torchao reads its own: the two gave other values."""
+    ckptmap.convert(dense(tmp_path / "dense"), tmp_path / "out", to="hf-int8")
+    ckptmap.open(tmp_path / "out").close()
+    file = tmp_path / "out" / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    entry = json.loads(metadata[QUERY])
+    for key, value in change.items():
+        (entry if key.startswith("_") else entry["_data"])[key] = value
+    save_file(load_file(file), file, metadata | {QUERY: json.dumps(entry)})
+    with pytest.raises(SourceError, match=rf"^{QUERY}: its encoding record states ") as caught:
+        ckptmap.open(tmp_path / "out")
+    assert caught.value.code == "CKM115" and "convert the original" in (caught.value.hint or "")
+    for text in (ours, "torchao's metadata states", theirs, str(file)):
+        assert text in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,25 @@ def records_of(header: Header, file: str) -> dict[str, Mapping[str, object]]:
         raise _bad_records(file, f"not JSON: {error}") from error
     if not isinstance(records, dict) or not all(isinstance(r, dict) for r in records.values()):
         raise _bad_records(file, "expected an object of objects")
+    for fqn in records.keys() & others.keys():
+        _require_same(fqn, records[fqn], others[fqn], file)
     return {**{fqn: r for fqn, r in others.items() if fqn not in records}, **records}
+
+
+def _require_same(
+    fqn: str, record: Mapping[str, object], entry: Mapping[str, object], file: str
+) -> None:
+    """Raise SourceError CKM115 where ckptmap's record and torchao's entry of one tensor differ."""
+    found = torchao_metadata.difference(record, entry)
+    if found is not None:
+        field, ours, theirs = found
+        raise SourceError(
+            "CKM115",
+            f"{fqn}: its encoding record states {field} {ours[:80]}, but torchao's metadata states"
+            f" {theirs[:80]}: {file}",
+            "one of the two is damaged or of another save: copy the file again from where it was saved, or"
+            " convert the original checkpoint again",
+        )
 
 
 def _bad_records(file: str, what: str) -> SourceError:

@@ -152,6 +152,36 @@ def write(records: Mapping[str, Mapping[str, object]], keys: Iterable[str]) -> d
     return {**metadata, NAMES: json.dumps(list(metadata))}
 
 
+def difference(
+    record: Mapping[str, object], entry: Mapping[str, object]
+) -> tuple[str, str, str] | None:
+    """Return (field, ckptmap's value, torchao's value) where two records of one tensor differ.
+
+    `record` is ckptmap's own, `entry` one that `read` made of torchao's metadata. None: they agree, or
+    torchao's entry is not of that tensor alone.
+    """
+    if record.get("native") != SCHEME:
+        return "scheme", str(record.get("scheme")), f"{entry.get('kind')} of torchao"
+    try:
+        stated = _entry(record)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None  # malformed: its own reader says so
+    ours, theirs = stated["_data"], entry.get("data")
+    if stated["_type"] != entry.get("kind"):
+        return "_type", str(stated["_type"]), str(entry.get("kind"))
+    names = entry.get("names")
+    if not isinstance(names, list) or sorted(map(str, names)) != sorted(
+        stated["_tensor_data_names"]
+    ):
+        return "_tensor_data_names", str(stated["_tensor_data_names"]), str(names)
+    if not isinstance(theirs, Mapping) or not isinstance(ours, Mapping):
+        return None
+    for field in ours:
+        if field in theirs and theirs[field] != ours[field]:
+            return field, json.dumps(ours[field]), json.dumps(theirs[field])
+    return None
+
+
 def _entry(record: Mapping[str, Any]) -> dict[str, Any]:
     if "names" in record:  # as it was read
         names = record["names"]
