@@ -14,6 +14,7 @@ EXAMPLES = (
     "ckptmap inspect runs/step-2000",
     "ckptmap inspect model.pt --keys 'model.layers.0.*'",
     "ckptmap inspect out/ --json",
+    "ckptmap inspect out/ --shards",
     "ckptmap inspect hf://org/name",
 )
 
@@ -27,6 +28,10 @@ def command(
             "--keys", metavar="GLOB", show_default=False, help="List only tensors with these names."
         ),
     ] = "*",
+    shards: Annotated[
+        bool,
+        typer.Option("--shards", help="Show which file and rank holds which part of which tensor."),
+    ] = False,
     *,
     typed: TypedOptions,
     json: Json = False,
@@ -35,4 +40,4 @@ def command(
 
     It reads headers only, unpickles nothing and does not import torch.
     """
-    show(path, keys, typed.values["source_root"], json, typed.values["like"])
+    show(path, keys, typed.values["source_root"], json, typed.values["like"], shards)

@@ -10,15 +10,27 @@ from collections.abc import Sequence
 from .printer import Printer
 
 
-def show(path: str, keys: str, root: str | None, json: bool, like: str | None = None) -> None:
-    """Print the report of a checkpoint."""
+def show(
+    path: str,
+    keys: str,
+    root: str | None,
+    json: bool,
+    like: str | None = None,
+    shards: bool = False,
+) -> None:
+    """Print the report of a checkpoint, or with `shards` that of its files."""
     import ckptmap
     from ckptmap.storage.hub.resolve import origins_in_errors
 
     from .inspect_report import InspectReport
 
     with ckptmap.open(path, root=root, like=like) as ckpt, origins_in_errors(ckpt.files.mounts):
-        Printer(json).show(InspectReport(ckpt, keys))
+        if not shards:
+            Printer(json).show(InspectReport(ckpt, keys))
+            return
+        from .inspect_shards import ShardsReport
+
+        Printer(json).show(ShardsReport(ckpt, keys))
 
 
 def ran_plain_inspect(args: Sequence[str]) -> bool:
