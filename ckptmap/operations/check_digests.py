@@ -21,12 +21,16 @@ from ckptmap.operations.check_structure import chunks_of, nbytes_of
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
+from ckptmap.storage.manifest_file import SELF
 
 READ_NBYTES = 4 << 20
 DIGESTS = "digests"
 NO_DIGESTS = "no digests, since it was written with --digest none"
 AROUND = "bytes around tensors"
 NO_AROUND = "no digest of the bytes around tensors, since an older release wrote it"
+NO_SPANS = (
+    "no digest of the bytes around tensors, since its format does not tell where its manifest is"
+)
 
 
 def check_digests(
@@ -46,7 +50,10 @@ def _check_with(
     if has_around:
         problems += _around_problems(files, ckpt, document)
     problems += _file_problems(files, ckpt, document)
-    return [DIGESTS if has_digests else NO_DIGESTS, AROUND if has_around else NO_AROUND], problems
+    around = AROUND
+    if not has_around:
+        around = NO_SPANS if SELF in document else NO_AROUND
+    return [DIGESTS if has_digests else NO_DIGESTS, around], problems
 
 
 def _chunk_problems(

@@ -117,7 +117,9 @@ def verify(
     except SourceError as error:
         if error.code in ("CKM101", SHORT):
             raise
-        return VerifyReport(str(path), 0, 0, ("structure",), (str(error),))
+        extra = _extra_beside_manifest(Path(path))  # one of them may be why it cannot be read
+        problems = [str(error), *map(_does_not_belong, extra)]
+        return VerifyReport(str(path), 0, 0, ("structure",), tuple(problems), extra=extra)
     with ckpt, origins_in_errors(ckpt.files.mounts):
         document = read_manifest(ckpt)
         problems = check_structure(ckpt, document)
@@ -134,12 +136,24 @@ def verify(
             checks.append(f"values against {shown}")
         root = Path(ckpt.path)
         extra = tuple(extra_files(root, document)) if root.is_dir() else ()
-        problems += [f"{name}: does not belong to the output: move it elsewhere" for name in extra]
+        problems += map(_does_not_belong, extra)
         nbytes = sum(chunk[2] for _, chunk in chunks_of(document))
         return VerifyReport(
             ckpt.shown, len(document["tensors"]), nbytes, tuple(checks), tuple(problems), errors,
             extra,
         )  # fmt: skip
+
+
+def _extra_beside_manifest(root: Path) -> tuple[str, ...]:
+    """Return the extra files of a directory that cannot be opened, if it has a sound manifest."""
+    try:
+        return tuple(extra_files(root, parse((root / manifests.NAME).read_bytes(), str(root))))
+    except (OSError, SourceError):
+        return ()
+
+
+def _does_not_belong(name: str) -> str:
+    return f"{name}: does not belong to the output: move it elsewhere"
 
 
 def _compared(
