@@ -218,7 +218,7 @@ def _bring(files: Files, item: FilePlan, first: int, places: Sequence[memoryview
     origins, stop = item.origins, first + len(places)
     homes, starts = origins.files[first:stop], origins.offsets[first:stop]
     buffers: list[memoryview] = []
-    file, begin, cursor = "", 0, 0
+    file, begin, cursor, has_gaps = "", 0, 0, False
     for index, home, start, place in zip(count(first), homes, starts, places, strict=False):
         nbytes = place.nbytes
         if not home:
@@ -228,16 +228,17 @@ def _bring(files: Files, item: FilePlan, first: int, places: Sequence[memoryview
             home, start, _ = run
         gap = start - cursor
         if buffers and not (home == file and 0 <= gap <= MAX_GAP and len(buffers) < MAX_BUFFERS):
-            files.read_into(file, begin, buffers)
-            buffers = []
+            files.read_into(file, begin, buffers, has_gaps)
+            buffers, has_gaps = [], False
         if not buffers:
             file, begin = home, start
         elif gap:
             buffers.append(GAP[:gap])
+            has_gaps = True
         buffers.append(place)
         cursor = start + nbytes
     if buffers:
-        files.read_into(file, begin, buffers)
+        files.read_into(file, begin, buffers, has_gaps)
 
 
 def _run_of(files: Files, item: FilePlan, index: int, place: memoryview) -> Run | None:

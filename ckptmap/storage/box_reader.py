@@ -213,18 +213,20 @@ def _read_runs(
         return
     buffers: list[memoryview] = []
     begin = cursor = offset
+    has_gaps = False
     for src, dst in _positions(outer, offset, start):
         gap = src - cursor
         if buffers and not (0 <= gap <= MAX_GAP and len(buffers) < IOV_MAX - 1):
-            files.read_into(file, begin, buffers)
-            buffers = []
+            files.read_into(file, begin, buffers, has_gaps)
+            buffers, has_gaps = [], False
         if not buffers:
             begin = src
         elif gap:
             buffers.append(GAP[:gap])
+            has_gaps = True
         buffers.append(out[dst : dst + run])
         cursor = src + run
-    files.read_into(file, begin, buffers)
+    files.read_into(file, begin, buffers, has_gaps)
 
 
 def _positions(dims: Dims, src: int, dst: int) -> Iterator[tuple[int, int]]:

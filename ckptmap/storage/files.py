@@ -139,30 +139,34 @@ class Files:
             except OSError:
                 read = b""  # `read_into` below fails again, and says why
         if len(read) == nbytes:
-            self.sums.saw(file, offset, [memoryview(read)])
+            self.sums.saw(file, offset, [memoryview(read)], nbytes)
             return read
         buffer = bytearray(nbytes)
         self.read_into(file, offset, [memoryview(buffer)])
         return bytes(buffer)
 
-    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(
+        self, file: str, offset: int, buffers: Sequence[memoryview], has_gaps: bool = False
+    ) -> None:
         """Fill the buffers, one after the other, with the bytes of a file from `offset` on.
+
+        has_gaps  some of them are cuts of `source_sums.GAP`, for bytes that nobody wants
 
         Raise SourceError CKM101 where the file cannot be read, RunError CKM308 where it is shorter,
         SourceError CKM105 where the bytes complete a record and its stated checksum is another.
         """
-        self.read_unchecked(file, offset, buffers)
-        self.sums.saw(file, offset, buffers)
+        nbytes = self.read_unchecked(file, offset, buffers)
+        self.sums.saw(file, offset, buffers, nbytes, has_gaps)
 
-    def read_unchecked(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers as `read_into` does, without comparing checksums."""
+    def read_unchecked(self, file: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers as `read_into` does, without comparing checksums. Return their bytes."""
         wanted = sum([buffer.nbytes for buffer in buffers])
         if not wanted:
-            return
+            return 0
         remote = self._remote(file) if self.mounts else None
         if remote is not None:
             remote.read_into(file, offset, buffers)
-            return
+            return wanted
         with self.descriptor(file) as fd:
             try:
                 done = os.preadv(fd, buffers, offset)
@@ -183,6 +187,7 @@ class Files:
                 f"{file}: ended at byte {offset + done}, expected {offset + wanted}",
                 "the source changed or is truncated; plan again from a complete checkpoint",
             )
+        return wanted
 
     def settle_sums(self, whole: bool = False) -> SourceCheck:
         """Return what was compared with stated checksums; see `SourceSums.settle`."""
@@ -207,7 +212,7 @@ class Files:
                 with self._descriptors([file for file, _, _ in some]) as fds:
                     if _all_read(fds, some):
                         for file, offset, place in some:
-                            self.sums.saw(file, offset, [place])
+                            self.sums.saw(file, offset, [place], place.nbytes)
                         continue
             for file, offset, place in some:
                 self.read_into(file, offset, [place])  # raises where it is too short

@@ -4,7 +4,7 @@ A record is a run of bytes of a file with a checksum over exactly these bytes: s
 Readers state the records that they locate. `Files` shows every byte that it reads:
 
     files.mounts.state(file, [(offset, nbytes, 0x1c291ca3), ...])   a reader, from a directory
-    sums.saw(file, offset, buffers)                                 Files, after each read
+    sums.saw(file, offset, buffers, nbytes)                         Files, after each read
     sums.settle(read)                                               who must know: at the end
 
 A record that is read whole is compared at once. Parts of a record may be read in any order, and by
@@ -40,11 +40,13 @@ LITTLE_NBYTES = 64 << 10
 """Up to this many missing bytes of a record are always read."""
 MAX_PARTS = 1000
 """Parts of one record that a rank tells the others of."""
+SMALL_NBYTES = 4 << 10
+"""Buffers that are smaller on average are joined before their CRC-32 is computed."""
 READ_NBYTES = 4 << 20
 """Bytes that `settle` reads at once."""
 
 
-Read: TypeAlias = Callable[[str, int, Sequence[memoryview]], None]
+Read: TypeAlias = Callable[[str, int, Sequence[memoryview]], object]
 """Fills buffers with the bytes of a file from an offset on."""
 
 
@@ -123,16 +125,26 @@ class SourceSums:
             held = self._of(file)
             return held, () if held is None else held.near(offset, nbytes)
 
-    def saw(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Take note of bytes that were read into consecutive buffers from `offset` on."""
+    def saw(
+        self,
+        file: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        nbytes: int,
+        has_gaps: bool = False,
+    ) -> None:
+        """Take note of `nbytes` that were read into consecutive buffers from `offset` on.
+
+        has_gaps  some of the buffers are cuts of GAP
+        """
         if not self.is_on or not (file in self._stated or self._mounts.manifests):
             return
-        held, near = self._near(file, offset, sum([buffer.nbytes for buffer in buffers]))
+        held, near = self._near(file, offset, nbytes)
         if held is None or not near:
             return
         run = _Reads(self, file, held)
         if len(near) == 1:
-            run.one(near[0], offset, buffers)
+            run.one(near[0], offset, buffers, nbytes, has_gaps)
         else:
             run.several(near, offset, buffers)
 
@@ -291,32 +303,33 @@ class _Reads:
     file: str
     held: FileRecords
 
-    def one(self, record: StatedSum, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Note bytes of one record. Runs with gaps between them are small: they are only counted."""
-        start, nbytes, stated = record
-        end, at = start + nbytes, offset
-        total = sum([buffer.nbytes for buffer in buffers])
-        if start <= offset and offset + total <= end:
-            inside, at = list(buffers), offset + total
-        else:
-            inside = []
-            for buffer in buffers:
-                low, high = max(at, start), min(at + buffer.nbytes, end)
-                if low < high:
-                    inside.append(buffer[low - at : high - at])
-                at += buffer.nbytes
-        low, high = max(offset, start), min(at, end)
-        if stated is None or any(part.obj is GAP.obj for part in inside):
-            wanted = sum([part.nbytes for part in inside if part.obj is not GAP.obj])
+    def one(
+        self,
+        record: StatedSum,
+        offset: int,
+        buffers: Sequence[memoryview],
+        nbytes: int,
+        has_gaps: bool,
+    ) -> None:
+        """Note bytes of one record. Runs with gaps between them are small: they are only counted.
+
+        Columns that a rank holds are a thousand buffers a call: no loop here looks at each of them.
+        """
+        end = record.offset + record.nbytes
+        low, high = max(offset, record.offset), min(offset + nbytes, end)
+        if high - low < nbytes:
+            buffers = list(_cut(buffers, low - offset, high - offset))
+        if has_gaps:
+            wanted = sum([part.nbytes for part in buffers if part.obj is not GAP.obj])
             self.sums.count(self.held, record, wanted)
-        elif isinstance(stated, int):
-            # Columns that a rank holds are many small buffers: one call each costs more than a copy.
-            crc = crc32(inside[0] if len(inside) == 1 else b"".join(inside))
-            self.sums.join(self.file, self.held, record, (low, high, crc))
-        elif high - low == nbytes:
-            self.sums.compare(self.file, self.held, record, _xxh3(inside))
+        elif record.sum is None:
+            self.sums.count(self.held, record, high - low)
+        elif isinstance(record.sum, int):
+            self.sums.join(self.file, self.held, record, (low, high, _crc32(buffers, high - low)))
+        elif high - low == record.nbytes:
+            self.sums.compare(self.file, self.held, record, _xxh3(buffers))
         else:
-            self.sums.go_on(self.file, self.held, record, low, inside)
+            self.sums.go_on(self.file, self.held, record, low, buffers)
 
     def several(
         self, records: Sequence[StatedSum], offset: int, buffers: Sequence[memoryview]
@@ -332,11 +345,33 @@ class _Reads:
                 if start == at and start + nbytes == end and type(stated) is int:
                     self.sums.compare(self.file, self.held, record, crc32(buffer))
                 elif start + nbytes > at:
-                    self.one(record, at, [buffer])
+                    self.one(record, at, [buffer], buffer.nbytes, False)
                 if start + nbytes > end:
                     break
                 index += 1
             at = end
+
+
+def _cut(buffers: Sequence[memoryview], start: int, stop: int) -> Iterator[memoryview]:
+    """Yield what lies between two bytes of consecutive buffers."""
+    at = 0
+    for buffer in buffers:
+        low, high = max(at, start), min(at + buffer.nbytes, stop)
+        if low < high:
+            yield buffer[low - at : high - at]
+        at += buffer.nbytes
+
+
+def _crc32(buffers: Sequence[memoryview], nbytes: int) -> int:
+    """Return the CRC-32 of consecutive buffers, `nbytes` in all."""
+    if len(buffers) == 1:
+        return crc32(buffers[0])
+    if nbytes < SMALL_NBYTES * len(buffers):  # a call for each costs more than a copy of all
+        return crc32(b"".join(buffers))
+    crc = 0
+    for buffer in buffers:
+        crc = crc32(buffer, crc)
+    return crc
 
 
 def _told(offset: int, progress: Progress) -> tuple[int, Sequence[tuple[int, int, int]], int]:

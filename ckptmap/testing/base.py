@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -106,9 +106,11 @@ def bytes_read() -> Iterator[list[int]]:
     counter = [0]
     before, plain = _rchar(), Files.read_into
 
-    def counted(self: Files, file: str, offset: int, buffers: Any) -> None:
+    def counted(
+        self: Files, file: str, offset: int, buffers: Sequence[memoryview], has_gaps: bool = False
+    ) -> None:
         counter[0] += sum(buffer.nbytes for buffer in buffers)
-        plain(self, file, offset, buffers)
+        plain(self, file, offset, buffers, has_gaps)
 
     Files.read_into = counted  # type: ignore[method-assign]
     try:

@@ -122,9 +122,11 @@ def test_few_reads_for_many_rows(
     reads = []
     plain = Files.read_into
 
-    def counted(self: Files, file: str, offset: int, buffers: list[memoryview]) -> None:
+    def counted(
+        self: Files, file: str, offset: int, buffers: list[memoryview], has_gaps: bool = False
+    ) -> None:
         reads.append(offset)
-        plain(self, file, offset, buffers)
+        plain(self, file, offset, buffers, has_gaps)
 
     monkeypatch.setattr(Files, "read_into", counted)
     read(tensor, Box.whole((2 * rows, 32)))

@@ -40,7 +40,8 @@ class Bytes:
         """Read into buffers of these sizes; a negative size is a gap between two wanted runs."""
         buffers = [GAP[:-n] if n < 0 else memoryview(bytearray(n)) for n in sizes]
         self.read_unchecked(FILE, offset, buffers)
-        self.sums.saw(FILE, offset, buffers)
+        nbytes = sum(map(abs, sizes))
+        self.sums.saw(FILE, offset, buffers, nbytes, any(n < 0 for n in sizes))
 
     def settle(self, whole: bool = False, local: bool = True) -> SourceCheck:
         return self.sums.settle(self.read_unchecked, lambda file: local, whole)
