@@ -20,7 +20,7 @@ opens a checkpoint to look at its headers does not wait for it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -28,6 +28,7 @@ from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.file_records import DamagedRecord, FileRecords, Progress
 from ckptmap.storage.manifest_file import state_chunks
+from ckptmap.storage.record_sums import Read, crc32_of, cut, read_sum, xxh3_of
 from ckptmap.tensors import StatedSum
 
 Begun: TypeAlias = Mapping[str, Sequence[tuple[int, Sequence[tuple[int, int, int]], int]]]
@@ -40,14 +41,6 @@ LITTLE_NBYTES = 64 << 10
 """Up to this many missing bytes of a record are always read."""
 MAX_PARTS = 1000
 """Parts of one record that a rank tells the others of."""
-SMALL_NBYTES = 4 << 10
-"""Buffers that are smaller on average are joined before their CRC-32 is computed."""
-READ_NBYTES = 4 << 20
-"""Bytes that `settle` reads at once."""
-
-
-Read: TypeAlias = Callable[[str, int, Sequence[memoryview]], object]
-"""Fills buffers with the bytes of a file from an offset on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,20 +231,20 @@ class SourceSums:
             if progress is None or record.sum is None or record.offset in held.good:
                 continue
             if progress.nbytes + LITTLE_NBYTES >= record.nbytes:
-                self.compare(file, held, record, _read_sum(read, file, record))
+                self.compare(file, held, record, read_sum(read, file, record))
 
     def _complete(self, read: Read, file: str, held: FileRecords, record: StatedSum) -> None:
         """Read what is missing of a record: its gaps, or all of it where parts have no CRC-32."""
         progress = held.progress(record)
         if isinstance(record.sum, str) or progress.loose:
-            self.compare(file, held, record, _read_sum(read, file, record))
+            self.compare(file, held, record, read_sum(read, file, record))
             return
         end = record.offset + record.nbytes
         lows = [record.offset, *(high for _, high, _ in progress.parts)]
         highs = [*(low for low, _, _ in progress.parts), end]
         for low, high in zip(lows, highs, strict=True):
             if low < high:
-                crc = _read_sum(read, file, StatedSum(low, high - low, record.sum))
+                crc = read_sum(read, file, StatedSum(low, high - low, record.sum))
                 assert isinstance(crc, int), "parts are joined of CRC-32s only"
                 self.join(file, held, record, (low, high, crc))
 
@@ -318,16 +311,16 @@ class _Reads:
         end = record.offset + record.nbytes
         low, high = max(offset, record.offset), min(offset + nbytes, end)
         if high - low < nbytes:
-            buffers = list(_cut(buffers, low - offset, high - offset))
+            buffers = list(cut(buffers, low - offset, high - offset))
         if has_gaps:
             wanted = sum([part.nbytes for part in buffers if part.obj is not GAP.obj])
             self.sums.count(self.held, record, wanted)
         elif record.sum is None:
             self.sums.count(self.held, record, high - low)
         elif isinstance(record.sum, int):
-            self.sums.join(self.file, self.held, record, (low, high, _crc32(buffers, high - low)))
+            self.sums.join(self.file, self.held, record, (low, high, crc32_of(buffers, high - low)))
         elif high - low == record.nbytes:
-            self.sums.compare(self.file, self.held, record, _xxh3(buffers))
+            self.sums.compare(self.file, self.held, record, xxh3_of(buffers))
         else:
             self.sums.go_on(self.file, self.held, record, low, buffers)
 
@@ -352,28 +345,6 @@ class _Reads:
             at = end
 
 
-def _cut(buffers: Sequence[memoryview], start: int, stop: int) -> Iterator[memoryview]:
-    """Yield what lies between two bytes of consecutive buffers."""
-    at = 0
-    for buffer in buffers:
-        low, high = max(at, start), min(at + buffer.nbytes, stop)
-        if low < high:
-            yield buffer[low - at : high - at]
-        at += buffer.nbytes
-
-
-def _crc32(buffers: Sequence[memoryview], nbytes: int) -> int:
-    """Return the CRC-32 of consecutive buffers, `nbytes` in all."""
-    if len(buffers) == 1:
-        return crc32(buffers[0])
-    if nbytes < SMALL_NBYTES * len(buffers):  # a call for each costs more than a copy of all
-        return crc32(b"".join(buffers))
-    crc = 0
-    for buffer in buffers:
-        crc = crc32(buffer, crc)
-    return crc
-
-
 def _told(offset: int, progress: Progress) -> tuple[int, Sequence[tuple[int, int, int]], int]:
     """Return what another rank is told of a record; many small parts are only counted."""
     if len(progress.parts) > MAX_PARTS:
@@ -384,30 +355,3 @@ def _told(offset: int, progress: Progress) -> tuple[int, Sequence[tuple[int, int
 def _is_little(nbytes: int, seen: int) -> bool:
     """Return whether the rest of a record of `nbytes` costs little beside the `seen` bytes."""
     return nbytes - seen <= max(seen, LITTLE_NBYTES)
-
-
-def _read_sum(read: Read, file: str, record: StatedSum) -> int | str:
-    """Return the checksum of a record's bytes, of the kind that is stated."""
-    buffer = memoryview(bytearray(min(READ_NBYTES, record.nbytes)))
-
-    def blocks() -> Iterator[memoryview]:
-        for at in range(0, record.nbytes, buffer.nbytes):
-            block = buffer[: min(buffer.nbytes, record.nbytes - at)]
-            read(file, record.offset + at, [block])
-            yield block
-
-    if isinstance(record.sum, str):
-        return _xxh3(blocks())
-    crc = 0
-    for block in blocks():
-        crc = crc32(block, crc)
-    return crc
-
-
-def _xxh3(parts: Iterable[memoryview]) -> str:
-    from xxhash import xxh3_64
-
-    hasher = xxh3_64()
-    for part in parts:
-        hasher.update(part)
-    return hasher.hexdigest()
