@@ -34,7 +34,7 @@ from ckptmap.operations.progress_lines import progress_lines
 from ckptmap.operations.prove import is_complete, prove_output
 from ckptmap.planning.options import RunOptions
 from ckptmap.planning.plan import Plan
-from ckptmap.storage.destination import check_overlap, named_place
+from ckptmap.storage.destination import check_kind, check_overlap, named_place
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.journal import Journal
 from ckptmap.storage.publish import WorkDirectory
@@ -65,6 +65,7 @@ class Workspace:
     ) -> None:
         self.plan, self.ranks = plan, ranks
         self.dst = named_place(dst)
+        check_kind(dst, plan.one_file)
         check_overlap([plan.ckpt.path, *plan.fingerprints], self.dst)
         self.how = _on_this_rank(how, plan, ranks)
         self.notes: list[str] = []

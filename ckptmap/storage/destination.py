@@ -38,6 +38,30 @@ def named_place(dst: str | os.PathLike[str]) -> Path:
     return Path(dst)
 
 
+FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""Ends of names that people and programs give to one-file checkpoints."""
+
+
+def check_kind(dst: str | os.PathLike[str], one_file: bool) -> None:
+    """Raise DestinationError CKM304 where a new path names a directory for one file, or a file for a
+    directory: the next program would not find what it looks for."""
+    text = os.fspath(dst)
+    if os.path.lexists(text):
+        return  # `check_destination` says what is there
+    if one_file and text.endswith(os.sep):
+        raise DestinationError(
+            "CKM304",
+            f"{text}: names a directory, but this setup writes one file",
+            f"name a file: {text.rstrip(os.sep)}.pt",
+        )
+    if not one_file and text.endswith(FILE_SUFFIXES):
+        raise DestinationError(
+            "CKM304",
+            f"{text}: names a file, but this setup writes a directory",
+            f"name a directory: {Path(text).with_suffix('')}",
+        )
+
+
 def check_destination(dst: Path, one_file: bool, overwrite: bool) -> None:
     """Raise DestinationError where `dst` must not be written.
 
