@@ -16,6 +16,7 @@ from hypothesis import settings
 pytest.register_assert_rewrite("tests.support")  # before anything imports it
 
 from tests.support import marks  # noqa: E402
+from tests.support.processor_time import ProcessorTime  # noqa: E402
 
 if TYPE_CHECKING:
     from tests.corpus.shared import Shared
@@ -27,6 +28,11 @@ settings.load_profile("ckptmap")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell's &, as its children are
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure the processor time."""
+    config.pluginmanager.register(ProcessorTime())
 
 
 LONGEST = ("test_resume_exact.py", "test_lowbit_reshard.py", "test_translate.py")
@@ -45,14 +51,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse ranks to a test without the mark."""
     marks.allow(item)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Warn of a slow test that has no mark."""
-    before = marks.processor_s()
-    yield
-    marks.warn_if_slow(item, marks.processor_s() - before)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,12 @@ it calls `run_ranks` or opens a store for ranks, itself or through helpers, or i
 the corpus that several ranks have written. `tests.corpus.ranks` fails where ranks are started
 without the mark, so a way that this search does not see is noticed in the first run.
 
-The corpus imports torch, so it is imported inside functions: the process of pytest-xdist that only
-hands out the tests reads this module and needs neither.
+The corpus imports torch, so it is imported inside functions: `pytest --help` reads this module and
+needs neither.
 """
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
@@ -21,13 +20,13 @@ import pytest
 
 STARTS_RANKS = frozenset({"run_ranks", "TCPStore", "torch.distributed.run"})
 """Names and texts in the code of what starts ranks."""
-SLOW_S = 1.5
-"""A test that takes more processor seconds than this is `slow`: `make test-fast` leaves it out."""
 SLOW = frozenset(
     {
         "benchmarks/test_gpu_session.py",
+        "cli/test_broken_plugins.py::test_doctor_lists_it",
         "cli/test_cli.py::test_a_closed_stream_is_no_failure",
         "cli/test_cli.py::test_interrupted_says_how_to_continue",
+        "cli/test_hostile_json.py::test_no_document_is_an_internal_error",
         "core/test_tensor_columns.py::test_a_damaged_pickle_is_never_read_otherwise",
         "docs/test_pages.py::test_page",
         "docs/test_pages.py::test_page_of_the_hub",
@@ -48,22 +47,27 @@ SLOW = frozenset(
         "integrations/test_integrations.py::test_example_alone",
         "integrations/test_integrations.py::test_resume_skips_what_was_seen",
         "integrations/test_integrations.py::test_trainer_resumes_from_another_trainers_checkpoint",
+        "live/load/test_load_names.py::test_a_trainer_goes_on_with_stacked_experts",
         "live/model/test_peft.py::test_a_run_on_a_quantized_base",
         "live/optimizer/test_optimizer_pairs.py",
         "live/optimizer/test_resume_exact.py",
         "mapping/test_authoring_kit.py::test_a_failure_is_one_line",
         "mapping/test_authoring_kit.py::test_every_shipped_file_passes",
         "mapping/test_authoring_kit.py::test_mapping_files_are_collected_as_tests",
+        "mapping/test_end_to_end.py::test_names_alone_import_no_torch",
         "mapping/test_goldens.py::test_composition_equals_what_the_other_peer_makes",
         "mapping/test_transformers_live.py::test_gemma_3_with_images_in_all_its_names",
         "operations/hub/test_pull.py::test_a_pull_killed_anywhere",
         "operations/hub/test_pull.py::test_a_push_killed_anywhere",
+        "operations/hub/test_pull.py::test_ctrl_c_says_how_to_continue",
         "operations/hub/test_push.py::test_quantized_forms_that_users_load",
         "operations/test_convert.py::test_8_bit_codes_move_as_bytes",
         "operations/test_convert.py::test_moves_are_bit_equal",
         "operations/test_convert.py::test_nf4_payloads_move_as_bytes",
+        "operations/test_convert_restart.py::test_interrupt_says_how_to_continue",
         "operations/test_convert_restart.py::test_killed_at_any_point_and_continued",
         "operations/test_convert_restart.py::test_old_destination_stays_until_the_new_one_is_whole",
+        "operations/test_verify_bits.py::test_a_flipped_bit_is_found_wherever_it_is",
         "optim/test_optimizer_state.py::test_resumed_run_goes_on_as_if_never_stopped",
         "optim/test_optimizer_state.py::test_trainer_groups_are_told_by_the_class",
         "planning/test_live_encodings.py::test_doctor_prints_it",
@@ -76,14 +80,20 @@ SLOW = frozenset(
         "storage/test_publish_by_marker.py::test_killed_after_any_step_it_is_no_checkpoint_and_the_next_run_finishes",
         "test_imports.py::test_a_cast_does_import_torch",
         "test_output_digests.py::test_outputs_are_the_recorded_bytes",
+        "test_packaging.py::test_a_bare_clone_runs_as_a_module",
+        "test_packaging.py::test_doctor_says_that_torch_is_missing",
+        "test_packaging.py::test_the_bare_python_has_no_torch",
+        "test_packaging.py::test_the_wheel_has_the_license",
+        "test_packaging.py::test_the_wheel_holds_every_module",
+        "test_packaging.py::test_the_wheel_runs_without_torch",
         "testing/test_conformance.py::test_container",
         "testing/test_conformance.py::test_reader",
         "testing/test_conformance.py::test_scheme",
         "torture/test_torture.py",
     }
 )
-"""Tests that take longer than `SLOW_S`, and those whose many cases take several times as long together:
-`PATH` below tests/, `PATH::FUNCTION`, or `PATH::FUNCTION[CASE]`."""
+"""Tests that take longer than `SLOW_S` of `tests.support.processor_time`, and those whose many cases take
+several times as long together: `PATH` below tests/, `PATH::FUNCTION`, or `PATH::FUNCTION[CASE]`."""
 
 
 def mark(items: list[pytest.Item]) -> None:
@@ -112,23 +122,6 @@ def starts_ranks(item: pytest.Function) -> bool:
     return "corpus" in item.fixturenames and any(
         CASES[name].world_size > 1 for name in _cases(item) or CASES
     )
-
-
-def processor_s() -> float:
-    """Return the processor seconds of this process, and of its children that have ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
-
-
-def warn_if_slow(item: pytest.Item, taken_s: float) -> None:
-    """Warn of a test that `make test-fast` runs and that should be in `SLOW`."""
-    if taken_s > SLOW_S and not any(map(item.get_closest_marker, ("ranks", "slow"))):
-        item.warn(
-            pytest.PytestWarning(
-                f"{item.nodeid} took {taken_s:.1f} s of processor time, expected at most {SLOW_S:g}: "
-                "make it faster, or add it to SLOW in tests/support/marks.py"
-            )
-        )
 
 
 def allow(item: pytest.Item) -> None:
