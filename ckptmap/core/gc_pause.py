@@ -9,13 +9,16 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MANY = 10_000
+"""Objects that the collector walks in about a millisecond: fewer are left to it."""
+
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
     """Turn cycle collection off in the block. Blocks nest; a collector that was off stays off.
 
-    Objects created in the block move to the oldest generation without a visit: otherwise the first
-    allocation after the block would make the collector walk all of them.
+    If the block creates many objects, they move to the oldest generation without a visit: otherwise
+    the first allocation after the block would make the collector walk all of them.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -23,7 +26,8 @@ def paused_gc() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # a caller's frozen objects stay frozen
+            # A caller's frozen objects stay frozen. To count them, Python walks all of them.
+            if gc.get_count()[0] > MANY and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
