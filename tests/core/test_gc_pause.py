@@ -19,7 +19,7 @@ def test_collection_is_off_in_the_block_alone() -> None:
 
 
 def test_many_objects_move_to_the_oldest_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # a test process is itself frozen
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
     moved: list[str] = []
     monkeypatch.setattr(gc, "freeze", lambda: moved.append("freeze"))
     monkeypatch.setattr(gc, "unfreeze", lambda: moved.append("unfreeze"))
