@@ -74,6 +74,8 @@ class LoadPlan:
             self._refuse_names(path, buffers_on_meta)
             peft.refuse_values_of_another_base(self.left, path)
             self._refuse_shapes(path)
+        elif self.missing and not self.steps:
+            self._refuse_nothing(path)
         for title, names in self.trainable.items():
             raise LoadError(
                 "CKM503",
@@ -112,6 +114,17 @@ class LoadPlan:
                 "build the model with its buffers on a device (accelerate's init_empty_weights, then "
                 "tie_weights), or compute them and load with strict=False",
             )
+
+    def _refuse_nothing(self, path: str) -> None:
+        """Raise LoadError where strict=False would leave the whole model as it is, without a word."""
+        missing = [target.fqn for target in self.missing]
+        raise LoadError(
+            "CKM501",
+            f"{path}: none of the model's {len(missing)} tensors is in it, expected at least one"
+            f" although strict=False; the model has {listed(missing)}; it has {listed(self.unexpected)}",
+            "load a checkpoint of this model, or give it the model's names first:"
+            " ckptmap convert SRC DST --to full --names FILE",
+        )
 
     def _refuse_shapes(self, path: str) -> None:
         if self.mismatched:

@@ -34,6 +34,21 @@ from tests.support.live_model import (
 )
 
 
+def test_a_load_that_would_load_nothing_is_refused(tmp_path: Path) -> None:
+    """Also without `strict`: a model that keeps its random weights is what nobody asked for."""
+    torch.save(
+        {f"student.{key}": value for key, value in net().state_dict().items()}, tmp_path / "s.pt"
+    )
+    model = net()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(
+        LoadError, match=r"s\.pt: none of the model's \d+ tensors is in it"
+    ) as refused:
+        load(tmp_path / "s.pt", model, strict=False)
+    assert refused.value.code == "CKM501" and "it has student." in refused.value.message
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("load")
