@@ -15,6 +15,7 @@ from itertools import count, repeat
 from ckptmap.core.bool_check import check_bools
 from ckptmap.core.slot_columns import Slots
 from ckptmap.errors import SourceError
+from ckptmap.execution.smaller_feeds import FeedSize
 from ckptmap.planning.file_plan import FilePlan, SlotRef
 from ckptmap.protocols import OutFile, Slot
 from ckptmap.storage.box_reader import Run, fill, row_major_boxes, run_of
@@ -59,6 +60,7 @@ class Context:
     joined: list[tuple[int, int, int]] = field(default_factory=list)
     """(file, first slot, end of the slots) of each span that was written with the bytes between
     its slots."""
+    feed_size: FeedSize = field(default_factory=FeedSize)
 
     def slot(self, target: SlotRef) -> Slot:
         return self.plan[target.file].out.slots[target.slot]

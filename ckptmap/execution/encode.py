@@ -8,6 +8,7 @@ pass, in row-major order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, starmap
 from math import prod
 from typing import TYPE_CHECKING
@@ -16,9 +17,11 @@ from ckptmap.core.quantized_codes import CoarseScales, CodeGrid, CountsFlips
 from ckptmap.errors import Interrupted, RunError
 from ckptmap.execution import cuda_ring
 from ckptmap.execution.copy import Context, buffer_nbytes, recorded
+from ckptmap.execution.smaller_feeds import Progress, with_smaller_feeds
 from ckptmap.planning.file_plan import Compare, Encode, SlotRef
 from ckptmap.planning.kept_codes import writes_keeping_codes
 from ckptmap.protocols import Encoder, Refusal, Write
+from ckptmap.quantization.blockwise.chunks import smaller
 from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.device_copies import fill_tensor
 from ckptmap.storage.direct_io import Buffer, Stream
@@ -46,8 +49,18 @@ RECODED = 1 << 19
 def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
     """Write one logical tensor in its new encoding, from its kept codes or its decoded values.
 
-    Returns the records of the slots that were written. Errors name the tensor.
+    Returns the records of the slots that were written. Errors name the tensor. Where the device runs
+    out of memory, the tensor is encoded again with smaller feeds.
     """
+    progress = Progress(context.advance)
+    again = replace(context, advance=progress.advance)
+    return with_smaller_feeds(
+        context.feed_size, context.device, step.tensor.fqn, progress,
+        lambda: _encode(again, step, buffer),
+    )  # fmt: skip
+
+
+def _encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
     try:
         if step.keeps is not None:
             return _recode(context, step, step.keeps, buffer)
@@ -219,7 +232,7 @@ def _values(
     """
     most = min(FEED_NBYTES // widest, context.budget // 2 // ELEMENT_NBYTES)
     budget = context.budget - buffer_nbytes(context.budget)
-    limit = max(step, cuda_ring.feed_numel(device, budget, widest, most))
+    limit = max(step, smaller(cuda_ring.feed_numel(device, budget, widest, most)))
     feeds = cuda_ring.Feeds(device, limit + step, tensor.torch_dtype)
     strides = contiguous_strides(tensor.shape, 1)
     offset = sum(o * s for o, s in zip(box.offsets, strides, strict=True))

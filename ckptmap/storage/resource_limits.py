@@ -73,7 +73,10 @@ def _of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, ImportError | OSError):
         return any(words in str(error).lower() for words in UNMAPPED)
-    torch_s = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    of_device = type(error).__name__ == "OutOfMemoryError"  # torch's, which need not be imported
+    torch_s = isinstance(error, RuntimeError) and (
+        of_device or "can't allocate memory" in str(error)
+    )
     return isinstance(error, MemoryError) or torch_s
 
 

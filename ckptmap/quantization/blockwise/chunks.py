@@ -19,7 +19,9 @@ reach a third of the memory's rate still hide behind the link, so torch's ops ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 DEVICE_NUMEL = 1 << 22
 """Elements that are computed at once on a device, and sent to it at once."""
 
+_smaller = threading.local()
 _constants: dict[tuple[Hashable, torch.device], torch.Tensor] = {}
 
 
@@ -35,7 +38,23 @@ def chunk_numel(device: torch.device | str, on_cpu: int) -> int:
     """Return how many elements to compute at once: `on_cpu` on a CPU, DEVICE_NUMEL elsewhere."""
     import torch
 
-    return on_cpu if torch.device(device).type == "cpu" else DEVICE_NUMEL
+    return smaller(on_cpu if torch.device(device).type == "cpu" else DEVICE_NUMEL)
+
+
+def smaller(numel: int) -> int:
+    """Return the elements to compute at once where memory is short: see `smaller_chunks`."""
+    return max(1, numel >> getattr(_smaller, "halvings", 0))
+
+
+@contextmanager
+def smaller_chunks(halvings: int) -> Iterator[None]:
+    """Halve chunks and feeds of this thread so many times in the block."""
+    before = getattr(_smaller, "halvings", 0)
+    _smaller.halvings = halvings
+    try:
+        yield
+    finally:
+        _smaller.halvings = before
 
 
 def constant(

@@ -1,0 +1,92 @@
+"""Encode a tensor again with smaller feeds where the device ran out of memory.
+
+    feeds of 4M elements -> out of memory -> the tensor again, 2M at a time -> ... -> 4K, or an error
+
+A feed's size changes no bit of the output, and all of the tensor's slots are written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ckptmap.core.formatting import first_line
+from ckptmap.errors import RunError
+from ckptmap.quantization.blockwise.chunks import DEVICE_NUMEL, smaller_chunks
+from ckptmap.storage.resource_limits import SHORT
+
+MOST_HALVINGS = 10
+"""From 4M elements to 4K, with which a device is hardly used."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class FeedSize:
+    """How often feeds were halved; the threads of a run share it, as they share the device's memory."""
+
+    halvings: int = 0
+
+
+class Progress:
+    """Reports the bytes of a tensor once, though the tensor may be encoded several times."""
+
+    def __init__(self, advance: Callable[[int, str], None]) -> None:
+        self._advance = advance
+        self._reported = self._done = 0
+
+    def advance(self, nbytes: int, key: str) -> None:
+        """Report bytes of this attempt, except those that an earlier one has reported."""
+        self._done += nbytes
+        new = max(0, self._done - self._reported)
+        self._reported += new
+        self._advance(new, key)
+
+    def again(self) -> None:
+        """State that the tensor begins anew."""
+        self._done = 0
+
+
+def with_smaller_feeds(
+    size: FeedSize, device: str, fqn: str, progress: Progress, attempt: Callable[[], T]
+) -> T:
+    """Return what `attempt` returns, which is called again with smaller feeds while memory runs out.
+
+    Raises RunError CKM313 where the smallest feed is too much, too.
+    """
+    import torch
+
+    while True:
+        halvings = size.halvings
+        try:
+            with smaller_chunks(halvings):
+                return attempt()
+        except torch.OutOfMemoryError as error:
+            if halvings >= MOST_HALVINGS:
+                raise _too_little(device, fqn, error) from error
+        # The error is gone by now, and with it the memory that its frames held.
+        size.halvings = max(size.halvings, halvings + 1)
+        progress.again()
+        _give_back(device)
+
+
+def _too_little(device: str, fqn: str, error: Exception) -> RunError:
+    numel = DEVICE_NUMEL >> MOST_HALVINGS
+    return RunError(
+        SHORT,
+        f"{fqn}: {device} ran out of memory, with {numel} elements at a time too: {first_line(error)}",
+        "end what uses the device, give --threads 1 and a smaller --max-memory, or --device cpu; then"
+        " run the same command again",
+    )
+
+
+def _give_back(device: str) -> None:
+    """Return to the device what torch keeps for later allocations: another thread may need it."""
+    import torch
+
+    if torch.device(device).type in ("cpu", "meta"):
+        return
+    module = torch.get_device_module(torch.device(device))
+    if hasattr(module, "empty_cache"):
+        module.empty_cache()
