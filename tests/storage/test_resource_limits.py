@@ -103,6 +103,7 @@ def test_a_thread_that_cannot_be_started_ends_those_that_wait(
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory"),
         (OSError(errno.ENFILE, "Too many open files in system"), "open more files"),
         (RuntimeError("can't start new thread"), "start another thread"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "ran out of memory"),
     ],
 )
 def test_what_ran_out(error: BaseException, says: str) -> None:
