@@ -28,6 +28,7 @@ from ckptmap.quantization.blockwise.group_checks import (
     check_parts,
     contradiction,
     malformed,
+    refuse_kept_module,
     refuse_unstated,
 )
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
@@ -283,8 +284,11 @@ def _block(
 
 
 def _require_agreement(group: Group, config: Mapping[str, object]) -> None:
-    """Raise SourceError CKM115 where the tiles that config.json states are not those of the scales."""
-    if config.get("quant_method", "fp8") != "fp8" or "weight_block_size" not in config:
+    """Raise SourceError CKM115 where config.json states other tiles than the scales have, or none at all."""
+    if config.get("quant_method", "fp8") != "fp8":
+        return
+    refuse_kept_module(group.fqn, ("modules_to_not_convert",), config, group.parts[""])
+    if "weight_block_size" not in config:
         return
     said, shape, scale = config["weight_block_size"], group.info.shape, group.parts["scale_inv"]
     tile = shape[-2:] if said is None else said

@@ -177,6 +177,7 @@ def restate(file: Path, fqn: str, change: Callable[[dict[str, Any]], object]) ->
         ({"_tensor_data_names": ["qdata", "scale"]}, "states no part 'zero_point'", "zero_point"),
         ({"block_size": [1, 32]}, "block_size [1, 32]", "[64, 1]"),
         ({"block_size": [64, 64]}, "block_size [64, 64]", "[64, 1]"),
+        ({"block_size": [1, 128]}, "block_size [1, 128]", "int8[64, 64]"),
         ({"_type": "Float8Tensor"}, "float8_e4m3fn[64, 64]", "int8[64, 64]"),
     ],
 )
@@ -191,6 +192,18 @@ def test_torchaos_metadata(change: dict[str, Any], said: str, shown: str, tmp_pa
 
     restate(file, QUERY, changed)
     refused(file, said, shown)
+
+
+def test_torchaos_scales_are_floating(tmp_path: Path) -> None:
+    """Cut to integers by someone, they were multiplied with the codes."""
+    torchao_hf(tmp_path, Int8WeightOnlyConfig(version=2))
+    file = tmp_path / "model.safetensors"
+    tensors, key = load_file(file), QUERY.replace("weight", "_weight_scale")
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    save_file(tensors | {key: tensors[key].to(torch.int32)}, file, metadata)
+    with pytest.raises(SourceError, match=r"scales of dtype int32, expected floating values"):
+        ckptmap.open(file)
 
 
 @pytest.mark.parametrize(

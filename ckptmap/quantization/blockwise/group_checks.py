@@ -45,6 +45,21 @@ def refuse_unstated(
             raise contradiction(fqn, f"{what} states no part {part!r}", shown, stored[key])
 
 
+def refuse_kept_module(
+    fqn: str, keys: Sequence[str], config: Mapping[str, object], codes: StoredTensor
+) -> None:
+    """Raise SourceError CKM115 where a config names the module of a quantized weight as not quantized.
+
+    keys  the names of the lists in the config; patterns and parents among their entries are not matched
+    """
+    module = fqn.removesuffix(".weight")
+    for key in keys:
+        kept = config.get(key)
+        if isinstance(kept, list) and module in kept:
+            shown = f"its weight is stored as codes, {codes.info}"
+            raise contradiction(fqn, f"config.json states {module!r} in {key}", shown, codes)
+
+
 def malformed(fqn: str, message: str, hint: str = INCOMPLETE) -> SourceError:
     """Return SourceError CKM115 for the quantized tensor `fqn`."""
     return SourceError("CKM115", f"{fqn}: {message}", hint)

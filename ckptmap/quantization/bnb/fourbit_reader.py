@@ -23,7 +23,8 @@ from ckptmap.quantization.blockwise.group_checks import (
     file_of,
     malformed,
 )
-from ckptmap.quantization.blockwise.read_config import read_small
+from ckptmap.quantization.blockwise.read_config import quantization_config, read_small
+from ckptmap.quantization.bnb.config_agreement import require_kind
 from ckptmap.quantization.bnb.fourbit import (
     ABSMAX,
     DTYPES,
@@ -63,11 +64,14 @@ def find_fourbit(
     if not states:
         return
     files, models = Files(mounts=mounts), Conv1DModels(mounts, records)
+    config = quantization_config(stored[states[0]], mounts)
     try:
         for key in states:
             fqn = key.removesuffix(suffix)
             if (f"{fqn}.{NESTED_ABSMAX}" in stored) == nested:
-                yield _group(fqn, key, kind, stored, files, models)
+                group, keys = _group(fqn, key, kind, stored, files, models)
+                require_kind(fqn, kind, config, group.parts[""])
+                yield group, keys
     finally:
         files.close()
 

@@ -32,11 +32,12 @@ from ckptmap.quantization.blockwise.group_checks import (
     refuse_unstated,
 )
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
-from ckptmap.quantization.blockwise.read_config import read_small
+from ckptmap.quantization.blockwise.read_config import quantization_config, read_small
 from ckptmap.quantization.blockwise.rounding_rules import BitsandbytesInt8, RoundingRule
 from ckptmap.quantization.blockwise.scaled_encoder import Constants
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.bnb.config_agreement import require_bits
 from ckptmap.quantization.bnb.fourbit_reader import Conv1DModels
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert, is_wide
 from ckptmap.storage.files import Files
@@ -145,7 +146,11 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
         """Return the groups. Raises SourceError CKM115 where parts do not fit, CKM316 for a GPU's tiles."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
-        return [*groups, *_found(stored, mine, records, self.mounts)]
+        groups += _found(stored, mine, records, self.mounts)
+        config = quantization_config(groups[0][0].parts[""], self.mounts) if groups else {}
+        for group, _ in groups:
+            require_bits(group.fqn, 8, config, group.parts[""])
+        return groups
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         encoding = BnbInt8(extra=_FORMAT_PART)

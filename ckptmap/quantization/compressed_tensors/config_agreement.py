@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ckptmap.quantization.blockwise.block_geometry import grid_shape
-from ckptmap.quantization.blockwise.group_checks import contradiction
+from ckptmap.quantization.blockwise.group_checks import contradiction, refuse_kept_module
 from ckptmap.quantization.compressed_tensors.config_json import groups_said
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -50,6 +50,7 @@ def require_agreement(fqn: str, stored: Stored, config: Mapping[str, object]) ->
     """Raise SourceError CKM115 where every group of the config that may be the weight's contradicts it."""
     if config.get("quant_method", METHOD) != METHOD:
         return
+    refuse_kept_module(fqn, ("ignore",), config, stored.codes)
     first: Pair | None = None
     for group in groups_said(config, fqn.rpartition(".")[0]):
         weights = group.get("weights")

@@ -68,7 +68,9 @@ def flat_parts(
     block = read_sizes(flat.fqn, given, "block_size") if given else info.shape
     if len(block) != len(info.shape):
         raise malformed(flat.fqn, f"block_size {list(block)} of {list(info.shape)}", DAMAGED)
-    block = block_geometry.clamped(block, info.shape)
+    if any(size > extent for size, extent in zip(block, info.shape, strict=True)):
+        stated = f"torchao's metadata states block_size {list(block)}"
+        raise contradiction(flat.fqn, stated, f"its codes are {codes.info}, which is less", codes)
     grid = block_geometry.grid_shape(info.shape, block)
     for part in (scale, zero):
         if part is not None and not block_geometry.fits(part.info.shape, grid):

@@ -38,7 +38,7 @@ from ckptmap.quantization.torchao.subclass_reader import (
     kind_of,
     unpack,
 )
-from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
+from ckptmap.tensors import FLOATING, Cut, Opaque, StoredTensor, TensorInfo
 
 
 @dataclass(frozen=True)
@@ -180,4 +180,8 @@ class TorchaoScheme(LinearLayerScheme):
         expected = encoding.parts(info)
         if isinstance(expected, Refusal):
             raise malformed(fqn, f"{self.name}: {expected.reason}", DAMAGED)
+        if encoding.scale_dtype not in FLOATING:
+            raise malformed(
+                fqn, f"scales of dtype {encoding.scale_dtype}, expected floating values", DAMAGED
+            )
         return check_parts(fqn, self.name, expected, tensors)

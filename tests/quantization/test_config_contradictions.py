@@ -1,0 +1,78 @@
+"""What a config.json states of all weights and what is stored of one: refused with both values."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptmap
+from ckptmap.errors import SourceError
+from tests.quantization.test_stray_parts import WRITERS
+from tests.support.int8_models import QUERY
+
+MODULE = QUERY.removesuffix(".weight")
+KEPT = [MODULE, "lm_head"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def write(name: str) -> Path:
+        path = tmp_path_factory.mktemp(name) / "in"
+        WRITERS[name](path)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "stated", "shown"),
+    [
+        ("bnb-nf4", {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type 'fp4'", "codes are nf4"),
+        ("bnb-nf4", {"load_in_4bit": False, "load_in_8bit": True}, "load_in_8bit true", "4 bits"),
+        ("bnb-int8", {"load_in_4bit": True, "load_in_8bit": False}, "load_in_4bit true", "8 bits"),
+        ("bnb-nf4", {"llm_int8_skip_modules": KEPT}, "in llm_int8_skip_modules", "as codes, uint8"),
+        ("bnb-int8", {"llm_int8_skip_modules": KEPT}, "in llm_int8_skip_modules", "as codes, int8"),
+        ("fp8", {"modules_to_not_convert": KEPT}, "in modules_to_not_convert", "float8_e4m3fn"),
+        ("ct-packed", {"ignore": KEPT}, "in ignore", "as codes, int32"),
+        ("ct-fp8", {"ignore": KEPT}, "in ignore", "as codes, float8_e4m3fn"),
+    ],
+)
+def test_a_config_that_the_codes_contradict(
+    form: str, change: dict[str, Any], stated: str, shown: str,
+    written: Callable[[str], Path], tmp_path: Path,
+) -> None:  # fmt: skip
+    path = tmp_path / "in"
+    shutil.copytree(written(form), path)
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= change
+    file.write_text(json.dumps(config))
+    with pytest.raises(SourceError) as caught:
+        ckptmap.open(path)
+    assert caught.value.code == "CKM115" and "copy both again" in (caught.value.hint or "")
+    for text in ("_proj.weight", "config.json states ", stated, shown, str(path)):
+        assert text in caught.value.message
+
+
+@pytest.mark.parametrize("form", ["bnb-nf4", "bnb-int8", "fp8", "ct-packed"])
+def test_names_that_are_no_module_of_codes(
+    form: str, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Patterns, classes, parents and modules of other towers state nothing about one weight alone."""
+    path = tmp_path / "in"
+    shutil.copytree(written(form), path)
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    for key in ("llm_int8_skip_modules", "modules_to_not_convert", "ignore"):
+        if key in config["quantization_config"]:
+            config["quantization_config"][key] = ["lm_head", "re:.*vision.*", "q_proj_", "visual"]
+    file.write_text(json.dumps(config))
+    with ckptmap.open(path) as ckpt:
+        assert ckpt[QUERY].quantized
