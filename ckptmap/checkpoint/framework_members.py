@@ -258,5 +258,5 @@ def _document(file: FilePath, mounts: Mounts) -> PlainValue:
         ) from error
     except ValueError as error:
         raise SourceError(
-            "CKM103", f"{file}: is not valid JSON: {error}", "copy the checkpoint again"
+            "CKM103", f"{file}: cannot be read as JSON: {error}", "copy the checkpoint again"
         ) from error

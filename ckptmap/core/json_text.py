@@ -134,10 +134,15 @@ def _too_deep(depth: int) -> JsonError:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    # RFC 8259 allows a key twice and leaves open which value counts. Most programs take the last, some
+    # the first: no value is right for all that read a file which is carried over.
     tree = dict(pairs)
     if len(tree) != len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise JsonError(f"expected each key once, got {twice[:80]!r} twice")
+        raise JsonError(
+            f"expected each key once, got {twice[:80]!r} twice: remove one of the two (Python's"
+            " json takes the last)"
+        )
     return tree
 
 

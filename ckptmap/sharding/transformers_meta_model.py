@@ -53,7 +53,7 @@ def _described(config: Path, mounts: Mounts, max_layers: int) -> dict[str, Any]:
     try:
         settings = read_object(config, mounts)
     except (OSError, ValueError) as error:
-        raise unusable(config, f"is not valid JSON: {error}") from error
+        raise unusable(config, f"cannot be read as JSON: {error}") from error
     names = settings.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
         raise unusable(config, f"names the architectures {names!r}, expected a list of one")

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from ckptmap.core.formatting import counted
 from ckptmap.errors import SourceError
 from ckptmap.storage.crc32 import crc32_combine
+from ckptmap.storage.publish_by_marker import MANIFEST
 from ckptmap.tensors import StatedSum, StoredTensor, Sum
 
 if TYPE_CHECKING:
     from xxhash import xxh3_64
 
 AGAIN = "copy the checkpoint again from where it was made"
-OTHERS = "if another program wrote the file after ckptmap, remove ckptmap.manifest.json beside it"
 
 
 class DamagedRecord(SourceError):
@@ -33,7 +36,7 @@ class DamagedRecord(SourceError):
             "CKM105",
             f"{file}: bytes {record.offset} to {record.offset + record.nbytes} {problem}: "
             f"expected {stated}",
-            AGAIN if isinstance(record.sum, int) else f"{OTHERS}; else {AGAIN}",
+            AGAIN if isinstance(record.sum, int) else f"{_without_manifest(file)}; else {AGAIN}",
         )
         error.file, error.record = file, record
         return error
@@ -168,6 +171,16 @@ class FileRecords:
         if begun is None:
             begun = self.begun[record.offset] = Progress(record.offset)
         return begun
+
+
+def _without_manifest(file: str) -> str:
+    """Return what to do where a file below a manifest of ckptmap is not the one that it lists."""
+    manifests = [str(folder / MANIFEST) for folder in Path(file).parents]
+    manifest = next(filter(os.path.isfile, manifests), MANIFEST)
+    return (
+        "if another program wrote the file after ckptmap, the manifest is out of date:"
+        f" rm {quote(manifest)}, and run the same again"
+    )
 
 
 def _offset_of(record: StatedSum) -> int:

@@ -28,7 +28,7 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise SourceError(
             "CKM403",
-            f"{where}: its manifest is not valid JSON: {error}",
+            f"{where}: its manifest cannot be read as JSON: {error}",
             "convert the source again",
         ) from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:

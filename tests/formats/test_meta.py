@@ -288,7 +288,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         lambda d: params_of(d, multiple_of=64), "CKM112", r"w[123]\.weight.*expected .*64.*, found .*56",
     ),
     "params cut off": (
-        lambda d: (d / "params.json").write_text('{"dim": 120,'), "CKM103", r"is not JSON",
+        lambda d: (d / "params.json").write_text('{"dim": 120,'), "CKM103", r"cannot be read as JSON: line",
     ),
     "params without sense": (
         lambda d: params_of(d, n_heads="12"), "CKM103", r"n_heads, expected a positive integer",

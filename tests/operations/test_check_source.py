@@ -152,13 +152,20 @@ def test_a_source_without_checksums_is_told(corpus: Corpus, tmp_path: Path) -> N
 
 
 def test_a_foreign_file_under_our_manifest_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    path, hf = tmp_path / "plain.pt", tmp_path / "hf"
+    path, hf = tmp_path / "plain.pt", tmp_path / "my model's hf"
     torch.save({"a.weight": torch.ones(100, 10)}, path)
     ckptmap.convert(path, hf, "hf")
     written = (hf / "model.safetensors").read_bytes()
     (hf / "model.safetensors").write_bytes(written[:-4000] + bytes(4000))
-    with pytest.raises(SourceError, match=r"remove ckptmap\.manifest\.json beside it"):
+    with pytest.raises(SourceError, match="if another program wrote the file after") as caught:
         ckptmap.convert(hf, tmp_path / "out", "full")
+    ckptmap.convert(hf, tmp_path / "unchecked", "full", check_source="none")
+    kept = (hf / "ckptmap.manifest.json").read_bytes()
+    command = str(caught.value.hint).partition("out of date: ")[2].partition(", and run")[0]
+    subprocess.run(command, shell=True, check=True)
+    assert not (hf / "ckptmap.manifest.json").exists()
+    ckptmap.convert(hf, tmp_path / "without", "full")
+    (hf / "ckptmap.manifest.json").write_bytes(kept)
     save_file({"a.weight": torch.zeros(100, 10)}, hf / "model.safetensors")
     assert (hf / "model.safetensors").stat().st_size != len(written)
     ckptmap.convert(hf, tmp_path / "out", "full")  # of another size: not what the manifest lists

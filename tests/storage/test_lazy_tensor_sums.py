@@ -103,7 +103,9 @@ def test_a_damaged_manifest_is_refused_when_a_value_is_read(source: Path, tmp_pa
     with ckptmap.open(path) as ckpt:
         assert ckpt[KEY].shape == (2304, 128)
         for _ in range(2):
-            with pytest.raises(SourceError, match="its manifest is") as caught:
+            with pytest.raises(
+                SourceError, match=r"its manifest (is damaged|cannot be read)"
+            ) as caught:
                 ckpt[KEY].read()
             assert caught.value.code == "CKM403"
     manifest.unlink()

@@ -223,7 +223,9 @@ def _config(files: Mapping[str, str], mounts: Mounts) -> dict[str, object]:
     try:
         config = parse_json(content, allow_nan=True)
     except ValueError as error:
-        raise PlanError("CKM103", f"{files[CONFIG]}: is not JSON: {error}", REPAIR) from error
+        raise PlanError(
+            "CKM103", f"{files[CONFIG]}: cannot be read as JSON: {error}", REPAIR
+        ) from error
     return config if isinstance(config, dict) else {}
 
 

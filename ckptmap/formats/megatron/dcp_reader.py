@@ -84,7 +84,7 @@ def _check_backend(file: FilePath, mounts: Mounts) -> None:
         settings = read_json(file, mounts, max_nbytes=_MAX_NBYTES)
     except (OSError, ValueError) as error:
         raise SourceError(
-            "CKM103", f"{file}: is not JSON: {error}", "copy the checkpoint again"
+            "CKM103", f"{file}: cannot be read as JSON: {error}", "copy the checkpoint again"
         ) from error
     backend = settings.get("sharded_backend") if isinstance(settings, dict) else None
     if backend != "torch_dist":

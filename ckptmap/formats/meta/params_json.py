@@ -116,7 +116,9 @@ def _object(file: Path, mounts: Mounts) -> Mapping[str, object]:
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"
         ) from error
     except ValueError as error:
-        raise SourceError("CKM103", f"{file}: is not JSON: {error}", "download it again") from error
+        raise SourceError(
+            "CKM103", f"{file}: cannot be read as JSON: {error}", "download it again"
+        ) from error
 
 
 def _size(values: Mapping[str, object], name: str, where: str) -> int:
