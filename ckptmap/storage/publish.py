@@ -154,8 +154,12 @@ class WorkDirectory:
         discard(self.path)
 
     def refuse_strangers(self, files: Collection[str]) -> None:
-        """Raise RunError CKM401 for a file in `out_dir` that is none of `files`."""
-        require_listing(self.out_dir, files, complete=False)
+        """Raise RunError CKM401 for a file in `out_dir` that is none of `files`, DestinationError CKM304
+        where it cannot be listed."""
+        try:
+            require_listing(self.out_dir, files, complete=False)
+        except OSError as error:
+            raise cannot_write(self.dst, error) from error
 
     def publish(self, files: Collection[str], sync: bool = True) -> None:
         """Sync all files, then move the output to the destination by one rename.

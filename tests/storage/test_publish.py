@@ -252,6 +252,25 @@ def test_failed_work_is_kept_and_continued(tmp_path: Path) -> None:
     assert left(tmp_path) == ["out"]
 
 
+def test_a_work_directory_that_cannot_be_listed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with (
+        WorkDirectory.open(tmp_path / "out", A, one_file=False, overwrite=False) as work,
+        monkeypatch.context() as broken,
+    ):
+        broken.setattr(os, "scandir", refuse)
+        with pytest.raises(
+            DestinationError, match="cannot be written: Permission denied"
+        ) as caught:
+            work.refuse_strangers(["a"])
+    assert code_of(caught) == "CKM304"
+    assert left(tmp_path) == []
+
+
 def test_a_refusal_before_work_keeps_nothing(tmp_path: Path) -> None:
     with (
         pytest.raises(DestinationError, match="full"),

@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.errors import AnswerNo, DestinationError
+from ckptmap.errors import AnswerNo, DestinationError, RunError
 from ckptmap.operations.check_digests import sha256_of
 from ckptmap.operations.verify import read_manifest, verify
 from ckptmap.storage.hub.entry import Entry, git_sha1
+from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.storage.safe_names import problem_in_repository
 
 WEIGHTS = re.compile(
@@ -51,7 +53,24 @@ class UploadItem:
         return entry.git_sha1 == git_sha1(self.read())
 
     def read(self) -> bytes:
-        return self.content if self.file is None else self.file.read_bytes()
+        """Return the content. Raises RunError CKM306."""
+        if self.file is None:
+            return self.content
+        with self.reading():
+            return self.file.read_bytes()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raise RunError CKM306, or CKM313, for an OSError of the local file in the block."""
+        try:
+            yield
+        except OSError as error:
+            failed = RunError(
+                "CKM306",
+                f"{self.file}: cannot be read to publish it: {error.strerror or error}",
+                "repair the disk or its mount, then run the same command again",
+            )
+            raise or_resource_error(error, failed) from error
 
 
 @dataclass(frozen=True)

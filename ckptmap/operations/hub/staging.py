@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import DestinationError, RunError
-from ckptmap.operations.hub.content import Content
+from ckptmap.operations.hub.content import Content, UploadItem
 from ckptmap.storage.hub.errors import hub_errors
 from ckptmap.storage.hub.repo import Repo, Tree
 from ckptmap.storage.hub.uri import HubName
@@ -86,7 +86,7 @@ class Stage:
                 if sum(item.nbytes for item in (*batch, left[0])) > BATCH_NBYTES:
                     break
                 batch.append(left.pop(0))
-            adds = [_addition(item.path, item.file or item.content, item.sha256) for item in batch]
+            adds = [_addition(item) for item in batch]
             head = self._commit(adds, [] if left else gone, head)
             nbytes += sum(item.nbytes for item in batch)
             gone = gone if left else []
@@ -236,7 +236,7 @@ def advance_branch(stage: Stage) -> None:
         else:
             left = content.left(target.tree)
             gone = [path for path in content.deleted if path in target.tree]
-            adds = [_addition(item.path, item.file or item.content, item.sha256) for item in left]
+            adds = [_addition(item) for item in left]
             api().create_commit(
                 target.repo, [*adds, *_deletions(gone)], commit_message=stage.title,
                 revision=target.revision, parent_commit=target.head,
@@ -270,13 +270,13 @@ def _at(repo: str, revision: str) -> Repo | None:
     return Repo(info.id, info.sha or "", revision)
 
 
-def _addition(path: str, source: object, sha256: str) -> CommitOperationAdd:
+def _addition(item: UploadItem) -> CommitOperationAdd:
     from huggingface_hub import CommitOperationAdd
 
-    made = CommitOperationAdd(path, source)  # type: ignore[arg-type]
-    made.upload_info.sha256 = bytes.fromhex(
-        sha256
-    )  # known already, which saves reading the file once more
+    with item.reading():
+        made = CommitOperationAdd(item.path, item.file or item.content)
+    # It is known already, which saves reading the file once more.
+    made.upload_info.sha256 = bytes.fromhex(item.sha256)
     return made
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from safetensors.torch import save_file
 
 import ckptmap
 from ckptmap.errors import CkptmapError, DestinationError, RunError
+from ckptmap.operations.hub.content import UploadItem
 from tests.support.hub.client import llama, wide
 from tests.support.hub.server import Fault, Hub
 from tests.support.hub.state import MAIN, Blob, Tree, holds, shown_on
@@ -556,6 +561,36 @@ def test_a_damaged_output_is_not_published(hub: Hub, model: Path, tmp_path: Path
     data[-1] ^= 1
     weights.write_bytes(data)
     refused("CKM715", "is not what its manifest says", tmp_path / "out", "org/m")
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, "CKM306"), (errno.EMFILE, "CKM313")])
+@pytest.mark.parametrize("at", [1, 4, 8])
+def test_a_file_that_cannot_be_read_is_told_by_name(
+    hub: Hub,
+    model: Path,
+    other: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    code: str,
+    at: int,
+) -> None:
+    """While it is compared with what the Hub has, while it is sent, and while that is checked."""
+    repo = hub.add("org/m", other)
+    reads, read = [0], UploadItem.reading
+
+    @contextmanager
+    def failing(self: UploadItem) -> Iterator[None]:
+        with read(self):
+            reads[0] += 1
+            if reads[0] == at:
+                raise OSError(number, os.strerror(number))
+            yield
+
+    monkeypatch.setattr(UploadItem, "reading", failing)
+    with pytest.raises(RunError, match=r"cannot be read to publish it: ") as caught:
+        ckptmap.push(model, "org/m")
+    assert caught.value.code == code
+    assert holds(repo.tree(), other)
 
 
 def test_a_plan_with_open_ends_makes_no_repository(hub: Hub, tmp_path: Path) -> None:

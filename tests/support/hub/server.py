@@ -172,7 +172,11 @@ class Handler(BaseHTTPRequestHandler):
     # ------------------------------------------------------------------ one request
 
     def _serve(self) -> None:
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        nbytes = int(self.headers.get("Content-Length") or 0)
+        self.body = self.rfile.read(nbytes)
+        if len(self.body) < nbytes:  # the client is gone; no store keeps a part of what it sent
+            self.close_connection = True
+            return
         if self.headers.get("Transfer-Encoding") == "chunked":
             self.body = b"".join(self._chunks())
         parts = urlsplit(self.path)
