@@ -7,15 +7,18 @@ Bit-equal to `copy_` into OptimState8bit, OptimState4bit and OptimStateFp8 (torc
 optim/quant_utils.py and subclass_*.py): the quotient is m / max(absmax, 1e-12); its code is the
 last one whose value is not above it, or the next if the rest is at least half of the step, all in
 float32. Both differences are monotone in the quotient, so that there is a threshold for each code.
-Work goes in chunks that stay in cache.
+Work goes in chunks that stay in a CPU's cache, on a device in larger ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.blockwise.bucketize import FineBucketizer
+from ckptmap.quantization.blockwise.chunks import chunk_numel
 from ckptmap.quantization.blockwise.exact_division import divide
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ _LARGEST_FP8 = 448.0
 _ULPS = 128
 """Units in the last place around the middle of two values in which a threshold is searched."""
 
-_bucketizers: dict[tuple[bytes, str], FineBucketizer] = {}
+_bucketizers: dict[tuple[bytes, str], FineBucketizer | None] = {}
 
 
 # ------------------------------------------------------------------------------- encoding
@@ -50,7 +53,7 @@ def encode(
         return False
     flat, out = values.reshape(-1), codes.view(-1)
     packed = _packed(qmap)
-    step = max(1, CHUNK_NUMEL // block) * block
+    step = max(1, chunk_numel(codes.device, CHUNK_NUMEL) // block) * block
     for start in range(0, flat.numel(), step):
         part = flat.narrow(0, start, min(step, flat.numel() - start))
         peaks = scale.narrow(0, start // block, part.numel() // block)
@@ -87,14 +90,27 @@ def _packed(qmap: torch.Tensor | None) -> int:
     return 2 if qmap is not None and qmap.numel() == 16 else 1
 
 
+@cache
+def _of_tables() -> MutableMapping[torch.Tensor, tuple[int, FineBucketizer | None]]:
+    """Return table -> its version and bucketizer, for tables that are still in use."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    return WeakIdKeyDictionary()
+
+
 def _bucketizer(qmap: torch.Tensor) -> FineBucketizer | None:
-    key = qmap.cpu().numpy().tobytes(), str(qmap.device)
-    bucketizer = _bucketizers.get(key)
-    if bucketizer is None:
-        limits = thresholds(qmap.cpu())
-        if limits is not None:
-            bucketizer = _bucketizers[key] = FineBucketizer(limits.to(qmap.device))
-    return bucketizer
+    """Return the bucketizer of a table; the first time, a table on a device is copied to the CPU."""
+    version = 0 if qmap.is_inference() else qmap._version
+    known, bucketizer = _of_tables().get(qmap, (-1, None))
+    if known == version:
+        return bucketizer
+    on_cpu = qmap.detach().cpu()
+    key = on_cpu.numpy().tobytes(), str(qmap.device)
+    if key not in _bucketizers:
+        limits = thresholds(on_cpu)
+        _bucketizers[key] = None if limits is None else FineBucketizer(limits.to(qmap.device))
+    _of_tables()[qmap] = version, _bucketizers[key]
+    return _bucketizers[key]
 
 
 def thresholds(qmap: torch.Tensor) -> torch.Tensor | None:
@@ -125,7 +141,7 @@ def decode(
     codes, packed = codes.view(-1), _packed(qmap)
     out = torch.empty(codes.numel() * packed, dtype=torch.float32, device=codes.device)
     table = fourbit.pairs(qmap) if qmap is not None and packed == 2 else qmap
-    step = max(1, CHUNK_NUMEL // block) * block
+    step = max(1, chunk_numel(codes.device, CHUNK_NUMEL) // block) * block
     for start in range(0, out.numel(), step):
         part = out.narrow(0, start, min(step, out.numel() - start))
         part_codes = codes.narrow(0, start // packed, part.numel() // packed)

@@ -13,7 +13,7 @@ more would take twice the memory.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ckptmap.storage.box_reader import fill, row_major_boxes
 from ckptmap.storage.files import Files
@@ -144,6 +144,14 @@ def bound_blocks(device: str | torch.device, budget: int) -> int:
     return DEPTH * way.block_nbytes
 
 
+@runtime_checkable
+class HoldsValues(Protocol):
+    """A stored tensor whose values are tensors in memory, perhaps on a device."""
+
+    def copy_into(self, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` (box.sizes, any device) with a box of the values, without a way through the host."""
+
+
 def fill_tensor(
     files: Files, stored: StoredTensor, box: Box, out: torch.Tensor, free: object = None
 ) -> None:
@@ -155,6 +163,9 @@ def fill_tensor(
     """
     import torch
 
+    if isinstance(stored, HoldsValues):
+        stored.copy_into(box, out)
+        return
     way = lanes(out.device)
     if way is None and out.device.type == "cpu":
         fill(files, stored, box, tensor_bytes(out))

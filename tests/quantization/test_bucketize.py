@@ -12,6 +12,7 @@ from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.blockwise.bucketize import Bucketizer, FineBucketizer
 from ckptmap.quantization.nf4 import kernels as nf4_codes
 from tests.conftest import Device
+from tests.support.dispatched import Kernels, NeverWaits
 
 EDGES = {
     "bitsandbytes nf4": lambda: fourbit._bucketizer("nf4", "cpu")._thresholds,
@@ -141,3 +142,44 @@ def test_moments_are_coded_where_they_are(
     if where != "meta":
         assert torch.equal(codes.cpu().view(torch.uint8), theirs.codes.view(torch.uint8))
         assert torch.equal(decoded.cpu().view(600, 256), theirs.dequantize())
+
+
+def test_a_table_is_copied_to_the_cpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from a device waits for it, and each moment of a model has its own table."""
+    copied = []
+    cpu = torch.Tensor.cpu
+
+    def spy(self: torch.Tensor) -> torch.Tensor:
+        copied.append(self)
+        return cpu(self)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", spy)
+    made = state("OptimState8bit", True, (4, 256))
+    for _ in range(3):
+        assert lowbit_codes.encode(torch.ones(4, 256), 256, made.qmap, made.codes, made.scale)
+    assert len(copied) == 1
+    decoded = lowbit_codes.decode(made.codes, 256, made.qmap, made.scale)
+    made.qmap.mul_(2)
+    assert lowbit_codes.encode(torch.ones(4, 256), 256, made.qmap, made.codes, made.scale)
+    assert len(copied) == 2, "a table that was changed is looked at again"
+    assert torch.equal(decoded, torch.ones(1024)) and made.codes.unique().numel() == 1
+
+
+@pytest.mark.parametrize("kind", ["OptimState8bit", "OptimState4bit", "OptimStateFp8"])
+def test_moments_take_few_kernels_on_a_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = state(kind, True, (16, 256))
+    block, qmap = made.block_size, getattr(made, "qmap", None)
+    if qmap is not None:
+        bucketizer = FineBucketizer(lowbit_codes.thresholds(qmap).to("meta"))  # type: ignore[union-attr]
+        monkeypatch.setattr(lowbit_codes, "_bucketizer", lambda qmap: bucketizer)
+        qmap = qmap.to("meta")
+    codes = made.codes.repeat(1 << 10, 1).to("meta")
+    scale = torch.empty((1 << 22) // block, device="meta")
+    values = torch.empty(1 << 22, device="meta")
+    lowbit_codes.encode(values, block, qmap, codes, scale)
+    with Kernels() as kernels, NeverWaits():
+        lowbit_codes.encode(values, block, qmap, codes, scale)
+    assert kernels.total <= 10, kernels.counts
+    with Kernels() as kernels, NeverWaits():
+        lowbit_codes.decode(codes, block, qmap, scale)
+    assert kernels.total <= 5, kernels.counts
