@@ -15,6 +15,7 @@ from ckptmap.protocols import Encoding, Refusal
 from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.blockwise.chunks import DEVICE_NUMEL
 from ckptmap.quantization.compressed_tensors.packed import Packed
+from ckptmap.quantization.dense import DenseAs
 from ckptmap.quantization.nf4.encoding import NF4
 from ckptmap.tensors import Box, TensorInfo
 from tests.support.dispatched import Kernels, NeverWaits, Waited
@@ -58,6 +59,14 @@ def test_an_encoder_launches_few_kernels_a_feed(name: str, dtype: str) -> None:
     with Kernels() as kernels, NeverWaits():
         list(encoder.feed(values.numel(), values))
     assert kernels.total <= ENCODERS[name], dict(kernels.counts)
+
+
+def test_a_cast_that_may_overflow_launches_few_kernels() -> None:
+    encoder = DenseAs("float16").encoder(TensorInfo(INFO.shape, "float32"), "meta")
+    values = torch.empty(DEVICE_NUMEL, dtype=torch.float32, device="meta")
+    with Kernels() as kernels, NeverWaits():
+        list(encoder.feed(0, values))
+    assert kernels.total <= 11, dict(kernels.counts)
 
 
 def on_meta(encoding: Encoding, info: TensorInfo, box: Box) -> Mapping[str, torch.Tensor]:
