@@ -43,7 +43,7 @@ SHARED = {
     "formats.detect", "formats.pickle", "formats.safetensors.file", "formats.safetensors.header",
     "formats.torch_save.foreign_archives", "formats.huggingface.loaded_names",
     "formats.huggingface.tied_embeddings", "formats.huggingface.tied_heads",
-    "quantization.blockwise", "quantization.linear_weights", "quantization.dense",
+    "quantization.activation_statements", "quantization.blockwise", "quantization.linear_weights", "quantization.dense",
     "quantization.stray_parts", "quantization.unsupported_schemes", "sharding",
 }  # fmt: skip
 """What in the rooms of adapters is no adapter: any room above may import it."""

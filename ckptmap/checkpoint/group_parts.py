@@ -17,6 +17,7 @@ from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
 from ckptmap.protocols.file_systems import Mounts, through
+from ckptmap.quantization.activation_statements import activation_notes
 from ckptmap.quantization.stray_parts import REPAIR, stray_parts
 from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor, TensorInfo
 
@@ -103,6 +104,7 @@ def without_stray_parts(
     """
     strays, notes = stray_parts(groups.dense(), groups.infos(), records, mounts)
     refused += [RefusedLeaf(key, why, droppable=True, repair=REPAIR) for key, why in strays]
+    notes += activation_notes(groups.encoded(), mounts)
     return (groups.without({key for key, _ in strays}) if strays else groups), notes
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import ckptmap
 from ckptmap.errors import SourceError
-from tests.quantization.test_stray_parts import WRITERS
+from tests.quantization.test_stray_parts import WRITERS, edited
 from tests.support.int8_models import QUERY
 
 MODULE = QUERY.removesuffix(".weight")
@@ -76,3 +76,40 @@ def test_names_that_are_no_module_of_codes(
     file.write_text(json.dumps(config))
     with ckptmap.open(path) as ckpt:
         assert ckpt[QUERY].quantized
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "said"),
+    [
+        ("fp8", {"activation_scheme": "dynamic"}, "no static scales of activations, and activation_scale is"),
+        ("fp8", {"activation_scheme": "static"}, ""),
+        ("ct-int8", {}, ""),
+        ("ct-fp8", {}, ""),
+        ("ct-packed", {}, ""),
+    ],
+)  # fmt: skip
+def test_static_scales_of_activations_are_noted(
+    form: str, change: dict[str, Any], said: str, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """No weight depends on them: what is stated otherwise is told, and nothing is refused."""
+    path = tmp_path / "in"
+    shutil.copytree(written(form), path)
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= change
+    file.write_text(json.dumps(config))
+    with ckptmap.open(path) as ckpt:
+        notes = [note for note in ckpt.notes if "scales of activations" in note]
+        assert len(notes) == bool(said) and all(said in note for note in notes)
+
+
+def test_static_scales_that_are_gone(written: Callable[[str], Path], tmp_path: Path) -> None:
+    for form, part in (("fp8", "activation_scale"), ("ct-int8", "input_scale")):
+        path = edited(
+            written(form), tmp_path / form, lambda t, part=part: t.pop(f"{MODULE}.{part}")
+        )
+        with ckptmap.open(path) as ckpt:
+            (note,) = [note for note in ckpt.notes if "scales of activations" in note]
+        assert (
+            note == f"{QUERY}: config.json states static scales of activations, and none is stored"
+        )
