@@ -43,8 +43,8 @@ for n in range({layers}):
         infos[f"model.layers.{{n}}.{{name}}.weight"] = TensorInfo(tuple(shape), "bfloat16")
 wall, cpu = time.perf_counter(), time.process_time()
 choice = choose(list(infos), {scheme!r}, None, config)
-made = translate(infos, choice.source, choice.target, config).made
-print(len(infos), len(made), time.perf_counter() - wall, time.process_time() - cpu,
+targets = translate(infos, choice.source, choice.target, config).targets
+print(len(infos), len(targets), time.perf_counter() - wall, time.process_time() - cpu,
       "torch" in sys.modules)
 """
 

@@ -173,7 +173,7 @@ class InspectReport:
         yield "container", f"{ckpt.index.container}, {files}{world}"
         yield "setup", ckpt.setup
         yield "wrappers", _some(list(ckpt.wrappers))
-        yield "names", " or ".join(entry.shown for entry in self._schemes())
+        yield "names", " or ".join(entry.title_with_aliases for entry in self._schemes())
         numel = self._numel()
         size = human(self._nbytes())
         yield "weights", f"{counted(len(self.looks), 'tensor')}, {numel:,} parameters, {size}"

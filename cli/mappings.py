@@ -76,9 +76,9 @@ def command(
 
 
 def _list(out: Printer, what: str | None) -> None:
-    from ckptmap.mapping.catalog import listed
+    from ckptmap.mapping.catalog import select
 
-    entries = listed(what)
+    entries = select(what)
     if out.json:
         document = [
             {"scheme": entry.title, "models": list(entry.models), "summary": entry.summary,

@@ -44,9 +44,9 @@ def _translated(
     """Return `base` under the names of `resolution`."""
     decoded: dict[str, DerivedTensor] = {}
     groups: dict[str, Group | StoredTensor] = {}
-    for name, made in resolution.made.items():
-        groups[name] = _renamed_or_derived(base, made, decoded)
-    keys = {n: [base.names[key] for key in m.sources] for n, m in resolution.made.items()}
+    for name, mapped in resolution.targets.items():
+        groups[name] = _renamed_or_derived(base, mapped, decoded)
+    keys = {n: [base.names[key] for key in m.sources] for n, m in resolution.targets.items()}
     notes = [*base.notes, f"names: {choice.text}", *_decoding_notes(decoded)]
     dropped = {**left, **resolution.dropped}
     reader = base.optimizer_reader
@@ -80,7 +80,7 @@ def _translated(
 def _state_left(base: Checkpoint, resolution: Resolution) -> dict[str, str]:
     """Return the optimizer state of weights that have no place in the other scheme, which stays
     behind with them: key -> reason."""
-    used = {key for made in resolution.made.values() for key in made.sources}
+    used = {key for mapped in resolution.targets.values() for key in mapped.sources}
     keys = base.optimizer_reader.named().keys
     return {
         f"optimizer.{key}": "with its weight" for key in keys if key in base and key not in used
@@ -88,27 +88,27 @@ def _state_left(base: Checkpoint, resolution: Resolution) -> dict[str, str]:
 
 
 def _renamed_or_derived(
-    base: Checkpoint, made: MappedTensor, decoded: dict[str, DerivedTensor]
+    base: Checkpoint, mapped: MappedTensor, decoded: dict[str, DerivedTensor]
 ) -> Group | StoredTensor:
     """Return the stored parts of a weight under its new name; one that must be decoded first is
     added to `decoded`."""
-    if made.source is not None and not made.ops:
-        same = base.groups.held(made.source)
-        return same._replace(fqn=made.name) if isinstance(same, Group) else same
-    woven = mapped_tensor(made, {key: base[key] for key in made.sources}, DENSE)
-    if isinstance(woven, DerivedTensor):
-        decoded[made.name] = woven
-        return woven.group
-    return woven
+    if mapped.source is not None and not mapped.ops:
+        original = base.groups.held(mapped.source)
+        return original._replace(fqn=mapped.name) if isinstance(original, Group) else original
+    tensor = mapped_tensor(mapped, {key: base[key] for key in mapped.sources}, DENSE)
+    if isinstance(tensor, DerivedTensor):
+        decoded[mapped.name] = tensor
+        return tensor.group
+    return tensor
 
 
-def _decoding_notes(pulled: Mapping[str, DerivedTensor]) -> Iterator[str]:
+def _decoding_notes(tensors: Mapping[str, DerivedTensor]) -> Iterator[str]:
     """Yield one note for all tensors that are decoded for the same reason."""
     by_reason: dict[str, list[str]] = {}
-    for name, lazy in pulled.items():
+    for name, lazy in tensors.items():
         by_reason.setdefault(lazy.why, []).append(name)
-    for why, names in by_reason.items():
-        yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {why}"
+    for reason, names in by_reason.items():
+        yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
 
 
 def translated(
@@ -160,9 +160,9 @@ def translated_like_output(
 
 
 def left_out_as_tied(
-    ckpt: Checkpoint, record: Mapping[str, Any] | None, known: Collection[str]
+    ckpt: Checkpoint, record: Mapping[str, Any] | None, present: Collection[str]
 ) -> set[str]:
-    """Return the keys of `ckpt` that the schemes of a translation tie to one of the `known` keys and
+    """Return the keys of `ckpt` that the schemes of a translation tie to one of the `present` keys and
     that hold the same bytes: such as a head that an output leaves out."""
     tied = set()
     for side in ("from", "to") if record is not None else ():
@@ -172,7 +172,7 @@ def left_out_as_tied(
         dims = Dims(scheme.dims, record["config"])
         for tie in scheme.ties:
             name, kept = tie.name.text, tie.kept.text
-            if name in known or name not in ckpt or kept not in known or kept not in ckpt:
+            if name in present or name not in ckpt or kept not in present or kept not in ckpt:
                 continue
             if dims.holds(tie.when) and same_parts(ckpt[kept], ckpt[name]) is None:
                 tied.add(name)
@@ -194,7 +194,7 @@ def _apply_choice(
         ):  # its shape is that of packed codes
             error.hint = RESTORE + error.hint
         raise
-    if not resolution.made and infos:
+    if not resolution.targets and infos:
         raise PlanError(
             "CKM609",
             f"{ckpt.path}: {choice.text}: no rule matches any of its keys, the first is {next(iter(infos))}",

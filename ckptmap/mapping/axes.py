@@ -117,14 +117,14 @@ def parse_axes(text: str, where: str) -> tuple[Axes, tuple[Slice, ...]]:
     axes = Axes(pattern, dims)
     counts = {len(f) for dim in dims for f in dim if not isinstance(f, str)}
     if len(counts) > 1 or 1 in counts:
-        raise _malformed(
+        raise _malformed_axes(
             pattern, where, "brackets need two or more segments, and all the same number"
         )
     for sheet in range(max(1, axes.segments)):
         names = axes.of_sheet(sheet)
         twice = next((axis for axis in names if names.count(axis) > 1), None)
         if twice is not None:
-            raise _malformed(pattern, where, f"axis {twice!r} occurs twice")
+            raise _malformed_axes(pattern, where, f"axis {twice!r} occurs twice")
     return axes, cuts
 
 
@@ -132,7 +132,7 @@ def _slices(text: str, where: str) -> Iterator[Slice]:
     for part in text.split(","):
         match = _SLICE.fullmatch(part)
         if match is None:
-            raise _malformed(part, where, "is not a slice such as s[0:h] or two[0]")
+            raise _malformed_axes(part, where, "is not a slice such as s[0:h] or two[0]")
         low, colon, high = match[2].partition(":")
         yield Slice(
             match[1], parse_expr(low.strip() or "0"), parse_expr(high.strip()) if colon else None
@@ -144,11 +144,11 @@ def _tokens(text: str, where: str) -> list[str]:
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
-            raise _malformed(text, where, f"cannot be read at {text[at:].strip()[:10]!r}")
+            raise _malformed_axes(text, where, f"cannot be read at {text[at:].strip()[:10]!r}")
         tokens.append(match[1])
         at = match.end()
     if not tokens:
-        raise _malformed(text, where, f"is empty; a tensor without dims is `{SCALAR}`")
+        raise _malformed_axes(text, where, f"is empty; a tensor without dims is `{SCALAR}`")
     return tokens
 
 
@@ -171,7 +171,7 @@ def _dims(tokens: list[str], text: str, where: str) -> Iterator[tuple[str | Segm
 def _closing(tokens: Sequence[str], at: int, text: str, where: str) -> int:
     pair = {"(": ")", "[": "]"}[tokens[at]]
     if pair not in tokens[at:]:
-        raise _malformed(text, where, f"{tokens[at]!r} is not closed")
+        raise _malformed_axes(text, where, f"{tokens[at]!r} is not closed")
     return at + tokens[at:].index(pair)
 
 
@@ -184,7 +184,7 @@ def _factors(tokens: Sequence[str], text: str, where: str) -> Iterator[str | Seg
             yield tuple(_segments(tokens[at + 1 : stop], text, where))
             at = stop
         elif token in ("(", ")", "]", "|"):
-            raise _malformed(text, where, f"unexpected {token!r}")
+            raise _malformed_axes(text, where, f"unexpected {token!r}")
         elif token != "1":
             yield token
         at += 1
@@ -195,16 +195,16 @@ def _segments(tokens: Sequence[str], text: str, where: str) -> Iterator[tuple[st
     for token in (*tokens, "|"):
         if token != "|":
             if token in ("(", "["):
-                raise _malformed(text, where, f"unexpected {token!r} in a segment")
+                raise _malformed_axes(text, where, f"unexpected {token!r} in a segment")
             segment.append(token)
         elif segment:
             yield tuple(axis for axis in segment if axis != "1")
             segment = []
         else:
-            raise _malformed(text, where, "a segment names no axis")
+            raise _malformed_axes(text, where, "a segment names no axis")
 
 
-def _malformed(text: str, where: str, what: str) -> PlanError:
+def _malformed_axes(text: str, where: str, problem: str) -> PlanError:
     return PlanError(
-        "CKM601", f"{where}: axes {text!r}: {what}", "see ckptmap/mapping/README.md for the form"
+        "CKM601", f"{where}: axes {text!r}: {problem}", "see ckptmap/mapping/README.md for the form"
     )

@@ -36,7 +36,7 @@ class CatalogEntry(SchemeHead):
         return [entry.title for entry in alike]
 
     @property
-    def shown(self) -> str:
+    def title_with_aliases(self) -> str:
         """`"llama/meta (= torchtitan@2025-07)"`."""
         also = ", ".join(title.partition("/")[2] for title in self.aliases)
         return f"{self.title} (= {also})" if also else self.title
@@ -95,26 +95,26 @@ def find(text: str) -> list[CatalogEntry]:
     return sorted(matches, key=lambda entry: entry.era, reverse=True)
 
 
-def listed(what: str | None) -> list[CatalogEntry]:
+def select(selector: str | None) -> list[CatalogEntry]:
     """Return the mapping files of a family, a model type or a scheme; None: all.
 
     Raises PlanError CKM603 where there is none.
     """
     entries = available()
-    if what is None:
+    if selector is None:
         return entries
-    matches = [entry for entry in entries if what in (entry.family, *entry.models)]
+    matches = [entry for entry in entries if selector in (entry.family, *entry.models)]
     if matches:
         return matches
     try:
-        titles = {entry.title for entry in find(what)}
+        titles = {entry.title for entry in find(selector)}
     except PlanError as error:
         if error.code != "CKM603":
             raise
         families = ", ".join(dict.fromkeys(entry.family for entry in entries))
         raise PlanError(
             "CKM603",
-            f"{what!r} is not a known family, model type or scheme, expected one of {families},"
+            f"{selector!r} is not a known family, model type or scheme, expected one of {families},"
             " or a scheme such as llama/meta",
             "list the schemes with: ckptmap mappings list",
         ) from error
@@ -168,9 +168,9 @@ def _head_of(path: str) -> Mapping[str, object]:
 
 def _head_lines(text: str) -> Iterator[str]:
     """Yield the lines before the first table, and those of [detect]."""
-    wanted = True
+    in_head = True
     for line in text.splitlines(keepends=True):
         if line.startswith("["):
-            wanted = line.split("#")[0].strip() == "[detect]"
-        if wanted:
+            in_head = line.split("#")[0].strip() == "[detect]"
+        if in_head:
             yield line

@@ -40,12 +40,12 @@ def check_complete(
         ranges = [range(low, high) for low, high in ends]
         check = _Check(scheme, to_hub, dims, rule)
         if rule.optional != "any":
-            check.whole(captured, ranges)
+            check.check_product(captured, ranges)
             continue
         # A layer may have experts or none, but if any, then all of them.
         for first in sorted({numbers[0] for numbers in captured if len(numbers) > 1}):
             mine = {numbers for numbers in captured if numbers[0] == first}
-            check.whole(mine, [range(first, first + 1), *ranges[1:]])
+            check.check_product(mine, [range(first, first + 1), *ranges[1:]])
     _check_either(scheme, to_hub, dims, active, captures, counts)
 
 
@@ -64,13 +64,15 @@ def _check_either(
         if rule.either and (holds or (holds is None and captured))
     ]
     for number in range(max((counts.get(rule.shared[0], 0) for rule, _ in rules), default=0)):
-        words = dict.fromkeys(rule.either for rule, there in rules if number in there)
-        wanted = words or dict.fromkeys(rule.either for rule, _ in rules)
-        missing = [rule for rule, there in rules if rule.either in wanted and number not in there]
-        if len(words) == 1 and not missing:
+        words_present = dict.fromkeys(rule.either for rule, present in rules if number in present)
+        expected = words_present or dict.fromkeys(rule.either for rule, _ in rules)
+        missing = [
+            rule for rule, present in rules if rule.either in expected and number not in present
+        ]
+        if len(words_present) == 1 and not missing:
             continue
-        rule = missing[0] if missing else next(r for r, there in rules if number in there)
-        raise _Check(scheme, to_hub, dims, rule).neither(number, list(wanted), bool(missing))
+        rule = missing[0] if missing else next(r for r, present in rules if number in present)
+        raise _Check(scheme, to_hub, dims, rule).neither(number, list(expected), bool(missing))
 
 
 def capture_ranges(rule: Rule, dims: Dims) -> dict[str, tuple[int, int]]:
@@ -100,7 +102,7 @@ class _Check:
         self.scheme, self.dims, self.rule = scheme, dims, rule
         self.name = rule.side(not to_hub)[0].names[0]
 
-    def whole(self, present: set[tuple[int, ...]], ranges: Sequence[range]) -> None:
+    def check_product(self, present: set[tuple[int, ...]], ranges: Sequence[range]) -> None:
         """Raise PlanError CKM607 unless `present` is the product of the ranges."""
         columns = zip(zip(*present, strict=True), ranges, strict=True) if present else ()
         if len(present) == prod(map(len, ranges)) and all(
@@ -109,7 +111,7 @@ class _Check:
             return
         missing = next((numbers for numbers in _numbers(ranges) if numbers not in present), None)
         if missing is not None:
-            raise self._wrong(
+            raise self._error(
                 f"{self._key(missing)} is missing, found {len(present)} of {prod(map(len, ranges))}",
                 "the checkpoint is incomplete, or the config belongs to another model; a rule of your"
                 " own may say `optional = true`",
@@ -118,7 +120,7 @@ class _Check:
         ends = ", ".join(
             f"{c} below {r.stop}" for c, r in zip(self.rule.shared, ranges, strict=True)
         )
-        raise self._wrong(
+        raise self._error(
             f"{self._key(beyond)} is not expected, expected {ends}",
             "give the config.json of exactly this model with --config-from",
         )
@@ -126,19 +128,21 @@ class _Check:
     def neither(self, number: int, words: Sequence[str], missing: bool) -> PlanError:
         """Return the error for one value of the first capture that has keys of no word, or of two."""
         key = self._key((number, *(0 for _ in self.rule.shared[1:])))
-        wanted = f"expected {self.rule.shared[0]} {number} to have all keys of {' or '.join(words)}"
+        expectation = (
+            f"expected {self.rule.shared[0]} {number} to have all keys of {' or '.join(words)}"
+        )
         if missing:
-            what = f"{key} is missing, {wanted}"
+            problem = f"{key} is missing, {expectation}"
         else:
-            what = f"{key} is not expected, {wanted} and no others"
-        return self._wrong(what, "the checkpoint is incomplete, or belongs to another model")
+            problem = f"{key} is not expected, {expectation} and no others"
+        return self._error(problem, "the checkpoint is incomplete, or belongs to another model")
 
     def _key(self, numbers: Sequence[int]) -> str:
         captures = dict(zip(self.rule.shared, numbers, strict=True))
         return _rendered(self.name, captures, self.dims)
 
-    def _wrong(self, what: str, hint: str) -> PlanError:
-        message = f"{self.scheme.title}: {self.rule.label}: {what}; {self.dims.describe()}"
+    def _error(self, problem: str, hint: str) -> PlanError:
+        message = f"{self.scheme.title}: {self.rule.label}: {problem}; {self.dims.describe()}"
         return PlanError("CKM607", message, hint)
 
 

@@ -87,33 +87,35 @@ class DerivedCodesEncoding(DerivedEncoding):
 class DerivedTensor(LazyTensor):
     """A tensor that reading computes from its sources: decoded, rearranged, its values changed."""
 
-    __slots__ = ("_dense", "_made", "_pieces", "_sources")
+    __slots__ = ("_dense", "_mapped", "_pieces", "_sources")
 
     def __init__(
         self,
-        made: MappedTensor,
+        mapped: MappedTensor,
         sources: Mapping[str, LazyTensor],
         dense: Encoding,
         encoding: Encoding | None = None,
     ) -> None:
-        encoding = encoding or DerivedEncoding(_title(made, sources), dense)
-        group = Group(made.name, made.info, encoding, {})
-        super().__init__(made.name, group, next(iter(sources.values())).files)
-        self._made, self._sources, self._dense = made, sources, dense
+        encoding = encoding or DerivedEncoding(_encoding_title(mapped, sources), dense)
+        group = Group(mapped.name, mapped.info, encoding, {})
+        super().__init__(mapped.name, group, next(iter(sources.values())).files)
+        self._mapped, self._sources, self._dense = mapped, sources, dense
         infos = {key: lazy.info for key, lazy in sources.items()}
-        self._pieces = pieces_of(made, infos)
+        self._pieces = pieces_of(mapped, infos)
 
     @property
     def why(self) -> str:
         """The remark that a plan shows for this tensor."""
-        if self._made.ops:
-            text = ", ".join(f"{op}{' taken back' if back else ''}" for op, back in self._made.ops)
+        if self._mapped.ops:
+            text = ", ".join(
+                f"{op}{' taken back' if back else ''}" for op, back in self._mapped.ops
+            )
             return f"values change: {text}"
         return "decoded, because its rows are rearranged across quantization blocks"
 
     @property
     def lossy(self) -> bool:
-        return bool(self._made.ops)
+        return bool(self._mapped.ops)
 
     @property
     def sources(self) -> Iterable[LazyTensor]:
@@ -136,16 +138,18 @@ class DerivedTensor(LazyTensor):
         )
 
     def named(self, fqn: str) -> LazyTensor:
-        return type(self)(self._made._replace(name=fqn), self._sources, self._dense, self.encoding_)
+        return type(self)(
+            self._mapped._replace(name=fqn), self._sources, self._dense, self.encoding_
+        )
 
     def read_into(self, box: Box, out: torch.Tensor) -> None:
-        def bring(piece: Piece, bounds: Box) -> torch.Tensor:
+        def read_source(piece: Piece, bounds: Box) -> torch.Tensor:
             return self._sources[piece.source].read(bounds.offsets, bounds.sizes, out.device)
 
-        if self._made.zeros is not None:
+        if self._mapped.zeros is not None:
             out.zero_()
-        gather(self._pieces, box, out, bring)
-        for text, inverse in self._made.ops:
+        gather(self._pieces, box, out, read_source)
+        for text, inverse in self._mapped.ops:
             out.copy_(value_ops.parse_value_op(text).apply(out, inverse))
 
 
@@ -156,28 +160,28 @@ class DerivedCodes(DerivedTensor):
 
     def __init__(
         self,
-        made: MappedTensor,
+        mapped: MappedTensor,
         sources: Mapping[str, LazyTensor],
         dense: Encoding,
         encoding: Encoding | None = None,
     ) -> None:
-        super().__init__(made, sources, dense, encoding)
+        super().__init__(mapped, sources, dense, encoding)
         assert isinstance(self.encoding_, DerivedCodesEncoding), "made by `derive`"
         grid = self.encoding_.codes_grid
-        unit = rows_together(made)
+        unit = rows_together(mapped)
         assert grid is not None and unit is not None, "made by `derive`"
-        sizes = _in_units(grid, made.info, unit)
+        sizes = _in_units(grid, mapped.info, unit)
         assert sizes is not None, "made by `derive`"
         self._codes = [part_piece(p, unit, sizes[0], grid.codes.shape) for p in self._pieces]
         self._scales = [part_piece(p, unit, sizes[1], grid.scales) for p in self._pieces]
 
     def read_codes(self, box: Box, out: torch.Tensor) -> None:
-        def bring(piece: Piece, bounds: Box) -> torch.Tensor:
+        def read_source(piece: Piece, bounds: Box) -> torch.Tensor:
             codes = out.new_empty(bounds.sizes)
             self._sources[piece.source].read_codes(bounds, codes)
             return codes
 
-        gather(self._codes, box, out, bring)
+        gather(self._codes, box, out, read_source)
 
     def read_scales(self) -> torch.Tensor:
         import torch
@@ -187,40 +191,46 @@ class DerivedCodes(DerivedTensor):
         out = torch.empty(grid.scales, dtype=torch.float32)
         whole = {key: lazy.read_scales() for key, lazy in self._sources.items()}
 
-        def bring(piece: Piece, bounds: Box) -> torch.Tensor:
+        def read_source(piece: Piece, bounds: Box) -> torch.Tensor:
             scales = whole[piece.source]
             for dim, (at, n) in enumerate(zip(bounds.offsets, bounds.sizes, strict=True)):
                 scales = scales.narrow(dim, at, n)
             return scales
 
-        gather(self._scales, Box.whole(grid.scales), out, bring)
+        gather(self._scales, Box.whole(grid.scales), out, read_source)
         return out
 
 
-def derive(made: MappedTensor, sources: Mapping[str, LazyTensor], dense: Encoding) -> DerivedTensor:
+def derive(
+    mapped: MappedTensor, sources: Mapping[str, LazyTensor], dense: Encoding
+) -> DerivedTensor:
     """Return the derived tensor, with its codes where whole blocks of them stay together."""
-    grid = None if made.ops or made.zeros is not None else _grid(made, list(sources.values()))
+    grid = (
+        None
+        if mapped.ops or mapped.zeros is not None
+        else _code_grid(mapped, list(sources.values()))
+    )
     if grid is None:
-        return DerivedTensor(made, sources, dense)
-    encoding = DerivedCodesEncoding(_title(made, sources), dense, codes_grid=grid)
-    return DerivedCodes(made, sources, dense, encoding)
+        return DerivedTensor(mapped, sources, dense)
+    encoding = DerivedCodesEncoding(_encoding_title(mapped, sources), dense, codes_grid=grid)
+    return DerivedCodes(mapped, sources, dense, encoding)
 
 
-def _title(made: MappedTensor, sources: Mapping[str, LazyTensor]) -> str:
+def _encoding_title(mapped: MappedTensor, sources: Mapping[str, LazyTensor]) -> str:
     encoded = sorted({lazy.encoding for lazy in sources.values()} - {"dense"})
-    ops = [text for text, _ in made.ops]
+    ops = [text for text, _ in mapped.ops]
     return " ".join([*(encoded or ["dense"]), *(ops or ["rearranged"])])
 
 
-def _grid(made: MappedTensor, lazies: Sequence[LazyTensor]) -> CodeGrid | None:
+def _code_grid(mapped: MappedTensor, lazies: Sequence[LazyTensor]) -> CodeGrid | None:
     """Return the target's code grid, None where a block of codes would be split."""
-    encoding, unit = lazies[0].encoding_, rows_together(made)
+    encoding, unit = lazies[0].encoding_, rows_together(mapped)
     if unit is None or any(lazy.encoding_ != encoding for lazy in lazies):
         return None
-    if not isinstance(encoding, Coded) or isinstance(encoding.parts(made.info), Refusal):
+    if not isinstance(encoding, Coded) or isinstance(encoding.parts(mapped.info), Refusal):
         return None
-    grid = encoding.grid(made.info)
-    return None if grid is None or _in_units(grid, made.info, unit) is None else grid
+    grid = encoding.grid(mapped.info)
+    return None if grid is None or _in_units(grid, mapped.info, unit) is None else grid
 
 
 def _in_units(grid: CodeGrid, info: TensorInfo, unit: int) -> tuple[int, int] | None:
@@ -241,42 +251,42 @@ def gather(
     pieces: Sequence[Piece],
     box: Box,
     out: torch.Tensor,
-    bring: Callable[[Piece, Box], torch.Tensor],
+    read_box: Callable[[Piece, Box], torch.Tensor],
 ) -> None:
-    """Fill `out` [box.sizes] with a box of the tensor that pieces tile; `bring` reads a source's box."""
+    """Fill `out` [box.sizes] with a box of the tensor that pieces tile; `read_box` reads a source's box."""
     for piece in pieces:
-        for lows, counts in piece.dst.cut(box):
-            _gather(piece, lows, counts, box, out, bring)
+        for starts, counts in piece.dst.cut(box):
+            _gather(piece, starts, counts, box, out, read_box)
 
 
 def _gather(
     piece: Piece,
-    lows: Sequence[int],
+    starts: Sequence[int],
     counts: Sequence[int],
     box: Box,
     out: torch.Tensor,
-    bring: Callable[[Piece, Box], torch.Tensor],
+    read_box: Callable[[Piece, Box], torch.Tensor],
 ) -> None:
     """Copy an index box of a piece, read as the bounding box of its elements in the source.
 
     Where the bounding box is much larger than the elements, it is read in slices along one axis.
     """
-    src, dst = piece.src.crop(lows, counts), piece.dst.crop(lows, counts)
+    src, dst = piece.src.crop(starts, counts), piece.dst.crop(starts, counts)
     bounds = src.bounds
     if bounds.numel > max(SMALL, WIDE * src.numel):
         axis = max(range(len(counts)), key=lambda k: (counts[k] - 1) * _weight(src, bounds, k))
         for at in range(counts[axis]):
-            low, count = list(lows), list(counts)
-            low[axis], count[axis] = lows[axis] + at, 1
-            _gather(piece, low, count, box, out, bring)
+            part_starts, part_counts = list(starts), list(counts)
+            part_starts[axis], part_counts[axis] = starts[axis] + at, 1
+            _gather(piece, part_starts, part_counts, box, out, read_box)
         return
-    values = bring(piece, bounds)
-    taken = values.as_strided(counts, _strides(src, values.stride()), values.storage_offset())
-    start = sum(
+    values = read_box(piece, bounds)
+    source_view = values.as_strided(counts, _strides(src, values.stride()), values.storage_offset())
+    first = sum(
         (at - o) * step for at, o, step in zip(dst.offsets, box.offsets, out.stride(), strict=True)
     )
-    place = out.as_strided(counts, _strides(dst, out.stride()), out.storage_offset() + start)
-    place.copy_(taken)
+    target_view = out.as_strided(counts, _strides(dst, out.stride()), out.storage_offset() + first)
+    target_view.copy_(source_view)
 
 
 def _weight(src: StridedBox, bounds: Box, axis: int) -> int:

@@ -100,8 +100,8 @@ def model_types(config: Mapping[str, object] | None) -> list[str]:
 def _for_model(
     entries: Sequence[CatalogEntry], config: Mapping[str, object] | None
 ) -> list[CatalogEntry]:
-    wanted = set(model_types(config))
-    matches = [entry for entry in entries if wanted.intersection(entry.models)]
+    types = set(model_types(config))
+    matches = [entry for entry in entries if types.intersection(entry.models)]
     return matches or list(entries)
 
 
@@ -291,13 +291,13 @@ class _Choosing:
             "see `ckptmap mappings list`; name the scheme with --names-from, or give a mapping file"
         )
         prefix = self._prefix()
-        what = f"no known naming scheme has keys such as {next(iter(self.keys), 'none')!r}"
+        problem = f"no known naming scheme has keys such as {next(iter(self.keys), 'none')!r}"
         if prefix:
-            what = (
+            problem = (
                 f"all {self.seen.count} keys begin with {prefix!r}, and without it they are known"
             )
             hint = f"name the dict that holds the weights, or rename them without {prefix!r}"
-        return PlanError("CKM604", what, hint)
+        return PlanError("CKM604", problem, hint)
 
     def _prefix(self) -> str:
         """Return a common prefix without which a scheme is recognized, "" without one."""

@@ -132,9 +132,11 @@ def _operand(tokens: list[tuple[str, str]], at: int, text: str, depth: int) -> t
     return (("value", _NAMED[token]) if token in _NAMED else ("name", token)), at + 1
 
 
-def _malformed(text: str, what: str) -> PlanError:
+def _malformed(text: str, problem: str) -> PlanError:
     return PlanError(
-        "CKM601", f"expression {text!r}: {what}", "ckptmap/mapping/README.md describes expressions"
+        "CKM601",
+        f"expression {text!r}: {problem}",
+        "ckptmap/mapping/README.md describes expressions",
     )
 
 

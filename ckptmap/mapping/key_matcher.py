@@ -66,28 +66,28 @@ class KeyMatcher:
         Raises PlanError CKM608 where two match, CKM605 where a config would decide between them.
         """
         shape, numbers = skeleton(key)
-        ways = self._table.get(shape)
-        if ways is None:
+        candidates = self._table.get(shape)
+        if candidates is None:
             end = tail(shape)
-            ways = None if end is None else self._table.get(end[0])
-            if end is None or ways is None:
+            candidates = None if end is None else self._table.get(end[0])
+            if end is None or candidates is None:
                 return None, numbers
             numbers = (*numbers, end[1])
-        if len(ways) == 1 and ways[0].simple:
-            return ways[0], numbers
-        ways = [way for way in ways if self._fits(way, numbers)]
-        if len(ways) > 1:
-            ways = [way for way in ways if self._below(way, numbers)]
-        if len(ways) > 1:
-            raise self._ambiguous(key, ways)
-        return (ways[0] if ways else None), numbers
+        if len(candidates) == 1 and candidates[0].simple:
+            return candidates[0], numbers
+        candidates = [candidate for candidate in candidates if self._fits(candidate, numbers)]
+        if len(candidates) > 1:
+            candidates = [candidate for candidate in candidates if self._below(candidate, numbers)]
+        if len(candidates) > 1:
+            raise self._ambiguous(key, candidates)
+        return (candidates[0] if candidates else None), numbers
 
-    def _fits(self, way: Candidate, numbers: tuple[int, ...]) -> bool:
-        if way.shifts is None:
-            self._prepare(way)
-        assert way.shifts is not None
+    def _fits(self, candidate: Candidate, numbers: tuple[int, ...]) -> bool:
+        if candidate.shifts is None:
+            self._prepare(candidate)
+        assert candidate.shifts is not None
         for hole, number, shift, ends in zip(
-            way.name.holes, numbers, way.shifts, way.ranges, strict=True
+            candidate.name.holes, numbers, candidate.shifts, candidate.ranges, strict=True
         ):
             if isinstance(hole, int):
                 if hole != number:
@@ -96,38 +96,45 @@ class KeyMatcher:
                 return False
         return True
 
-    def _below(self, way: Candidate, numbers: tuple[int, ...]) -> bool:
+    def _below(self, candidate: Candidate, numbers: tuple[int, ...]) -> bool:
         """Return whether the captures are below their dims: it separates `layers.{n}` from `layers.{k+n}`."""
-        for name, value in way.captures(numbers).items():
+        for name, value in candidate.captures(numbers).items():
             size = self._dims.size(name)
             if size is not None and value >= size:
                 return False
         return True
 
-    def _prepare(self, way: Candidate) -> None:
+    def _prepare(self, candidate: Candidate) -> None:
         """Evaluate offsets and ranges, once a key with the candidate's skeleton occurs."""
         try:
-            way.shifts = way.name.shifts(self._dims)
-            ranges = {} if way.drop else capture_ranges(self._scheme.rules[way.rule], self._dims)
+            candidate.shifts = candidate.name.shifts(self._dims)
+            ranges = (
+                {}
+                if candidate.drop
+                else capture_ranges(self._scheme.rules[candidate.rule], self._dims)
+            )
         except Unknown as unknown:
-            raise missing_config(self._scheme, unknown.names, way.name.text) from unknown
-        way.ranges = tuple(
-            None if isinstance(hole, int) else ranges.get(hole.name) for hole in way.name.holes
+            raise missing_config(self._scheme, unknown.names, candidate.name.text) from unknown
+        candidate.ranges = tuple(
+            None if isinstance(hole, int) else ranges.get(hole.name)
+            for hole in candidate.name.holes
         )
-        way.simple = not any(way.shifts) and all(
+        candidate.simple = not any(candidate.shifts) and all(
             not isinstance(hole, int) and ends is None
-            for hole, ends in zip(way.name.holes, way.ranges, strict=True)
+            for hole, ends in zip(candidate.name.holes, candidate.ranges, strict=True)
         )
 
-    def _ambiguous(self, key: str, ways: Sequence[Candidate]) -> PlanError:
+    def _ambiguous(self, key: str, candidates: Sequence[Candidate]) -> PlanError:
         scheme = self._scheme
         labels = [
-            scheme.rules[way.rule].label if way.drop is None else f"drop ({way.name.text})"
-            for way in ways
+            scheme.rules[candidate.rule].label
+            if candidate.drop is None
+            else f"drop ({candidate.name.text})"
+            for candidate in candidates
         ]
         if self._dims.missing and not self._dims.has_config:
-            what = f"{key} could match {' or '.join(labels)}"
-            return missing_config(scheme, list(self._dims.missing), what)
+            subject = f"{key} could match {' or '.join(labels)}"
+            return missing_config(scheme, list(self._dims.missing), subject)
         return PlanError(
             "CKM608",
             f"{scheme.title}: {key} matches {' and '.join(labels)}, expected one rule",

@@ -19,52 +19,54 @@ from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
 
 def mapped_tensor(
-    made: MappedTensor, sources: Mapping[str, LazyTensor], dense: Encoding
+    mapped: MappedTensor, sources: Mapping[str, LazyTensor], dense: Encoding
 ) -> Group | StoredTensor | DerivedTensor:
     """Return the tensor `made` of `sources` in the cheapest form that holds the right values.
 
     That is a StoredTensor for dense sources, a Group of parts for quantized sources whose blocks stay
     whole, else a DerivedTensor, which is decoded when read and written as `dense`.
     """
-    if made.source is not None and not made.ops:
-        group = sources[made.source].group
-        return group.parts[""] if group.encoding == dense else group._replace(fqn=made.name)
-    if not made.ops and all(lazy.encoding_ == dense for lazy in sources.values()):
+    if mapped.source is not None and not mapped.ops:
+        group = sources[mapped.source].group
+        return group.parts[""] if group.encoding == dense else group._replace(fqn=mapped.name)
+    if not mapped.ops and all(lazy.encoding_ == dense for lazy in sources.values()):
         stored = {key: lazy.parts[""] for key, lazy in sources.items()}
-        return rearranged(made.info, made.pieces, stored, made.zeros)
-    parts = None if made.ops else _parts(made, sources)
+        return rearranged(mapped.info, mapped.pieces, stored, mapped.zeros)
+    parts = None if mapped.ops else _rearrange_parts(mapped, sources)
     if parts is None:
-        return derive(made, sources, dense)
-    return Group(made.name, made.info, next(iter(sources.values())).encoding_, parts)
+        return derive(mapped, sources, dense)
+    return Group(mapped.name, mapped.info, next(iter(sources.values())).encoding_, parts)
 
 
 # --------------------------------------------------------------------------------- parts
 
 
-def _parts(made: MappedTensor, sources: Mapping[str, LazyTensor]) -> dict[str, StoredTensor] | None:
+def _rearrange_parts(
+    mapped: MappedTensor, sources: Mapping[str, LazyTensor]
+) -> dict[str, StoredTensor] | None:
     """Return the target's codes and scales, cut out of those of the sources.
 
     Return None where the sources differ in encoding or a quantization block would be split.
     """
     lazies = list(sources.values())
     encoding = lazies[0].encoding_
-    if any(lazy.encoding_ != encoding for lazy in lazies) or made.zeros is not None:
+    if any(lazy.encoding_ != encoding for lazy in lazies) or mapped.zeros is not None:
         return None
-    expected = encoding.parts(made.info)
-    unit = rows_together(made)
+    expected = encoding.parts(mapped.info)
+    unit = rows_together(mapped)
     if unit is None or isinstance(expected, Refusal) or set(expected) != set(lazies[0].parts):
         return None
     parts: dict[str, StoredTensor] = {}
     for part, info in expected.items():
         stored = {key: lazy.parts[part] for key, lazy in sources.items()}
-        if len(lazies) == 1 and _is_shared(lazies[0], part, made.info):
+        if len(lazies) == 1 and _is_shared(lazies[0], part, mapped.info):
             parts[part] = next(iter(stored.values()))
             continue
         per_unit = {_per_unit(lazy, part, unit) for lazy in lazies}
         rows = per_unit.pop()
-        if per_unit or rows is None or info.shape[0] * unit != made.info.shape[0] * rows:
+        if per_unit or rows is None or info.shape[0] * unit != mapped.info.shape[0] * rows:
             return None
-        pieces = [part_piece(piece, unit, rows, info.shape) for piece in made.pieces]
+        pieces = [part_piece(piece, unit, rows, info.shape) for piece in mapped.pieces]
         parts[part] = rearranged(info, pieces, stored)
     return parts
 

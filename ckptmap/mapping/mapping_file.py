@@ -92,9 +92,9 @@ class _Reader:
         self._scheme = ""
 
     def head(self, document: Mapping[str, object]) -> SchemeHead:
-        self._known(document, _TOP, "the file")
+        self._check_keys(document, _TOP, "the file")
         if document.get("schema") != SCHEMA:
-            raise self._wrong(f"schema {document.get('schema')!r}, expected {SCHEMA}")
+            raise self._error(f"schema {document.get('schema')!r}, expected {SCHEMA}")
         family = self._word(document, "family")
         return SchemeHead(
             family,
@@ -112,7 +112,7 @@ class _Reader:
         dims = self._table(document, "dims")
         rules = [self._rule(i, rule) for i, rule in enumerate(self._tables(document, "rule"), 1)]
         if not rules:
-            raise self._wrong("has no [[rule]]")
+            raise self._error("has no [[rule]]")
         return NamingScheme(
             **vars(head),
             dims={axis: self._expr(value, f"[dims] {axis}") for axis, value in dims.items()},
@@ -128,16 +128,16 @@ class _Reader:
 
     def _rule(self, number: int, entry: Mapping[str, object]) -> Rule:
         where = f"{self._where}: rule {number}"
-        self._known(entry, _RULE | {HUB, self._scheme}, f"rule {number}")
+        self._check_keys(entry, _RULE | {HUB, self._scheme}, f"rule {number}")
         hub, other = (self._side(entry, side, where) for side in (HUB, self._scheme))
-        hub, other = _filled(hub, other), _filled(other, hub)
+        hub, other = _with_default_axes(hub, other), _with_default_axes(other, hub)
         ranges = {
             name: self._range(text, f"rule {number}: range {name}")
             for name, text in self._table(entry, "range").items()
         }
         optional = entry.get("optional", False)
         if not isinstance(optional, bool | str) or optional not in _OPTIONAL:
-            raise self._wrong(f'rule {number}: optional {optional!r}, expected true or "any"')
+            raise self._error(f'rule {number}: optional {optional!r}, expected true or "any"')
         pad = {
             axis: self._expr(value, f"rule {number}: pad {axis}")
             for axis, value in self._table(entry, "pad").items()
@@ -170,14 +170,14 @@ class _Reader:
             terms.append(Term(parse_names(names.strip(), where), *parsed))
         return tuple(terms)
 
-    def _range(self, text: object, what: str) -> tuple[Expr, Expr]:
-        low, colon, high = self._text(text, what).partition(":")
+    def _range(self, text: object, label: str) -> tuple[Expr, Expr]:
+        low, colon, high = self._text(text, label).partition(":")
         if not colon or not high.strip():
-            raise self._wrong(f'{what} is {text!r}, expected "LOW : END"')
-        return self._parsed(low.strip() or "0", what), self._parsed(high.strip(), what)
+            raise self._error(f'{label} is {text!r}, expected "LOW : END"')
+        return self._parse(low.strip() or "0", label), self._parse(high.strip(), label)
 
     def _detect(self, entry: Mapping[str, object]) -> Detect:
-        self._known(entry, {"any", "all", "none"}, "[detect]")
+        self._check_keys(entry, {"any", "all", "none"}, "[detect]")
         patterns: dict[str, tuple[NamePattern, ...]] = {
             kind: tuple(
                 name
@@ -189,10 +189,10 @@ class _Reader:
         return Detect(**patterns)
 
     def _drop(self, entry: Mapping[str, object]) -> Drop:
-        self._known(entry, {HUB, self._scheme, "why", "when"}, "[[drop]]")
+        self._check_keys(entry, {HUB, self._scheme, "why", "when"}, "[[drop]]")
         sides = [side for side in dict.fromkeys((HUB, self._scheme)) if side in entry]
         if len(sides) != 1 or not entry.get("why"):
-            raise self._wrong("[[drop]] needs names of one side, and a why")
+            raise self._error("[[drop]] needs names of one side, and a why")
         value = entry[sides[0]]
         names = tuple(
             name
@@ -203,10 +203,10 @@ class _Reader:
         return Drop(names, sides[0] == HUB, why, self._condition(entry))
 
     def _ties(self, entry: Mapping[str, object]) -> Iterator[Tie]:
-        self._known(entry, {HUB, self._scheme, "when", "written"}, "[[tie]]")
+        self._check_keys(entry, {HUB, self._scheme, "when", "written"}, "[[tie]]")
         written = entry.get("written", False)
         if not isinstance(written, bool):
-            raise self._wrong(f"[[tie]] written is {written!r}, expected true or false")
+            raise self._error(f"[[tie]] written is {written!r}, expected true or false")
         sides = [side for side in dict.fromkeys((HUB, self._scheme)) if side in entry]
         for side in sides:
             names = [
@@ -215,17 +215,17 @@ class _Reader:
                 for name in parse_names(text, f"{self._where}: [[tie]]")
             ]
             if len(names) != 2 or any(name.captures for name in names):
-                raise self._wrong("[[tie]] needs two names of a side, without captures")
+                raise self._error("[[tie]] needs two names of a side, without captures")
             keeps = written and side != HUB
             yield Tie(names[0], names[1], side == HUB, self._condition(entry), keeps)
         if not sides:
-            raise self._wrong("[[tie]] names no side")
+            raise self._error("[[tie]] names no side")
 
     def _refuse(self, entry: Mapping[str, object]) -> Refuse:
-        self._known(entry, {"when", "why"}, "[[refuse]]")
+        self._check_keys(entry, {"when", "why"}, "[[refuse]]")
         when = self._condition(entry)
         if when is None or not entry.get("why"):
-            raise self._wrong("[[refuse]] needs a when and a why")
+            raise self._error("[[refuse]] needs a when and a why")
         return Refuse(when, self._text(entry["why"], "why"))
 
     # ------------------------------------------------------------------ values
@@ -233,57 +233,59 @@ class _Reader:
     def _condition(self, entry: Mapping[str, object]) -> Expr | None:
         return self._expr(entry["when"], "when") if "when" in entry else None
 
-    def _expr(self, value: object, what: str) -> Expr:
+    def _expr(self, value: object, label: str) -> Expr:
         if isinstance(value, int) and not isinstance(value, bool):
             return parse_expr(str(value))
-        return self._parsed(self._text(value, what), what)
+        return self._parse(self._text(value, label), label)
 
-    def _parsed(self, text: str, what: str) -> Expr:
+    def _parse(self, text: str, label: str) -> Expr:
         try:
             return parse_expr(text)
         except PlanError as error:
-            raise self._wrong(f"{what}: {error.message}") from error
+            raise self._error(f"{label}: {error.message}") from error
 
-    def _text(self, value: object, what: str) -> str:
+    def _text(self, value: object, label: str) -> str:
         if not isinstance(value, str):
-            raise self._wrong(f"{what} is {value!r}, expected text")
+            raise self._error(f"{label} is {value!r}, expected text")
         return value
 
     def _word(self, entry: Mapping[str, object], key: str) -> str:
         text = self._text(entry.get(key), key)
         if not _WORD.fullmatch(text):
-            raise self._wrong(f"{key} is {text!r}, expected a word")
+            raise self._error(f"{key} is {text!r}, expected a word")
         return text
 
-    def _texts(self, value: object, what: str) -> Iterable[str]:
+    def _texts(self, value: object, label: str) -> Iterable[str]:
         if not isinstance(value, list):
-            raise self._wrong(f"{what} is {value!r}, expected a list of texts")
-        return [self._text(item, what) for item in value]
+            raise self._error(f"{label} is {value!r}, expected a list of texts")
+        return [self._text(item, label) for item in value]
 
     def _table(self, entry: Mapping[str, object], key: str) -> Mapping[str, object]:
         table = entry.get(key, {})
         if not isinstance(table, dict):
-            raise self._wrong(f"{key} is {table!r}, expected a table")
+            raise self._error(f"{key} is {table!r}, expected a table")
         return table
 
     def _tables(self, entry: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
         tables = entry.get(key, [])
         if not isinstance(tables, list) or not all(isinstance(item, dict) for item in tables):
-            raise self._wrong(f"{key} must be written [[{key}]]")
+            raise self._error(f"{key} must be written [[{key}]]")
         return cast("list[Mapping[str, object]]", tables)
 
-    def _known(self, entry: Mapping[str, object], words: set[str], what: str) -> None:
+    def _check_keys(self, entry: Mapping[str, object], words: set[str], label: str) -> None:
         strange = next((key for key in entry if key not in words), None)
         if strange is not None:
-            raise self._wrong(f"{what} has {strange!r}, expected one of {', '.join(sorted(words))}")
+            raise self._error(
+                f"{label} has {strange!r}, expected one of {', '.join(sorted(words))}"
+            )
 
-    def _wrong(self, what: str) -> PlanError:
+    def _error(self, problem: str) -> PlanError:
         return PlanError(
-            "CKM601", f"{self._where}: {what}", "see ckptmap/mapping/README.md for the form"
+            "CKM601", f"{self._where}: {problem}", "see ckptmap/mapping/README.md for the form"
         )
 
 
-def _filled(terms: tuple[Term, ...], others: tuple[Term, ...]) -> tuple[Term, ...]:
+def _with_default_axes(terms: tuple[Term, ...], others: tuple[Term, ...]) -> tuple[Term, ...]:
     """Give a lone tensor without axes those of the other side."""
     if len(terms) == len(others) == 1 and terms[0].axes is None and not others[0].slices:
         return (Term(terms[0].names, others[0].axes),)

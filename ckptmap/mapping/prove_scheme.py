@@ -25,16 +25,16 @@ from ckptmap.mapping.rules import NamingScheme, Rule, Term
 def prove(scheme: NamingScheme) -> None:
     """Raise PlanError CKM602, naming the rule, or CKM613 for an unknown value operation."""
     for rule in scheme.rules:
-        _Rule(scheme, rule).prove()
+        _RuleCheck(scheme, rule).prove()
     for hub in (True, False):
-        _apart(scheme, hub)
-    _cycles(scheme)
+        _check_disjoint(scheme, hub)
+    _check_acyclic(scheme)
     for rule in scheme.rules:
         if not rule.is_rename:
             round_trip(scheme, rule)
 
 
-class _Rule:
+class _RuleCheck:
     """The checks of one rule that need no sizes."""
 
     def __init__(self, scheme: NamingScheme, rule: Rule) -> None:
@@ -46,85 +46,87 @@ class _Rule:
             value_ops.parse_value_op(rule.op)
         for side in (rule.hub, rule.other):
             if len({frozenset(term.captures) for term in side}) > 1:
-                raise self._wrong("tensors of one side have different captures")
+                raise self._error("tensors of one side have different captures")
         strange = next((name for name in rule.ranges if name not in rule.shared), None)
         if strange is not None:
-            raise self._wrong(f"range of {strange!r}, expected a capture that both sides have")
+            raise self._error(f"range of {strange!r}, expected a capture that both sides have")
         if rule.either and not rule.shared:
-            raise self._wrong("either: expected a capture that both sides have")
-        if rule.hub == rule.other or (rule.is_rename and self._bare()):
+            raise self._error("either: expected a capture that both sides have")
+        if rule.hub == rule.other or (rule.is_rename and self._has_no_axes()):
             return
-        self._axes()
-        self._pad()
+        self._check_axes()
+        self._check_pad()
 
-    def _bare(self) -> bool:
+    def _has_no_axes(self) -> bool:
         return self.rule.hub[0].axes is None and self.rule.other[0].axes is None
 
-    def _axes(self) -> None:
+    def _check_axes(self) -> None:
         terms = (*self.rule.hub, *self.rule.other)
         if any(term.axes is None for term in terms):
-            raise self._wrong(
+            raise self._error(
                 "axes are missing: only a tensor that is renamed without rearranging needs none"
             )
         segments = {term.axes.segments for term in terms if term.axes is not None}
         if len(segments) > 1:
-            raise self._wrong("brackets need the same number of segments on both sides")
+            raise self._error("brackets need the same number of segments on both sides")
         for sheet in range(max(1, *segments)):
             sets = {
-                term: self._of(term, hub, sheet)
+                term: self._axes_of(term, hub, sheet)
                 for hub in (True, False)
                 for term in self.rule.side(hub)
             }
             whole = set().union(*sets.values())
-            for term, mine in sets.items():
-                if whole - mine:
-                    raise self._wrong(
-                        f"axis {sorted(whole - mine)[0]!r} is not an axis of {term.names[0].text},"
+            for term, axes in sets.items():
+                if whole - axes:
+                    raise self._error(
+                        f"axis {sorted(whole - axes)[0]!r} is not an axis of {term.names[0].text},"
                         " expected the same axes in every tensor"
                     )
 
-    def _of(self, term: Term, hub: bool, sheet: int) -> set[str]:
+    def _axes_of(self, term: Term, hub: bool, sheet: int) -> set[str]:
         """Return the axes of one tensor of the rule: of its pattern, its slices and its stacked captures."""
         assert term.axes is not None, "checked before"
         pattern = term.axes.of_sheet(sheet)
         for cut in term.slices:
             if (cut.high is None) == (cut.axis in pattern):
-                raise self._wrong(
+                raise self._error(
                     f"{term.names[0].text}: axis {cut.axis!r} of the slice is"
                     f" {'in' if cut.high is None else 'not in'} its pattern: s[a:b] keeps the axis,"
                     " s[a] removes it"
                 )
-        mine = {*pattern, *(cut.axis for cut in term.slices)}
+        axes = {*pattern, *(cut.axis for cut in term.slices)}
         for name in stacked_captures(self.rule, hub):
-            if name in mine:
-                raise self._wrong(f"{name!r} is both a capture and an axis of {term.names[0].text}")
-            mine.add(name)
-        return mine
+            if name in axes:
+                raise self._error(f"{name!r} is both a capture and an axis of {term.names[0].text}")
+            axes.add(name)
+        return axes
 
-    def _pad(self) -> None:
+    def _check_pad(self) -> None:
         for axis in self.rule.pad:
             for term in self.rule.other:
                 assert term.axes is not None, "checked before"
                 if (axis,) not in term.axes.dims:
-                    raise self._wrong(
+                    raise self._error(
                         f"pad: {axis!r} is not alone in a dim of {term.names[0].text}"
                     )
         if len(self.rule.pad) > 1:
-            raise self._wrong("pad: expected one axis")
+            raise self._error("pad: expected one axis")
 
-    def _wrong(self, what: str) -> PlanError:
-        return wrong(self.scheme, self.rule, what)
+    def _error(self, problem: str) -> PlanError:
+        return invalid_rule(self.scheme, self.rule, problem)
 
 
-def wrong(scheme: NamingScheme, rule: Rule, what: str) -> PlanError:
+def invalid_rule(scheme: NamingScheme, rule: Rule, problem: str) -> PlanError:
     """Return PlanError CKM602 for a rule."""
-    return PlanError("CKM602", f"{scheme.where}: {rule.label}: {what}", "correct the mapping file")
+    return PlanError(
+        "CKM602", f"{scheme.where}: {rule.label}: {problem}", "correct the mapping file"
+    )
 
 
 # --------------------------------------------------------------------------------- one key, one rule
 
 
-def _apart(scheme: NamingScheme, hub: bool) -> None:
+def _check_disjoint(scheme: NamingScheme, hub: bool) -> None:
     """Raise PlanError CKM602 where two rules match one key and no `when` or `range` separates them."""
     by_skeleton: dict[str, list[tuple[NamePattern, str, bool]]] = {}
     for rule in scheme.rules:
@@ -136,28 +138,28 @@ def _apart(scheme: NamingScheme, hub: bool) -> None:
         for name in drop.names if drop.hub == hub else ():
             by_skeleton.setdefault(name.skeleton, []).append((name, "drop", drop.when is not None))
     for entries in by_skeleton.values():
-        for (one, label, open_), (two, other, also) in combinations(entries, 2):
-            if one.meets(two) and not (open_ and also) and not _shifted(one, two):
+        for (first, label, open_), (second, other_label, other_open) in combinations(entries, 2):
+            if first.meets(second) and not (open_ and other_open) and not _shifted(first, second):
                 raise PlanError(
                     "CKM602",
-                    f"{scheme.where}: {label} and {other} both match the key {one.text}"
-                    + (f" ({two.text})" if two.text != one.text else ""),
+                    f"{scheme.where}: {label} and {other_label} both match the key {first.text}"
+                    + (f" ({second.text})" if second.text != first.text else ""),
                     "give each rule its own keys, or give both a `when` or `range`",
                 )
 
 
-def _shifted(one: NamePattern, two: NamePattern) -> bool:
+def _shifted(first: NamePattern, second: NamePattern) -> bool:
     """Return whether the offsets of the captures differ, as in `layers.{n}` and `layers.{k+n}`.
 
     The dim of the first capture then says where the second one begins.
     """
     return any(
         isinstance(a, Capture) and isinstance(b, Capture) and a.offset != b.offset
-        for a, b in zip(one.holes, two.holes, strict=True)
+        for a, b in zip(first.holes, second.holes, strict=True)
     )
 
 
-def _cycles(scheme: NamingScheme) -> None:
+def _check_acyclic(scheme: NamingScheme) -> None:
     """Raise PlanError CKM602 where a dim depends on itself; a config value of its own name is fine."""
 
     def visit(axis: str, path: tuple[str, ...]) -> None:
@@ -225,32 +227,32 @@ def round_trip(scheme: NamingScheme, rule: Rule) -> None:
     for hub in (True, False):
         sources = example_sources(scheme, rule, hub, dims)
         captures = dict.fromkeys(rule.shared, 0)
-        there = build_targets(scheme, rule, not hub, dims, sources, captures)
-        again = _as_sources(there, rule, not hub)
+        targets = build_targets(scheme, rule, not hub, dims, sources, captures)
+        sources_back = _as_sources(targets, rule, not hub)
         if rule.pad and not hub:  # the zeros of the padding do not come back
             continue
-        back = build_targets(scheme, rule, hub, dims, again, captures)
-        pieces = {built.name: built.pieces for built in there}
-        for built in back:
-            _check_identity(scheme, rule, built, pieces)
+        targets_back = build_targets(scheme, rule, hub, dims, sources_back, captures)
+        pieces = {target.name: target.pieces for target in targets}
+        for target in targets_back:
+            _check_identity(scheme, rule, target, pieces)
 
 
-def _as_sources(made: Sequence[RuleTarget], rule: Rule, hub: bool) -> list[RuleSource]:
+def _as_sources(targets: Sequence[RuleTarget], rule: Rule, hub: bool) -> list[RuleSource]:
     """Return targets as the sources of the way back: they come term by term, stack by stack."""
     sources = []
-    each = len(made) // len(rule.side(hub))
-    for at, built in enumerate(made):
-        stack = _numbers(at % each, _stack_sizes(made, rule, hub))
-        sources.append(RuleSource(built.name, at // each, stack, built.info))
+    per_term = len(targets) // len(rule.side(hub))
+    for at, target in enumerate(targets):
+        stack = _numbers(at % per_term, _stack_sizes(targets, rule, hub))
+        sources.append(RuleSource(target.name, at // per_term, stack, target.info))
     return sources
 
 
-def _stack_sizes(made: Sequence[RuleTarget], rule: Rule, hub: bool) -> list[int]:
+def _stack_sizes(targets: Sequence[RuleTarget], rule: Rule, hub: bool) -> list[int]:
     names = stacked_captures(rule, hub)
     if not names:
         return []
     if len(names) == 1:
-        return [len(made) // len(rule.side(hub))]
+        return [len(targets) // len(rule.side(hub))]
     raise PlanError(
         "CKM602", f"{rule.label}: {len(names)} captures are stacked, expected one",
         "stack them in two rules, one after the other",
@@ -262,15 +264,18 @@ def _numbers(at: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_identity(
-    scheme: NamingScheme, rule: Rule, built: RuleTarget, there: Mapping[str, Sequence[Piece]]
+    scheme: NamingScheme,
+    rule: Rule,
+    target: RuleTarget,
+    pieces_there: Mapping[str, Sequence[Piece]],
 ) -> None:
     numel = 0
-    for piece in built.pieces:
-        for part in compose(there[piece.source], [piece]):
-            if part.source != built.name or part.src != part.dst:
-                raise wrong(scheme, rule, f"{built.name} changes on the way there and back")
+    for piece in target.pieces:
+        for part in compose(pieces_there[piece.source], [piece]):
+            if part.source != target.name or part.src != part.dst:
+                raise invalid_rule(scheme, rule, f"{target.name} changes on the way there and back")
             numel += part.numel
-    if numel != built.info.numel:
-        raise wrong(
-            scheme, rule, f"{built.name} comes back with {numel} of {built.info.numel} elements"
+    if numel != target.info.numel:
+        raise invalid_rule(
+            scheme, rule, f"{target.name} comes back with {numel} of {target.info.numel} elements"
         )

@@ -188,7 +188,7 @@ class _AxisSpace:
             padded[axis] = -(-self.size[axis] // step) * step
         return padded
 
-    # ------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------ sources
 
     def _complete(self) -> None:
         """Raise PlanError CKM607 where a source is missing."""
@@ -225,11 +225,11 @@ class _AxisSpace:
         shape, dims = source.info.shape, _axes(term).dims
         if not self.to_hub or len(shape) != len(expected):
             return False
-        for size, wanted, axes in zip(shape, expected, dims, strict=True):
+        for size, needed, axes in zip(shape, expected, dims, strict=True):
             axis = axes[0] if len(axes) == 1 else None
             pad = self.rule.pad.get(axis) if isinstance(axis, str) else None
             step = 0 if pad is None else max(1, self.dims.number(pad, self.size))
-            if size != wanted and not (step and size > wanted and size % step == 0):
+            if size != needed and not (step and size > needed and size % step == 0):
                 return False
         return True
 
@@ -243,7 +243,7 @@ class _AxisSpace:
         except Unknown as unknown:
             raise missing_config(self.scheme, unknown.names, name.text) from unknown
 
-    # ------------------------------------------------------------------ what is made
+    # ------------------------------------------------------------------ targets
 
     def targets(self) -> list[RuleTarget]:
         axes = stacked_captures(self.rule, self.to_hub)

@@ -56,15 +56,15 @@ class MappedTensor(NamedTuple):
 class Resolution:
     """What becomes of every key.
 
-    made      target key -> what it is made of
+    targets   target key -> the tensor, as regions of its sources
     dropped   source key -> the reason why no target holds it
     unmapped  source keys that no rule matches
     tied      target key that is left out -> the target it must equal
     used      the config values that the mapping depends on
-    left      targets that are not made because their sources stay behind
+    left      names of targets that do not exist because their sources stay behind
     """
 
-    made: Mapping[str, MappedTensor]
+    targets: Mapping[str, MappedTensor]
     dropped: Mapping[str, str]
     unmapped: Sequence[str]
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -92,7 +92,21 @@ def resolve(
     return _Resolver(scheme, infos, to_hub, config, complete, left).run()
 
 
+class _Pending(NamedTuple):
+    """Targets that are built of several sources, once all keys have been seen.
+
+    renamed_before  number of tensors renamed before their first source key
+    rule, shared    index of the rule, and the values of its shared captures
+    """
+
+    renamed_before: int
+    rule: int
+    shared: tuple[int, ...]
+
+
 class _Resolver:
+    """Applies the rules of one scheme in one direction to the keys of one checkpoint."""
+
     def __init__(
         self,
         scheme: NamingScheme,
@@ -105,22 +119,24 @@ class _Resolver:
         self.left, self.left_names = left, list[str]()
         self.scheme, self.infos, self.to_hub, self.complete = scheme, infos, to_hub, complete
         self.dims = Dims(scheme.dims, config)
-        self.made: dict[str, MappedTensor] = {}
+        self.targets: dict[str, MappedTensor] = {}
         self.dropped: dict[str, str] = {}
         self.unmapped: list[str] = []
         self.tied: dict[str, str] = {}
         self._refuse()
         self.active = [self.dims.holds(rule.when) for rule in scheme.rules]
         self.matcher = KeyMatcher(scheme, scheme.is_hub or not to_hub, self.dims, self.active)
-        self.seen: list[dict[tuple[int, ...], dict[tuple[int, tuple[int, ...]], str]]] = [
+        self.slots: list[dict[tuple[int, ...], dict[tuple[int, tuple[int, ...]], str]]] = [
             {} for _ in scheme.rules
         ]
+        """For each rule: shared captures -> (term, stacked captures) -> the source key for them."""
         self.renamed: list[list[tuple[int, ...]]] = [[] for _ in scheme.rules]
-        self.places: list[tuple[int, int, tuple[int, ...]]] = []
-        """(number of tensors renamed before it, rule, shared captures) of each target to be assembled."""
-        self.virtual: set[tuple[str, tuple[int, ...]]] = set()
+        """For each rule that renames: the shared captures of its keys."""
+        self.pending: list[_Pending] = []
+        self.tied_in: set[tuple[str, tuple[int, ...]]] = set()
         """(rule, shared captures) that a tied tensor stands in for, which the source leaves out."""
-        self.alike: dict[object, tuple[list[RuleSource], list[RuleTarget]]] = {}
+        self.built: dict[object, tuple[list[RuleSource], list[RuleTarget]]] = {}
+        """Rule and shapes of its sources -> the first such sources, and the targets built of them."""
         self.expected = [
             known_shape(rule, not to_hub, self.dims) if rule.is_rename else None
             for rule in scheme.rules
@@ -128,36 +144,39 @@ class _Resolver:
 
     def run(self) -> Resolution:
         for key in self.infos:
-            self._take(key, key)
-        for virtual, actual in self._absent_ties():
-            self._take(virtual, actual)
+            self._assign(key, key)
+        for tied, stored in self._absent_ties():
+            self._assign(tied, stored)
         for key in self.left:
-            self._leave(key)
-        if self.places:
-            self._put_in_order()
+            self._note_left(key)
+        if self.pending:
+            self._restore_order()
         if self.complete:
-            check_complete(self.scheme, self.to_hub, self.dims, self.active, self._found())
+            check_complete(
+                self.scheme, self.to_hub, self.dims, self.active, self._present_captures()
+            )
         self._leave_ties()
         return Resolution(
-            self.made, self.dropped, tuple(self.unmapped), self.tied, dict(self.dims.used),
+            self.targets, self.dropped, tuple(self.unmapped), self.tied, dict(self.dims.used),
             self.left_names,
         )  # fmt: skip
 
-    def _put_in_order(self) -> None:
+    def _restore_order(self) -> None:
         """Restore the source's order: a tensor made of several keys stands where the first one stood."""
-        renamed, self.made = list(self.made.values()), {}
+        renamed, self.targets = list(self.targets.values()), {}
         done = 0
-        for at, index, shared in self.places:
-            for made in renamed[done:at]:
-                self._put(made)
-            self._build(self.scheme.rules[index], shared, self.seen[index][shared])
-            done = at
-        for made in renamed[done:]:
-            self._put(made)
+        for pending in self.pending:
+            for target in renamed[done : pending.renamed_before]:
+                self._add(target)
+            slots = self.slots[pending.rule][pending.shared]
+            self._build(self.scheme.rules[pending.rule], pending.shared, slots)
+            done = pending.renamed_before
+        for target in renamed[done:]:
+            self._add(target)
 
-    def _found(self) -> list[set[tuple[int, ...]]]:
+    def _present_captures(self) -> list[set[tuple[int, ...]]]:
         """Return, for each rule, the captures for which the checkpoint has keys."""
-        return [{*renamed, *built} for renamed, built in zip(self.renamed, self.seen, strict=True)]
+        return [{*renamed, *built} for renamed, built in zip(self.renamed, self.slots, strict=True)]
 
     def _refuse(self) -> None:
         for refuse in self.scheme.refuses:
@@ -170,87 +189,87 @@ class _Resolver:
 
     # ------------------------------------------------------------------ one key
 
-    def _take(self, key: str, actual: str) -> None:
+    def _assign(self, key: str, actual: str) -> None:
         """Assign one key to its rule; `actual` is the key whose tensor it takes, another where tied."""
-        way, numbers = self.matcher.find(key)
-        if way is None:
+        candidate, numbers = self.matcher.find(key)
+        if candidate is None:
             self.unmapped.append(key)
             return
-        if way.drop is not None:
-            self.dropped[key] = way.drop.why
+        if candidate.drop is not None:
+            self.dropped[key] = candidate.drop.why
             return
-        rule = self.scheme.rules[way.rule]
+        rule = self.scheme.rules[candidate.rule]
         if rule.is_rename:
-            self._rename(key, actual, way, rule, numbers)
+            self._rename(key, actual, candidate, rule, numbers)
             return
         shared, stack = numbers, tuple[int, ...]()
-        if not way.simple or way.name.captures != rule.shared:
-            captures = way.captures(numbers)
+        if not candidate.simple or candidate.name.captures != rule.shared:
+            captures = candidate.captures(numbers)
             shared = tuple(captures[name] for name in rule.shared)
             stack = tuple(value for name, value in captures.items() if name not in rule.shared)
-        slots = self.seen[way.rule].get(shared)
+        slots = self.slots[candidate.rule].get(shared)
         if slots is None:
-            slots = self.seen[way.rule][shared] = {}
-            self.places.append((len(self.made), way.rule, shared))
-        slot = (way.term, stack)
+            slots = self.slots[candidate.rule][shared] = {}
+            self.pending.append(_Pending(len(self.targets), candidate.rule, shared))
+        slot = (candidate.term, stack)
         if slot in slots:
-            raise self._twice(rule, slots[slot], key, "the same part of a tensor")
+            raise self._duplicate(rule, slots[slot], key, "the same part of a tensor")
         slots[slot] = actual
         if actual is not key:
-            self.virtual.add((rule.label, shared))
+            self.tied_in.add((rule.label, shared))
 
-    def _leave(self, key: str) -> None:
+    def _note_left(self, key: str) -> None:
         """Count a key that stays behind as present, and note the targets that are not made of it."""
-        way, numbers = self.matcher.find(key)
-        if way is None or way.drop is not None:
+        candidate, numbers = self.matcher.find(key)
+        if candidate is None or candidate.drop is not None:
             return
-        rule = self.scheme.rules[way.rule]
-        captures = way.captures(numbers)
-        self.renamed[way.rule].append(tuple(captures[name] for name in rule.shared))
+        rule = self.scheme.rules[candidate.rule]
+        captures = candidate.captures(numbers)
+        self.renamed[candidate.rule].append(tuple(captures[name] for name in rule.shared))
         for term in rule.side(self.to_hub):
             if set(term.captures) <= captures.keys():
-                self.left_names.append(self._rendered(term.names[0], captures))
+                self.left_names.append(self._render(term.names[0], captures))
 
     def _rename(
-        self, key: str, actual: str, way: Candidate, rule: Rule, numbers: tuple[int, ...]
+        self, key: str, actual: str, candidate: Candidate, rule: Rule, numbers: tuple[int, ...]
     ) -> None:
         target = rule.side(self.to_hub)[0].names[0]
-        if way.simple and way.name.holes == target.holes:
+        if candidate.simple and candidate.name.holes == target.holes:
             captured = numbers
             name = target.skeleton.format(*numbers) if numbers else target.skeleton
         else:
-            captures = way.captures(numbers)
+            captures = candidate.captures(numbers)
             captured = tuple(captures[c] for c in rule.shared)
-            name = self._rendered(target, captures)
+            name = self._render(target, captures)
         info = self.infos[actual]
-        expected = self.expected[way.rule]
+        expected = self.expected[candidate.rule]
         if expected is not None and info.shape != expected and not _fits(info.shape, expected):
-            raise self._misshapen(rule, key, info, expected)
-        self.renamed[way.rule].append(captured)
+            raise self._wrong_shape(rule, key, info, expected)
+        self.renamed[candidate.rule].append(captured)
         if actual is not key and self._is_left(name):
             return
-        made = MappedTensor(name, info, actual, rule=rule.label)
-        if rule.op or name in self.made:
-            self._put(self._valued(made, rule) if rule.op else made)
+        mapped = MappedTensor(name, info, actual, rule=rule.label)
+        if rule.op or name in self.targets:
+            self._add(self._with_value_op(mapped, rule) if rule.op else mapped)
         else:
-            self.made[name] = made
+            self.targets[name] = mapped
 
-    def _rendered(self, name: NamePattern, captures: dict[str, int]) -> str:
+    def _render(self, name: NamePattern, captures: dict[str, int]) -> str:
         try:
             return name.render(captures, name.shifts(self.dims))
         except Unknown as unknown:
-            raise self._needs(unknown.names, name.text) from unknown
+            raise self._missing_config(unknown.names, name.text) from unknown
 
-    def _put(self, made: MappedTensor) -> None:
-        other = self.made.get(made.name)
+    def _add(self, mapped: MappedTensor) -> None:
+        other = self.targets.get(mapped.name)
         if other is not None:
             raise PlanError(
                 "CKM608",
-                f"{self.scheme.title}: {made.name} would be made twice: of {_some(other.sources)} by"
-                f" {other.rule}, and of {_some(made.sources)} by {made.rule}",
+                f"{self.scheme.title}: {mapped.name} would be made twice: of {_first_three(other.sources)} by"
+                f" {other.rule}, and of {_first_three(mapped.sources)} by {mapped.rule}",
                 "leave one of them out with --exclude, or correct the mapping file",
             )
-        self.made[made.name] = made
+        self.targets[mapped.name] = mapped
 
     # ------------------------------------------------------------------ one rule
 
@@ -266,35 +285,35 @@ class _Resolver:
         """
         captures = dict(zip(rule.shared, shared, strict=True))
         order = sorted(slots)
-        kind = (rule.label, tuple((slot, self.infos[slots[slot]]) for slot in order))
+        shapes = (rule.label, tuple((slot, self.infos[slots[slot]]) for slot in order))
         sources = [RuleSource(slots[slot], *slot, self.infos[slots[slot]]) for slot in order]
-        if kind not in self.alike:
-            made = build_targets(self.scheme, rule, self.to_hub, self.dims, sources, captures)
-            self.alike[kind] = sources, made
-        first, made = self.alike[kind]
+        if shapes not in self.built:
+            targets = build_targets(self.scheme, rule, self.to_hub, self.dims, sources, captures)
+            self.built[shapes] = sources, targets
+        first, targets = self.built[shapes]
         names = {a.key: b.key for a, b in zip(first, sources, strict=True)}
-        for built in made:
-            name = self._rendered(built.term.names[0], {**captures, **built.stack})
-            if (rule.label, shared) in self.virtual and self._is_left(name):
+        for target in targets:
+            name = self._render(target.term.names[0], {**captures, **target.stack})
+            if (rule.label, shared) in self.tied_in and self._is_left(name):
                 continue  # tied in the source, and tied where it goes
-            self._put(self._of(built, name, names, rule))
+            self._add(self._target_of(target, name, names, rule))
 
-    def _of(
-        self, built: RuleTarget, name: str, names: Mapping[str, str], rule: Rule
+    def _target_of(
+        self, target: RuleTarget, name: str, names: Mapping[str, str], rule: Rule
     ) -> MappedTensor:
         """Return a target for other sources of the same shapes; `names` maps the old keys to the new."""
-        if built.whole is not None:
-            made = MappedTensor(name, built.info, names[built.whole], rule=rule.label)
+        if target.whole is not None:
+            mapped = MappedTensor(name, target.info, names[target.whole], rule=rule.label)
         else:
-            pieces = tuple(Piece(names[p.source], p.src, p.dst) for p in built.pieces)
-            made = MappedTensor(name, built.info, None, pieces, built.zeros, rule=rule.label)
-        return self._valued(made, rule) if rule.op else made
+            pieces = tuple(Piece(names[p.source], p.src, p.dst) for p in target.pieces)
+            mapped = MappedTensor(name, target.info, None, pieces, target.zeros, rule=rule.label)
+        return self._with_value_op(mapped, rule) if rule.op else mapped
 
-    def _valued(self, made: MappedTensor, rule: Rule) -> MappedTensor:
+    def _with_value_op(self, mapped: MappedTensor, rule: Rule) -> MappedTensor:
         """Add the rule's value operation, in the direction of this mapping."""
         op = value_ops.parse_value_op(rule.op)
-        info = op.result(made.info, self.to_hub)
-        return made._replace(info=info, ops=((rule.op, self.to_hub),))
+        info = op.result(mapped.info, self.to_hub)
+        return mapped._replace(info=info, ops=((rule.op, self.to_hub),))
 
     # ------------------------------------------------------------------ ties
 
@@ -307,7 +326,9 @@ class _Resolver:
                 continue
             holds = self.dims.holds(tie.when)
             if holds is None and tie.when is not None and self.complete:
-                raise self._needs(tie.when.names(), f"{tie.name.text} is missing and may be tied")
+                raise self._missing_config(
+                    tie.when.names(), f"{tie.name.text} is missing and may be tied"
+                )
             if holds:
                 yield tie.name.text, tie.kept.text
 
@@ -329,22 +350,22 @@ class _Resolver:
             leaves = not tie.hub and not self.to_hub and not tie.written
             if not leaves or not self.dims.holds(tie.when):
                 continue
-            if name in self.made and kept in self.made:
+            if name in self.targets and kept in self.targets:
                 self.tied[name] = kept
 
     # ------------------------------------------------------------------ errors
 
-    def _needs(self, names: Sequence[str], what: str) -> PlanError:
-        return missing_config(self.scheme, names, what)
+    def _missing_config(self, names: Sequence[str], subject: str) -> PlanError:
+        return missing_config(self.scheme, names, subject)
 
-    def _twice(self, rule: Rule, first: str, second: str, what: str) -> PlanError:
+    def _duplicate(self, rule: Rule, first: str, second: str, part: str) -> PlanError:
         return PlanError(
             "CKM608",
-            f"{self.scheme.title}: {rule.label}: {first} and {second} are two sources for {what}",
+            f"{self.scheme.title}: {rule.label}: {first} and {second} are two sources for {part}",
             "leave one of them out with --exclude",
         )
 
-    def _misshapen(
+    def _wrong_shape(
         self, rule: Rule, key: str, info: TensorInfo, expected: Sequence[int | None]
     ) -> PlanError:
         axes = rule.side(not self.to_hub)[0].axes
@@ -355,10 +376,10 @@ class _Resolver:
 def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
     """Return whether a shape equals the expected one where that is known."""
     return len(expected) == len(shape) and all(
-        e is None or e == n for e, n in zip(expected, shape, strict=True)
+        known is None or known == size for known, size in zip(expected, shape, strict=True)
     )
 
 
-def _some(keys: Sequence[str]) -> str:
+def _first_three(keys: Sequence[str]) -> str:
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
     return ", ".join(keys[:3]) + more

@@ -13,9 +13,9 @@ from ckptmap.core.strided_boxes import Piece, StridedBox
 from ckptmap.mapping.resolve import MappedTensor
 
 
-def rows_together(made: MappedTensor) -> int | None:
+def rows_together(mapped: MappedTensor) -> int | None:
     """Return the number of rows that stay together in every piece, None where a row is split."""
-    units = [_unit_of(piece, made.info.shape) for piece in made.pieces]
+    units = [_unit_of(piece, mapped.info.shape) for piece in mapped.pieces]
     whole = [unit for unit in units if unit is not None]
     return gcd(*whole) if whole and len(whole) == len(units) else None
 

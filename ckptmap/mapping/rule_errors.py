@@ -14,18 +14,18 @@ DIM = "a dim "
 """A needed name begins with this where the mapping file, not the config, must supply it."""
 
 
-def missing_config(scheme: NamingScheme, names: Sequence[str], what: str) -> PlanError:
-    """Return PlanError CKM605: `what` needs values that neither the config nor `[dims]` supplies."""
+def missing_config(scheme: NamingScheme, names: Sequence[str], subject: str) -> PlanError:
+    """Return PlanError CKM605: `subject` needs values that neither the config nor `[dims]` supplies."""
     dims = [name for name in names if name.startswith(DIM)]
     if dims:
         return PlanError(
             "CKM605",
-            f"{scheme.title}: {what}: needs {dims[0]}, which the mapping file does not define",
+            f"{scheme.title}: {subject}: needs {dims[0]}, which the mapping file does not define",
             "add it to [dims] of the mapping file, with the config value that counts it",
         )
     return PlanError(
         "CKM605",
-        f"{scheme.title}: {what}: needs {', '.join(dict.fromkeys(names))}, and no config gives it",
+        f"{scheme.title}: {subject}: needs {', '.join(dict.fromkeys(names))}, and no config gives it",
         "give the model's config.json with --config-from PATH",
     )
 

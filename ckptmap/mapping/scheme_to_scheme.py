@@ -33,24 +33,27 @@ def translate(
     Raises PlanError CKM605 to CKM608, 613, 614, 617.
     """
     if target is None or target.is_hub:
-        return _to_hub(infos, source, config, complete, left)
+        return _resolve_to_hub(infos, source, config, complete, left)
     if source is None or source.is_hub:
         return resolve(target, infos, to_hub=False, config=config, complete=complete, left=left)
-    there = _to_hub(infos, source, config, complete, left)
-    hub = {made.name: made.info for made in there.made.values()}
-    back = resolve(
-        target, hub, to_hub=False, config=config, complete=complete, left=there.left
+    to_hub = _resolve_to_hub(infos, source, config, complete, left)
+    hub_infos = {mapped.name: mapped.info for mapped in to_hub.targets.values()}
+    from_hub = resolve(
+        target, hub_infos, to_hub=False, config=config, complete=complete, left=to_hub.left
     )  # fmt: skip
     return Resolution(
-        made={name: _through(made, there.made, infos) for name, made in back.made.items()},
-        dropped={**there.dropped, **_named(back.dropped, there.made)},
-        unmapped=(*there.unmapped, *_keys(back.unmapped, there.made)),
-        tied={**back.tied},
-        used={**there.used, **back.used},
+        targets={
+            name: _compose_through_hub(mapped, to_hub.targets, infos)
+            for name, mapped in from_hub.targets.items()
+        },
+        dropped={**to_hub.dropped, **_by_source_key(from_hub.dropped, to_hub.targets)},
+        unmapped=(*to_hub.unmapped, *_source_keys(from_hub.unmapped, to_hub.targets)),
+        tied={**from_hub.tied},
+        used={**to_hub.used, **from_hub.used},
     )
 
 
-def _to_hub(
+def _resolve_to_hub(
     infos: Mapping[str, TensorInfo],
     source: NamingScheme | None,
     config: Mapping[str, object] | None,
@@ -59,61 +62,68 @@ def _to_hub(
 ) -> Resolution:
     if source is not None:
         return resolve(source, infos, to_hub=True, config=config, complete=complete, left=left)
-    made = {name: MappedTensor(name, info, name) for name, info in infos.items()}
-    return Resolution(made, {}, ())
+    targets = {name: MappedTensor(name, info, name) for name, info in infos.items()}
+    return Resolution(targets, {}, ())
 
 
-def _keys(names: Sequence[str], made: Mapping[str, MappedTensor]) -> list[str]:
+def _source_keys(names: Sequence[str], hub_tensors: Mapping[str, MappedTensor]) -> list[str]:
     """Return the source keys that the given hub names are made of."""
-    return list(dict.fromkeys(key for name in names for key in made[name].sources))
+    return list(dict.fromkeys(key for name in names for key in hub_tensors[name].sources))
 
 
-def _named(dropped: Mapping[str, str], made: Mapping[str, MappedTensor]) -> dict[str, str]:
-    return {key: why for name, why in dropped.items() for key in made[name].sources}
+def _by_source_key(
+    dropped: Mapping[str, str], hub_tensors: Mapping[str, MappedTensor]
+) -> dict[str, str]:
+    return {key: why for name, why in dropped.items() for key in hub_tensors[name].sources}
 
 
-def _through(
-    made: MappedTensor, there: Mapping[str, MappedTensor], infos: Mapping[str, TensorInfo]
+def _compose_through_hub(
+    mapped: MappedTensor, hub_tensors: Mapping[str, MappedTensor], infos: Mapping[str, TensorInfo]
 ) -> MappedTensor:
     """Return a target that is made of hub tensors as one made of the first scheme's tensors."""
-    if made.source is not None:
-        first = there[made.source]
-        if made.name == first.name and not made.ops:
-            return first
-        return first._replace(name=made.name, info=made.info, ops=(*first.ops, *made.ops))
-    if all(there[name].source is not None and not there[name].ops for name in made.sources):
-        names = {name: there[name].source for name in made.sources}
+    if mapped.source is not None:
+        hub_tensor = hub_tensors[mapped.source]
+        if mapped.name == hub_tensor.name and not mapped.ops:
+            return hub_tensor
+        return hub_tensor._replace(
+            name=mapped.name, info=mapped.info, ops=(*hub_tensor.ops, *mapped.ops)
+        )
+    if all(
+        hub_tensors[name].source is not None and not hub_tensors[name].ops
+        for name in mapped.sources
+    ):
+        names = {name: hub_tensors[name].source for name in mapped.sources}
         if all(name == source for name, source in names.items()):
-            return made
+            return mapped
     pieces: list[Piece] = []
-    for name in made.sources:
-        taken = [piece for piece in made.pieces if piece.source == name]
-        pieces += compose(pieces_of(there[name], infos), taken)
-    whole = len(pieces) == 1 and is_whole(pieces[0], infos[pieces[0].source], made.info)
-    return made._replace(
+    for name in mapped.sources:
+        hub_pieces = [piece for piece in mapped.pieces if piece.source == name]
+        pieces += compose(pieces_of(hub_tensors[name], infos), hub_pieces)
+    whole = len(pieces) == 1 and is_whole(pieces[0], infos[pieces[0].source], mapped.info)
+    return mapped._replace(
         source=pieces[0].source if whole else None,
         pieces=() if whole else tuple(pieces),
-        ops=(*_same_ops(made, there), *made.ops),
+        ops=(*_common_ops(mapped, hub_tensors), *mapped.ops),
     )
 
 
-def _same_ops(
-    made: MappedTensor, there: Mapping[str, MappedTensor]
+def _common_ops(
+    mapped: MappedTensor, hub_tensors: Mapping[str, MappedTensor]
 ) -> tuple[tuple[str, bool], ...]:
-    ops = {there[name].ops for name in made.sources}
+    ops = {hub_tensors[name].ops for name in mapped.sources}
     if len(ops) > 1:
         raise PlanError(
             "CKM613",
-            f"{made.name}: would be made of tensors with different value operations:"
-            f" {', '.join(made.sources)}",
+            f"{mapped.name}: would be made of tensors with different value operations:"
+            f" {', '.join(mapped.sources)}",
             "convert to the hub's names first with --names hf, then convert the result",
         )
     return next(iter(ops), ())
 
 
-def pieces_of(made: MappedTensor, infos: Mapping[str, TensorInfo]) -> Sequence[Piece]:
+def pieces_of(mapped: MappedTensor, infos: Mapping[str, TensorInfo]) -> Sequence[Piece]:
     """Return the pieces of a target; one that is only renamed is a single piece."""
-    if made.source is None:
-        return made.pieces
-    whole = StridedBox.of_box(Box.whole(infos[made.source].shape))
-    return (Piece(made.source, whole, whole),)
+    if mapped.source is None:
+        return mapped.pieces
+    whole = StridedBox.of_box(Box.whole(infos[mapped.source].shape))
+    return (Piece(mapped.source, whole, whole),)

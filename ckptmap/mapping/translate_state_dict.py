@@ -43,10 +43,10 @@ def translate_names(
     DTensors stay on their mesh. One that is rearranged is gathered and sharded again, one tensor at a
     time, so every rank must call this function. Raises PlanError CKM603 to CKM610, 613, 614, 617.
     """
-    given = as_config(config)
+    model_config = as_config(config)
     infos = {key: info_of(tensor) for key, tensor in state_dict.items()}
-    choice = choose(infos, to, source, given)
-    resolution = translate(infos, choice.source, choice.target, given, complete=not partial)
+    choice = choose(infos, to, source, model_config)
+    resolution = translate(infos, choice.source, choice.target, model_config, complete=not partial)
     if resolution.unmapped:
         more = f" and {len(resolution.unmapped) - 1} more" if len(resolution.unmapped) > 1 else ""
         raise PlanError(
@@ -66,35 +66,39 @@ def applied(
     """
     import torch
 
-    made = {name: _made(item, state_dict) for name, item in resolution.made.items()}
+    tensors = {name: _map_tensor(mapped, state_dict) for name, mapped in resolution.targets.items()}
     for name, kept in resolution.tied.items():
-        if made[name] is not made[kept] and not torch.equal(made[name], made[kept]):
+        if tensors[name] is not tensors[kept] and not torch.equal(tensors[name], tensors[kept]):
             raise PlanError(
                 "CKM208", f"{name} is tied to {kept}, and their values differ",
                 "correct tie_word_embeddings in the config, or make the values equal",
             )  # fmt: skip
-        del made[name]
-    return made
+        del tensors[name]
+    return tensors
 
 
-def _made(made: MappedTensor, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    tensor = state_dict[made.source] if made.source is not None else _rearranged(made, state_dict)
-    for text, inverse in made.ops:
+def _map_tensor(mapped: MappedTensor, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    tensor = (
+        state_dict[mapped.source] if mapped.source is not None else _rearrange(mapped, state_dict)
+    )
+    for text, inverse in mapped.ops:
         tensor = value_ops.parse_value_op(text).apply(tensor, inverse)
     return tensor
 
 
-def _rearranged(made: MappedTensor, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    sources = {key: state_dict[key] for key in made.sources}
+def _rearrange(mapped: MappedTensor, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    sources = {key: state_dict[key] for key in mapped.sources}
     if any(hasattr(tensor, "device_mesh") for tensor in sources.values()):
-        return _rearranged_dtensor(made, sources)
+        return _rearrange_dtensor(mapped, sources)
     for key, tensor in sources.items():
         if hasattr(tensor, "__tensor_flatten__"):
-            raise _cannot(made, f"{key} is a {type(tensor).__name__}, which hides its elements")
-    return _assembled(made, {key: tensor.detach() for key, tensor in sources.items()})
+            raise _cannot_rearrange(
+                mapped, f"{key} is a {type(tensor).__name__}, which hides its elements"
+            )
+    return _assemble(mapped, {key: tensor.detach() for key, tensor in sources.items()})
 
 
-def _rearranged_dtensor(made: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _rearrange_dtensor(mapped: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Gather DTensors one after the other, rearrange them, and shard the result as they were.
 
     Every rank must call this: gathering is collective.
@@ -105,40 +109,48 @@ def _rearranged_dtensor(made: MappedTensor, sources: Mapping[str, torch.Tensor])
     gathered: dict[str, torch.Tensor] = {}
     for key, tensor in sources.items():
         if not isinstance(tensor, DTensor) or tensor.device_mesh != first.device_mesh:
-            raise _cannot(made, f"{key} is not on the same device mesh as the other sources")
+            raise _cannot_rearrange(
+                mapped, f"{key} is not on the same device mesh as the other sources"
+            )
         if tensor.placements != first.placements or any(p.is_partial() for p in tensor.placements):
-            raise _cannot(made, f"{key} is placed as {tensor.placements}, not {first.placements}")
+            raise _cannot_rearrange(
+                mapped, f"{key} is placed as {tensor.placements}, not {first.placements}"
+            )
         if hasattr(tensor.to_local(), "__tensor_flatten__"):
             kind = type(tensor.to_local()).__name__
-            raise _cannot(made, f"{key} is a DTensor of {kind}, which hides its elements")
+            raise _cannot_rearrange(
+                mapped, f"{key} is a DTensor of {kind}, which hides its elements"
+            )
     for placement in first.placements:
         dim = getattr(placement, "dim", None)
-        if isinstance(dim, int) and dim >= len(made.info.shape):
-            raise _cannot(made, f"{first.placements} shards a dim that {made.info} does not have")
+        if isinstance(dim, int) and dim >= len(mapped.info.shape):
+            raise _cannot_rearrange(
+                mapped, f"{first.placements} shards a dim that {mapped.info} does not have"
+            )
     for key, tensor in sources.items():
         local = tensor.detach()
         assert isinstance(local, DTensor), "checked above"
         gathered[key] = local.full_tensor()
-    out = _assembled(made, gathered)
+    out = _assemble(mapped, gathered)
     return distribute_tensor(out, first.device_mesh, first.placements, src_data_rank=None)
 
 
-def _cannot(made: MappedTensor, what: str) -> PlanError:
+def _cannot_rearrange(mapped: MappedTensor, reason: str) -> PlanError:
     return PlanError(
         "CKM610",
-        f"{made.name} ({made.rule}): {what}, so it cannot be rearranged in memory",
+        f"{mapped.name} ({mapped.rule}): {reason}, so it cannot be rearranged in memory",
         "convert the saved checkpoint with --names, or gather the tensor first if it is not quantized",
     )
 
 
-def _assembled(made: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _assemble(mapped: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
     import torch
 
     first = next(iter(sources.values()))
-    fresh = torch.zeros if made.zeros is not None else torch.empty
-    out: torch.Tensor = fresh(made.info.shape, dtype=first.dtype, device=first.device)
+    allocate = torch.zeros if mapped.zeros is not None else torch.empty
+    out: torch.Tensor = allocate(mapped.info.shape, dtype=first.dtype, device=first.device)
     infos = {key: info_of(tensor) for key, tensor in sources.items()}
-    for piece in pieces_of(made, infos):
+    for piece in pieces_of(mapped, infos):
         _walk(out, piece.dst).copy_(_walk(sources[piece.source], piece.src))
     return out
 

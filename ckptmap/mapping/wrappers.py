@@ -34,11 +34,11 @@ def strip_wrappers(keys: Collection[str], where: str = "checkpoint") -> dict[str
         plain = dict(zip(keys, keys, strict=True))
         if len(plain) == len(keys) and "" not in plain:
             return plain  # most checkpoints: one search of all names shows that there is nothing to strip
-    plain = {key: _without(key) if "_" in key else key for key in keys}
+    plain = {key: _strip_segments(key) if "_" in key else key for key in keys}
     while plain and all(fqn.startswith(head) for fqn in plain.values()):
         plain = {key: fqn[len(head) :] for key, fqn in plain.items()}
     result: dict[str, str] = {}
-    taken: dict[str, str] = {}
+    key_of: dict[str, str] = {}
     for key, fqn in plain.items():
         if not fqn:
             raise SourceError(
@@ -46,19 +46,19 @@ def strip_wrappers(keys: Collection[str], where: str = "checkpoint") -> dict[str
                 f"{where}: key {key!r} is empty, or consists of wrapper segments alone",
                 "rename it and save the checkpoint again",
             )
-        if fqn in taken:
+        if fqn in key_of:
             raise SourceError(
                 "CKM114",
-                f"{where}: keys {taken[fqn]!r} and {key!r} are both {fqn!r} without their"
+                f"{where}: keys {key_of[fqn]!r} and {key!r} are both {fqn!r} without their"
                 " wrapper segments",
                 "rename or delete the one that the model does not have, and save the checkpoint again",
             )
-        taken[fqn] = key
+        key_of[fqn] = key
         result[key] = fqn
     return result
 
 
-def _without(key: str) -> str:
+def _strip_segments(key: str) -> str:
     if not any(segment in key for segment in ANYWHERE):
         return key
     return ".".join([segment for segment in key.split(".") if segment not in ANYWHERE])

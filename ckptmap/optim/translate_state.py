@@ -55,79 +55,89 @@ class _StateTranslation:
         self.states: dict[str, dict[Path, StateValue]] = {}
         for leaf in stored.leaves:
             self.states.setdefault(leaf.key, {})[leaf.name] = leaf.value
-        self.made = {
-            name: made for name, made in resolution.made.items() if name not in resolution.tied
+        self.targets = {
+            name: mapped
+            for name, mapped in resolution.targets.items()
+            if name not in resolution.tied
         }
-        self.targets: dict[str, list[str]] = {}
-        for name, made in self.made.items():
-            for source in made.sources:
-                self.targets.setdefault(source, []).append(name)
+        self.targets_of: dict[str, list[str]] = {}
+        for name, mapped in self.targets.items():
+            for source in mapped.sources:
+                self.targets_of.setdefault(source, []).append(name)
         self.same: list[Same] = list(stored.same)
 
     def optimizer(self) -> Optimizer:
         leaves: list[StateLeaf] = []
-        for name, made in self.made.items():
-            leaves += self._leaves(name, made)
+        for name, mapped in self.targets.items():
+            leaves += self._state_of(name, mapped)
         leaves += [leaf for leaf in self.stored.leaves if leaf.key not in self.infos]
         groups = [self._group(number, group) for number, group in enumerate(self.stored.groups)]
         return replace(self.stored, leaves=leaves, groups=groups, same=self.same)
 
     # ------------------------------------------------------------------ one tensor
 
-    def _leaves(self, name: str, made: MappedTensor) -> Iterator[StateLeaf]:
-        states = {source: self.states.get(source) for source in made.sources}
-        having = {source: state for source, state in states.items() if state}
-        if not having:
+    def _state_of(self, name: str, mapped: MappedTensor) -> Iterator[StateLeaf]:
+        states = {source: self.states.get(source) for source in mapped.sources}
+        stateful = {source: state for source, state in states.items() if state}
+        if not stateful:
             if any(state is not None for state in states.values()):
                 yield StateLeaf(name, (), {})
             return
-        kinds = {frozenset(state or ()) for state in states.values()}
-        if len(kinds) > 1:
-            lacking = next(
+        state_names = {frozenset(state or ()) for state in states.values()}
+        if len(state_names) > 1:
+            incomplete = next(
                 source
                 for source, state in states.items()
-                if not state or frozenset(state) != max(kinds, key=len)
+                if not state or frozenset(state) != max(state_names, key=len)
             )
-            raise self._stuck(made, f"{lacking} lacks state that the other sources have")
-        for title in next(iter(having.values())):
-            parts = {source: state[title] for source, state in having.items()}
-            yield StateLeaf(name, title, self._value(name, made, title, parts))
+            raise self._cannot_follow(
+                mapped, f"{incomplete} lacks state that the other sources have"
+            )
+        for state_name in next(iter(stateful.values())):
+            parts = {source: state[state_name] for source, state in stateful.items()}
+            yield StateLeaf(name, state_name, self._value_of(name, mapped, state_name, parts))
 
-    def _value(
-        self, name: str, made: MappedTensor, title: Path, parts: Mapping[str, StateValue]
+    def _value_of(
+        self, name: str, mapped: MappedTensor, state_name: Path, parts: Mapping[str, StateValue]
     ) -> StateValue:
-        if not title:
+        if not state_name:
             return {}
-        label = f"{name}.{'.'.join(map(str, title))}"
+        label = f"{name}.{'.'.join(map(str, state_name))}"
         tensors = {s: v for s, v in parts.items() if isinstance(v, LazyTensor)}
         if not tensors:
-            first = next(iter(parts.values()))
-            if any(value != first for value in parts.values()):
-                raise self._stuck(made, f"{title} differs: {dict(parts)}")
-            return first
+            plain = next(iter(parts.values()))
+            if any(value != plain for value in parts.values()):
+                raise self._cannot_follow(mapped, f"{state_name} differs: {dict(parts)}")
+            return plain
         if len(tensors) < len(parts):
-            raise self._stuck(made, f"{title} is a tensor in some of its sources only")
+            raise self._cannot_follow(
+                mapped, f"{state_name} is a tensor in some of its sources only"
+            )
         if all(lazy.shape == self.infos[source].shape for source, lazy in tensors.items()):
-            if made.source is None or made.ops:
-                return self._moment(label, made, tensors)
-        elif made.source is None and any(lazy.info.numel > 1 for lazy in tensors.values()):
-            raise self._stuck(made, f"{title} has another shape than its weight")
+            if mapped.source is None or mapped.ops:
+                return self._moment(label, mapped, tensors)
+        elif mapped.source is None and any(lazy.info.numel > 1 for lazy in tensors.values()):
+            raise self._cannot_follow(mapped, f"{state_name} has another shape than its weight")
         first_lazy, *others = (lazy for lazy in tensors.values())
-        kept = first_lazy.named(label)
-        self.same += [Same(kept, other, _PARTS) for other in others]
-        return kept
+        renamed = first_lazy.named(label)
+        self.same += [Same(renamed, other, _PARTS) for other in others]
+        return renamed
 
     def _moment(
-        self, label: str, made: MappedTensor, tensors: Mapping[str, LazyTensor]
+        self, label: str, mapped: MappedTensor, tensors: Mapping[str, LazyTensor]
     ) -> LazyTensor:
-        changed = next((op for op, _ in made.ops if op.split()[0] not in STAYS), None)
+        changed = next((op for op, _ in mapped.ops if op.split()[0] not in STAYS), None)
         if changed is not None:
-            raise self._stuck(made, f"how the value op {changed!r} changes moments is not known")
+            raise self._cannot_follow(
+                mapped, f"how the value op {changed!r} changes moments is not known"
+            )
         dtypes = {lazy.dtype for lazy in tensors.values()}
         if len(dtypes) > 1:
-            raise self._stuck(made, f"its moments have the dtypes {', '.join(sorted(dtypes))}")
-        info = TensorInfo(made.info.shape, dtypes.pop())
-        moment = mapped_tensor(made._replace(name=label, info=info, ops=()), tensors, self.dense)
+            raise self._cannot_follow(
+                mapped, f"its moments have the dtypes {', '.join(sorted(dtypes))}"
+            )
+        info = TensorInfo(mapped.info.shape, dtypes.pop())
+        moment = mapped_tensor(mapped._replace(name=label, info=info, ops=()), tensors, self.dense)
         if isinstance(moment, DerivedTensor):
             return moment
         files = next(iter(tensors.values())).files
@@ -139,12 +149,16 @@ class _StateTranslation:
 
     def _group(self, number: int, group: ParamGroup) -> ParamGroup:
         params = list(dict.fromkeys(self._renamed(group[PARAMS])))
-        mine = set(group[PARAMS])
+        group_params = set(group[PARAMS])
         for name in params:
-            made = self.made.get(name)
-            away = [s for s in made.sources if s not in mine] if made is not None else []
-            if made is not None and away:
-                raise self._stuck(made, f"{away[0]} is not in parameter group {number}")
+            mapped = self.targets.get(name)
+            outside = (
+                [s for s in mapped.sources if s not in group_params] if mapped is not None else []
+            )
+            if mapped is not None and outside:
+                raise self._cannot_follow(
+                    mapped, f"{outside[0]} is not in parameter group {number}"
+                )
         return {
             key: list(params) if key in (PARAMS, NAMES) else value for key, value in group.items()
         }
@@ -152,13 +166,13 @@ class _StateTranslation:
     def _renamed(self, params: Collection[str]) -> Iterator[str]:
         for key in params:
             if key in self.infos:
-                yield from self.targets.get(key, ())
+                yield from self.targets_of.get(key, ())
             else:
                 yield key
 
-    def _stuck(self, made: MappedTensor, why: str) -> PlanError:
+    def _cannot_follow(self, mapped: MappedTensor, why: str) -> PlanError:
         return PlanError(
             "CKM611",
-            f"optimizer state of {made.name} ({made.rule}): {why}",
+            f"optimizer state of {mapped.name} ({mapped.rule}): {why}",
             "leave the optimizer behind with --optimizer drop",
         )

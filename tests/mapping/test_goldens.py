@@ -209,7 +209,10 @@ def test_what_is_the_same_as_another_scheme_says_so() -> None:
     assert alike.keys() == {"llama/torchtitan@2025-07"}
     for entry in alike.values():
         other = entry_of("llama", entry.same_as)
-        assert other.aliases == [entry.title] and other.shown == "llama/meta (= torchtitan@2025-07)"
+        assert (
+            other.aliases == [entry.title]
+            and other.title_with_aliases == "llama/meta (= torchtitan@2025-07)"
+        )
         mine, theirs = entry.load(), other.load()
         assert [(r.hub, r.other) for r in mine.rules] == [(r.hub, r.other) for r in theirs.rules]
         assert mine.ties == theirs.ties

@@ -152,7 +152,7 @@ def published(name: str) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     if not fused:
         return memory, config.to_dict()
     found = translate(memory, fused[-1].load(), None, config.to_dict())
-    return {key: made.info for key, made in found.made.items()}, config.to_dict()
+    return {key: made.info for key, made in found.targets.items()}, config.to_dict()
 
 
 def test_families_that_are_shipped_are_here() -> None:
@@ -175,9 +175,9 @@ def test_every_scheme_there_and_back(name: str) -> None:
             continue
         there = translate(hub, None, scheme, config)
         assert not there.unmapped
-        made = {key: m.info for key, m in there.made.items() if key not in there.tied}
+        made = {key: m.info for key, m in there.targets.items() if key not in there.tied}
         back = translate(made, scheme, None, config)
         assert not back.unmapped
-        infos = {key: m.info for key, m in back.made.items()}
+        infos = {key: m.info for key, m in back.targets.items()}
         assert hub.items() <= infos.items()
         assert infos.keys() - hub.keys() <= {"lm_head.weight", "language_model.lm_head.weight"}

@@ -164,7 +164,7 @@ def test_next_token_layer_has_no_place_in_older_eras(era: str) -> None:
     assert not found.unmapped
     assert found.dropped.keys() == gone
     assert set(found.dropped.values()) == {"this scheme has no layers that predict further tokens"}
-    assert found.made.keys() == state_of("deepseek_v3", f"torchtitan@{era}").keys()
+    assert found.targets.keys() == state_of("deepseek_v3", f"torchtitan@{era}").keys()
 
 
 def test_config_that_announces_a_next_token_layer_which_is_not_there() -> None:

@@ -83,7 +83,7 @@ def moved(resolution: Resolution, state: State) -> State:
     """Every tensor that is made, but for those that their scheme leaves out."""
     return {
         name: _made(made, state)
-        for name, made in resolution.made.items()
+        for name, made in resolution.targets.items()
         if name not in resolution.tied
     }
 
