@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
 from ckptmap import registry
-from ckptmap.core.state_paths import within
+from ckptmap.core.state_paths import walk_values
 from ckptmap.core.state_tree import holds_tensor, nest
 from ckptmap.errors import SourceError
 from ckptmap.formats.detect import look, refuse_place
@@ -236,7 +236,7 @@ def _by_first(leaves: Mapping[Path, Leaf]) -> dict[Path, dict[Path, Leaf]]:
 
 def _is_unreadable(leaf: Leaf) -> bool:
     """Return whether a leaf holds an object of a foreign class, or a value of its own for each rank."""
-    return any(isinstance(value, Opaque | PerRank) for value in within(leaf))
+    return any(isinstance(value, Opaque | PerRank) for value in walk_values(leaf))
 
 
 def _name(member: Member) -> str:

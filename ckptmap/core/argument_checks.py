@@ -23,15 +23,15 @@ SEE_HELP = "help() of the function lists its arguments"
 
 
 def _refusal(name: str, value: object, expected: str, hint: str = SEE_HELP) -> ArgumentError:
-    shown = repr(value)
-    if len(shown) > MAX_SHOWN:
-        shown = f"a {type(value).__name__}"
-    return ArgumentError("CKM516", f"{name}={shown}, expected {expected}", hint)
+    text = repr(value)
+    if len(text) > MAX_SHOWN:
+        text = f"a {type(value).__name__}"
+    return ArgumentError("CKM516", f"{name}={text}, expected {expected}", hint)
 
 
-def known_keywords(given: Iterable[str], known: Sequence[str], call: str) -> None:
+def known_keywords(names: Iterable[str], known: Sequence[str], call: str) -> None:
     """Raise ArgumentError CKM516 for an unknown keyword; it suggests the nearest known one."""
-    for name in given:
+    for name in names:
         if name in known:
             continue
         import difflib
@@ -156,8 +156,8 @@ def extra(value: object, reserved: Sequence[str]) -> dict[str, object]:
 def _check_nested(name: str, value: object, levels: int) -> None:
     """Raise ArgumentError CKM516 if a key is no string or integer, or containers nest too deep."""
     if not levels:
-        shown = name[: MAX_SHOWN - 20] + "..."
-        raise _refusal(shown, "...", f"at most {MAX_DEPTH} dicts and lists in each other")
+        start = name[: MAX_SHOWN - 20] + "..."
+        raise _refusal(start, "...", f"at most {MAX_DEPTH} dicts and lists in each other")
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str | int):

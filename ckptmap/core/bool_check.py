@@ -22,24 +22,24 @@ def check_bools(source: StoredTensor, slot: Slot, at: int, data: memoryview) -> 
     """
     for start in range(0, data.nbytes, PIECE_NBYTES):
         piece = bytes(data[start : start + PIECE_NBYTES])
-        strange = piece.translate(None, b"\0\1")
-        if strange:
-            place = _place(slot, at + start + piece.index(strange[:1]))
-            held = Box(place, (1,) * len(place))
-            where = next(region.file for _, region in source.pieces(held))
+        invalid = piece.translate(None, b"\0\1")
+        if invalid:
+            index = _index_of(slot, at + start + piece.index(invalid[:1]))
+            element = Box(index, (1,) * len(index))
+            file = next(region.file for _, region in source.pieces(element))
             raise RunError(
                 "CKM318",
-                f"{where}: {'.'.join(map(str, slot.path))}: BOOL element {list(place)}"
-                f" is the byte {strange[0]}, expected 0 or 1",
+                f"{file}: {'.'.join(map(str, slot.path))}: BOOL element {list(index)}"
+                f" is the byte {invalid[0]}, expected 0 or 1",
                 "save it again as tensor.clone(), which torch makes of 0 and 1; or leave it out with"
                 " --exclude",
             )
 
 
-def _place(slot: Slot, element: int) -> tuple[int, ...]:
+def _index_of(slot: Slot, element: int) -> tuple[int, ...]:
     """Return the index, in the tensor, of element number `element` of a slot in row-major order."""
-    place = []
+    index = []
     for offset, extent in zip(reversed(slot.box.offsets), reversed(slot.box.sizes), strict=True):
-        place.append(offset + element % extent)
+        index.append(offset + element % extent)
         element //= extent
-    return tuple(place[::-1])
+    return tuple(index[::-1])

@@ -56,8 +56,8 @@ class Columns(Sequence[R]):
         """Return these rows as columns; an object of this class is returned as it is."""
         if isinstance(rows, cls):
             return rows
-        held: list[Any] = list(rows)
-        return cls(*[[row[i] for row in held] for i in range(len(cls.__annotations__))])
+        entries: list[Any] = list(rows)
+        return cls(*[[row[i] for row in entries] for i in range(len(cls.__annotations__))])
 
     def take(self, indices: Sequence[int]) -> Self:
         """Return the rows at `indices`, in that order."""
@@ -83,8 +83,8 @@ class Columns(Sequence[R]):
         entries = [column[index] for column in self.columns()]
         if isinstance(index, slice):
             return type(self)(*entries)
-        made: R = type(self).row(*entries)
-        return made
+        row: R = type(self).row(*entries)
+        return row
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -131,5 +131,5 @@ def distinct(values: Collection[T]) -> dict[int, T]:
 
 def each(values: Collection[T], make: Callable[[T], S]) -> list[S]:
     """Return `make(value)` for every value; `make` is called once for each different object."""
-    made = {key: make(value) for key, value in distinct(values).items()}
-    return list(map(made.__getitem__, map(id, values)))
+    result_of = {key: make(value) for key, value in distinct(values).items()}
+    return list(map(result_of.__getitem__, map(id, values)))

@@ -49,16 +49,16 @@ class StridedCopy(NamedTuple):
 class Chunks(Sequence[Chunk]):
     """A sequence of chunks that is computed when it is first used."""
 
-    __slots__ = ("_found", "_make")
+    __slots__ = ("_chunks", "_make")
 
     def __init__(self, make: Callable[[], Sequence[Chunk]]) -> None:
         self._make = make
-        self._found: Sequence[Chunk] | None = None
+        self._chunks: Sequence[Chunk] | None = None
 
     def _all(self) -> Sequence[Chunk]:
-        if self._found is None:
-            self._found = self._make()
-        return self._found
+        if self._chunks is None:
+            self._chunks = self._make()
+        return self._chunks
 
     @overload
     def __getitem__(self, index: int) -> Chunk: ...
@@ -92,7 +92,7 @@ class Rearranged(Assembled):
     `regions` describe it. `chunks` describe the same in plain boxes, often one for each row.
     """
 
-    __slots__ = ("_found", "_make")
+    __slots__ = ("_make", "_sorted_regions")
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ class Rearranged(Assembled):
     ) -> None:
         super().__init__(info, self._boxes, sources)
         self._make = regions
-        self._found: Sequence[StridedRegion] | None = None
+        self._sorted_regions: Sequence[StridedRegion] | None = None
 
     @property
     def regions(self) -> Sequence[StridedRegion]:
         """The strided regions that tile the tensor, sorted by their first element."""
-        if self._found is None:
-            self._found = sorted(self._make(), key=lambda part: part.place.offsets)
-        return self._found
+        if self._sorted_regions is None:
+            self._sorted_regions = sorted(self._make(), key=lambda part: part.place.offsets)
+        return self._sorted_regions
 
     @property
     def extent(self) -> None:
@@ -124,16 +124,16 @@ class Rearranged(Assembled):
         strides = contiguous_strides(box.sizes, itemsize)
         for part in self._near(box):
             place, region = part.place, part.region
-            for lows, counts in place.cut(box):
+            for starts, counts in place.cut(box):
                 offset, start, nbytes = region.offset, 0, itemsize
                 dims = []
-                for k, (low, n) in enumerate(zip(lows, counts, strict=True)):
-                    offset += low * region.strides[k]
+                for k, (first, n) in enumerate(zip(starts, counts, strict=True)):
+                    offset += first * region.strides[k]
                     nbytes *= n
                     if n > 1:
                         step = strides[place.dims[k]] * place.steps[k]
                         dims.append((n, region.strides[k], step))
-                for d, at in enumerate(place.crop(lows, counts).offsets):
+                for d, at in enumerate(place.crop(starts, counts).offsets):
                     start += (at - box.offsets[d]) * strides[d]
                 yield StridedCopy(region.file, offset, start, tuple(dims), nbytes)
 
@@ -147,9 +147,9 @@ class Rearranged(Assembled):
 def boxes(source: StridedRegion) -> Iterator[Chunk]:
     """Yield the elements of a strided region as chunks, each a plain box of the tensor."""
     place, region = source.place, source.region
-    for lows, counts in place.boxes():
-        piece = place.crop(lows, counts)
-        offset = region.offset + sum(a * b for a, b in zip(lows, region.strides, strict=True))
+    for starts, counts in place.boxes():
+        piece = place.crop(starts, counts)
+        offset = region.offset + sum(a * b for a, b in zip(starts, region.strides, strict=True))
         sizes = piece.bounds.sizes
         strides = list(contiguous_strides(sizes, region.itemsize))
         for k, (n, dim) in enumerate(zip(counts, piece.dims, strict=True)):
@@ -189,8 +189,8 @@ def _regions(piece: Piece, stored: StoredTensor) -> Iterator[StridedRegion]:
     """Yield the strided regions of a piece, for one chunk of its source after the other."""
     for chunk in stored.near(piece.src.bounds):
         region = chunk.region
-        for lows, counts in piece.src.cut(chunk.box):
-            src = piece.src.crop(lows, counts)
+        for starts, counts in piece.src.cut(chunk.box):
+            src = piece.src.crop(starts, counts)
             offset = region.offset
             for at, origin, stride in zip(
                 src.offsets, chunk.box.offsets, region.strides, strict=True
@@ -200,6 +200,6 @@ def _regions(piece: Piece, stored: StoredTensor) -> Iterator[StridedRegion]:
                 step * region.strides[dim] for dim, step in zip(src.dims, src.steps, strict=True)
             )
             yield StridedRegion(
-                piece.dst.crop(lows, counts),
+                piece.dst.crop(starts, counts),
                 Region(region.file, offset, counts, strides, region.itemsize),
             )

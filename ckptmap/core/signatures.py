@@ -26,14 +26,14 @@ def spelled_out(
     """
 
     def decorate(call: Called) -> Called:
-        own = inspect.signature(call)
-        shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        named = {parameter.name for parameter in shown}
-        for field in (field for one in options for field in fields(one)):
-            if field.name in named or (only is not None and field.name not in only):
+        signature = inspect.signature(call)
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = {parameter.name for parameter in parameters}
+        for field in (field for option_class in options for field in fields(option_class)):
+            if field.name in names or (only is not None and field.name not in only):
                 continue
             default = inspect.Parameter.empty if field.default is MISSING else field.default
-            shown.append(
+            parameters.append(
                 inspect.Parameter(
                     field.name,
                     inspect.Parameter.KEYWORD_ONLY,
@@ -41,7 +41,7 @@ def spelled_out(
                     annotation=field.type,
                 )
             )
-        call.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+        call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return call
 
     return decorate

@@ -36,8 +36,8 @@ class OutTensors(Columns[OutTensor]):
     def of(cls, tensors: Iterable[OutTensor]) -> Self:
         if isinstance(tensors, cls):
             return tensors
-        held = list(tensors)
-        return cls([tensor.path for tensor in held], [Form(*tensor[1:]) for tensor in held])
+        rows = list(tensors)
+        return cls([tensor.path for tensor in rows], [Form(*tensor[1:]) for tensor in rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -87,14 +87,14 @@ def _listed(value: object) -> object:
 
 def opaques(value: object) -> Iterator[Opaque]:
     """Yield every foreign object (`Opaque`) in a value, at any depth."""
-    for item in within(value):
+    for item in walk_values(value):
         if isinstance(item, Opaque):
             yield item
         elif isinstance(item, PerRank):
             yield from opaques(item.values)
 
 
-def within(value: object) -> Iterator[object]:
+def walk_values(value: object) -> Iterator[object]:
     """Yield a value and everything in its dicts, lists, tuples and sets, keys included.
 
     A container that occurs twice is entered once, because it may hold itself.
@@ -106,12 +106,12 @@ def within(value: object) -> Iterator[object]:
         yield item
         if isinstance(item, Mapping | list | tuple | set | frozenset) and id(item) not in seen:
             seen[id(item)] = item  # the reference keeps its id from being used again
-            todo += reversed(_held(item))
+            todo += reversed(_items_of(item))
 
 
-def _held(container: Iterable[object]) -> list[object]:
+def _items_of(container: Iterable[object]) -> list[object]:
     if isinstance(container, Mapping):
-        return [held for entry in container.items() for held in entry]
+        return [item for entry in container.items() for item in entry]
     return list(container)
 
 
@@ -140,20 +140,20 @@ def is_endless(value: object) -> bool:
     containers so often that the written form would be many times larger than the value.
     """
     extents: dict[int, tuple[int, int]] = {}
-    own = 0
+    item_count = 0
 
     def extent(container: Iterable[object], depth: int) -> tuple[int, int]:
         """Return the levels of a container, and its items with all repetitions."""
-        nonlocal own
+        nonlocal item_count
         if depth > MAX_DEPTH:
             raise RecursionError
         measured = extents.get(id(container))
         if measured is None:
-            held = _held(container)
-            own += len(held)
-            below = [extent(item, depth + 1) for item in held if isinstance(item, _CONTAINERS)]
+            items = _items_of(container)
+            item_count += len(items)
+            below = [extent(item, depth + 1) for item in items if isinstance(item, _CONTAINERS)]
             height = 1 + max((levels for levels, _ in below), default=0)
-            measured = height, len(held) + sum(numel for _, numel in below)
+            measured = height, len(items) + sum(numel for _, numel in below)
             extents[id(container)] = measured
         if depth + measured[0] > MAX_DEPTH + 1:
             raise RecursionError
@@ -163,7 +163,7 @@ def is_endless(value: object) -> bool:
         height, numel = extent(value, 0) if isinstance(value, _CONTAINERS) else (0, 0)
     except RecursionError:
         return True
-    return height > MAX_DEPTH or numel > SPARE_ITEMS + 16 * own
+    return height > MAX_DEPTH or numel > SPARE_ITEMS + 16 * item_count
 
 
 UNRESOLVED = "a view that torch conjugates or negates only when it is used"
@@ -188,7 +188,7 @@ def class_of(leaf: Leaf) -> str:
 # ------------------------------------------------------------------ compared
 
 
-class _Said:
+class _Marker:
     """Stands for a tensor or an absent value in a comparison of plain values."""
 
     def __init__(self, text: str) -> None:
@@ -198,11 +198,11 @@ class _Said:
         return self.text
 
 
-TENSOR, NOTHING = _Said("a tensor"), _Said("nothing")
+TENSOR, NOTHING = _Marker("a tensor"), _Marker("nothing")
 
 
 def differing(
-    mine: Mapping[Path, object], source: Mapping[Path, object], depth: int = 1
+    output: Mapping[Path, object], source: Mapping[Path, object], depth: int = 1
 ) -> list[str]:
     """Return the differences between the plain values of an output and those of the source.
 
@@ -210,18 +210,22 @@ def differing(
     the first `depth` segments) that is in both must have no other values in the output. A tuple
     equals a list, and the key 1 equals "1", because JSON and DCP have only one of the two.
     """
-    ours, theirs = dict(_atoms(mine)), dict(_atoms(source))
-    lasts = _lasts(ours)
+    output_atoms, source_atoms = dict(_atoms(output)), dict(_atoms(source))
+    lasts = _last_indices(output_atoms)
     problems = [
         f"{_name(path)}: is no tensor, and is not in the output"
-        for path, value in theirs.items()
-        if path not in ours and value is not TENSOR and not _is_hole(path, value, lasts)
+        for path, value in source_atoms.items()
+        if path not in output_atoms and value is not TENSOR and not _is_hole(path, value, lasts)
     ]
-    for path, (here, there) in _unlike(ours, theirs, depth).items():
-        if there is NOTHING:
-            problems.append(f"{_name(path)}: {here!r:.60} is in the output only")
-        elif here is not NOTHING:
-            problems.append(f"{_name(path)}: {here!r:.60}, the source has {there!r:.60}")
+    for path, (output_value, source_value) in _find_differences(
+        output_atoms, source_atoms, depth
+    ).items():
+        if source_value is NOTHING:
+            problems.append(f"{_name(path)}: {output_value!r:.60} is in the output only")
+        elif output_value is not NOTHING:
+            problems.append(
+                f"{_name(path)}: {output_value!r:.60}, the source has {source_value!r:.60}"
+            )
     return problems
 
 
@@ -233,36 +237,36 @@ def unequal(
     Values are equal by the rules of `differing`. In an entry that both sides have, a value of only
     one side is a difference.
     """
-    ours, theirs = dict(_atoms(a)), dict(_atoms(b))
-    differences = _unlike(ours, theirs, depth)
-    both = [path for path in ours if path in theirs and ours[path] is not TENSOR]
-    agree = sum(path not in differences for path in both)
+    a_atoms, b_atoms = dict(_atoms(a)), dict(_atoms(b))
+    differences = _find_differences(a_atoms, b_atoms, depth)
+    common = [path for path in a_atoms if path in b_atoms and a_atoms[path] is not TENSOR]
+    agree = sum(path not in differences for path in common)
     named: dict[str, tuple[object, object]] = {}
     for path, values in differences.items():
         named.setdefault(_name(path), values)
     return agree, named
 
 
-def _unlike(
-    ours: Mapping[_Where, object], theirs: Mapping[_Where, object], depth: int
+def _find_differences(
+    a: Mapping[_Where, object], b: Mapping[_Where, object], depth: int
 ) -> dict[_Where, tuple[object, object]]:
     """Return the values of common entries that differ or are on one side only.
 
     A tensor differs from a plain value; two tensors are not compared here.
     """
-    entries = {path[:depth] for path in ours} & {path[:depth] for path in theirs}
-    ends = _lasts(ours), _lasts(theirs)
+    entries = {path[:depth] for path in a} & {path[:depth] for path in b}
+    ends = _last_indices(a), _last_indices(b)
     differences = {}
-    for path in {**ours, **theirs}:
-        one, two = ours.get(path, NOTHING), theirs.get(path, NOTHING)
-        said = isinstance(one, _Said) and isinstance(two, _Said)
-        if path[:depth] not in entries or said or _alike(one, two):
+    for path in {**a, **b}:
+        a_value, b_value = a.get(path, NOTHING), b.get(path, NOTHING)
+        are_markers = isinstance(a_value, _Marker) and isinstance(b_value, _Marker)
+        if path[:depth] not in entries or are_markers or _alike(a_value, b_value):
             continue
-        if isinstance(two, _Said) and _is_hole(path, one, ends[1]):
+        if isinstance(b_value, _Marker) and _is_hole(path, a_value, ends[1]):
             continue
-        if isinstance(one, _Said) and _is_hole(path, two, ends[0]):
+        if isinstance(a_value, _Marker) and _is_hole(path, b_value, ends[0]):
             continue
-        differences[path] = (one, two)
+        differences[path] = (a_value, b_value)
     return differences
 
 
@@ -274,7 +278,7 @@ def _is_hole(path: _Where, value: object, lasts: Mapping[_Where, int]) -> bool:
     return value is None and path[-1][0] and int(path[-1][1]) <= lasts.get(path[:-1], -1)
 
 
-def _lasts(atoms: Iterable[_Where]) -> dict[_Where, int]:
+def _last_indices(atoms: Iterable[_Where]) -> dict[_Where, int]:
     """Return the last index of each list, by the path of the list."""
     lasts: dict[_Where, int] = {}
     for path in atoms:

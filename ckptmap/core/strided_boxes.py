@@ -3,8 +3,8 @@
 A `StridedBox` has one or more axes. Axis k has `sizes[k]` elements, `steps[k]` apart along dim
 `dims[k]`; the first element is at `offsets`. A plain Box has one axis for each dim, and steps of 1.
 If rows (h, r, two) of a tensor are to be stored as (h, two, r), two strided boxes of the same sizes
-tell where each element comes from and where it goes. Several axes may be along one dim. They are
-then nested: one step of the outer axis is longer than the whole reach of the inner axes.
+give the source and the target of each element. Several axes may run along one dim. They are then
+nested: one step of the outer axis is longer than the whole reach of the inner axes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ from math import prod
 from typing import NamedTuple
 
 from ckptmap.tensors import Box
+
+
+class AxisRanges(NamedTuple):
+    """Some elements of a strided box: `counts[k]` indices of axis k, from index `starts[k]` on."""
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -70,47 +77,47 @@ class StridedBox:
             by_dim.append(tuple(reversed(rows)))
         return tuple(by_dim)
 
-    def cut(self, box: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield the elements that lie in `box` as ranges of indices: (firsts, counts) by axis."""
+    def cut(self, box: Box) -> Iterator[AxisRanges]:
+        """Yield the elements that lie in `box`, as ranges of indices of the axes."""
         choices = []
         for dim, axes in enumerate(self._by_dim):
-            low = box.offsets[dim] - self.offsets[dim]
-            cuts = list(_cut(axes, low, low + box.sizes[dim]))
+            start = box.offsets[dim] - self.offsets[dim]
+            cuts = list(_cut_axes(axes, start, start + box.sizes[dim]))
             if not cuts:
                 return
             choices.append(cuts)
-        lows, counts = [0] * len(self.sizes), [0] * len(self.sizes)
+        starts, counts = [0] * len(self.sizes), [0] * len(self.sizes)
         for choice in product(*choices):
-            for axis, low, count in (entry for entries in choice for entry in entries):
-                lows[axis], counts[axis] = low, count
-            yield tuple(lows), tuple(counts)
+            for axis, start, count in (entry for entries in choice for entry in entries):
+                starts[axis], counts[axis] = start, count
+            yield AxisRanges(tuple(starts), tuple(counts))
 
-    def crop(self, lows: Sequence[int], counts: Sequence[int]) -> StridedBox:
-        """Return the strided box of a range: `counts[k]` indices of axis k, from `lows[k]` on."""
+    def crop(self, starts: Sequence[int], counts: Sequence[int]) -> StridedBox:
+        """Return the strided box of a range: `counts[k]` indices of axis k, from `starts[k]` on."""
         offsets = list(self.offsets)
-        for low, dim, step in zip(lows, self.dims, self.steps, strict=True):
-            offsets[dim] += low * step
+        for start, dim, step in zip(starts, self.dims, self.steps, strict=True):
+            offsets[dim] += start * step
         return StridedBox(tuple(offsets), tuple(counts), self.dims, self.steps)
 
-    def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield ranges of indices that are a plain box each, as (firsts, counts) by axis.
+    def boxes(self) -> Iterator[AxisRanges]:
+        """Yield ranges of indices of the axes; the elements of each are a plain Box.
 
         For each dim the innermost axis is kept whole if its step is 1; all other axes are split
         into single indices.
         """
-        kept = {
+        whole = {
             axes[-1][0] for axes in self._by_dim if axes and (axes[-1][2] == 1 or axes[-1][1] == 1)
         }
-        free = [k for k in range(len(self.sizes)) if k not in kept]
-        counts = tuple(n if k in kept else 1 for k, n in enumerate(self.sizes))
-        for index in product(*(range(self.sizes[k]) for k in free)):
-            lows = [0] * len(self.sizes)
-            for k, at in zip(free, index, strict=True):
-                lows[k] = at
-            yield tuple(lows), counts
+        split = [k for k in range(len(self.sizes)) if k not in whole]
+        counts = tuple(n if k in whole else 1 for k, n in enumerate(self.sizes))
+        for index in product(*(range(self.sizes[k]) for k in split)):
+            starts = [0] * len(self.sizes)
+            for k, at in zip(split, index, strict=True):
+                starts[k] = at
+            yield AxisRanges(tuple(starts), counts)
 
 
-def _cut(
+def _cut_axes(
     axes: Sequence[tuple[int, ...]], low: int, high: int
 ) -> Iterator[tuple[tuple[int, int, int], ...]]:
     """Yield ranges (axis, first, count) of nested axes, whose positions lie in [low, high)."""
@@ -124,7 +131,7 @@ def _cut(
     before = low // step if low > 0 and low % step else -1
     if 0 <= before < size:
         at = before * step
-        for rest in _cut(inner, low - at, high - at):
+        for rest in _cut_axes(inner, low - at, high - at):
             yield ((axis, before, 1), *rest)
     if last >= first:
         whole = tuple((k, 0, n) for k, n, _, _ in inner)
@@ -132,7 +139,7 @@ def _cut(
     after = max(last + 1, first)
     if after < size and after != before and after * step < high:
         at = after * step
-        for rest in _cut(inner, max(low - at, 0), high - at):
+        for rest in _cut_axes(inner, max(low - at, 0), high - at):
             yield ((axis, after, 1), *rest)
 
 
@@ -186,21 +193,21 @@ def compose(first: Sequence[Piece], second: Sequence[Piece]) -> list[Piece]:
     for a in first:
         for b in second:
             if a.dst.bounds.intersect(b.src.bounds) is not None:
-                pieces += _through(a, b)
+                pieces += _compose_pair(a, b)
     return [piece.tidy() for piece in pieces]
 
 
-def _through(a: Piece, b: Piece) -> Iterator[Piece]:
+def _compose_pair(a: Piece, b: Piece) -> Iterator[Piece]:
     """Yield pieces for the elements that `a` writes and `b` reads."""
     if a.dst.is_box:
         yield from _by_box(a, b)
         return
-    matched = _digits(a.dst, b.src)
+    matched = _common_digits(a.dst, b.src)
     if matched is not None:
         yield from _by_digits(a, b, matched)
         return
-    for lows, counts in a.dst.boxes():
-        part = Piece(a.source, a.src.crop(lows, counts), a.dst.crop(lows, counts)).tidy()
+    for starts, counts in a.dst.boxes():
+        part = Piece(a.source, a.src.crop(starts, counts), a.dst.crop(starts, counts)).tidy()
         if part.dst.bounds.intersect(b.src.bounds) is not None:
             yield from _by_box(part, b)
 
@@ -210,19 +217,19 @@ def _by_box(a: Piece, b: Piece) -> Iterator[Piece]:
     axis_of = {
         dim: k for k, (n, dim) in enumerate(zip(a.dst.sizes, a.dst.dims, strict=True)) if n != 1
     }
-    for lows, counts in b.src.cut(a.dst.bounds):
-        taken = b.src.crop(lows, counts)
+    for starts, counts in b.src.cut(a.dst.bounds):
+        cropped = b.src.crop(starts, counts)
         offsets = list(a.src.offsets)
         for dim, k in axis_of.items():
-            offsets[a.src.dims[k]] += (taken.offsets[dim] - a.dst.offsets[dim]) * a.src.steps[k]
+            offsets[a.src.dims[k]] += (cropped.offsets[dim] - a.dst.offsets[dim]) * a.src.steps[k]
         dims, steps = [], []
-        for n, dim, step in zip(counts, taken.dims, taken.steps, strict=True):
+        for n, dim, step in zip(counts, cropped.dims, cropped.steps, strict=True):
             k = axis_of.get(dim, -1)
             assert k >= 0 or n == 1, "an axis through a dim of one element"
             dims.append(a.src.dims[k] if k >= 0 else 0)
             steps.append(a.src.steps[k] * step if k >= 0 else 1)
         src = StridedBox(tuple(offsets), tuple(counts), tuple(dims), tuple(steps))
-        yield Piece(a.source, src, b.dst.crop(lows, counts))
+        yield Piece(a.source, src, b.dst.crop(starts, counts))
 
 
 @dataclass(frozen=True)
@@ -245,7 +252,7 @@ class _Digit:
     b_factor: int
 
 
-def _digits(a: StridedBox, b: StridedBox) -> list[_Digit] | None:
+def _common_digits(a: StridedBox, b: StridedBox) -> list[_Digit] | None:
     """Return the elements that two strided boxes of one tensor share, as digits of their positions.
 
     A position along a dim is a sum of multiples of steps, as a number is a sum of multiples of
@@ -259,14 +266,14 @@ def _digits(a: StridedBox, b: StridedBox) -> list[_Digit] | None:
         chain = sorted(steps | {1})
         if any(y % x for x, y in pairwise(chain)):
             return None
-        ones, others = _split(a, dim, chain), _split(b, dim, chain)
-        if ones is None or others is None:
+        a_digits, b_digits = _split_axes(a, dim, chain), _split_axes(b, dim, chain)
+        if a_digits is None or b_digits is None:
             return None
         left = b.offsets[dim] - a.offsets[dim]
         for at in range(len(chain) - 1, -1, -1):
             step = chain[at]
             low, left = divmod(left, step)
-            (na, ka, fa), (nb, kb, fb) = ones[at], others[at]
+            (na, ka, fa), (nb, kb, fb) = a_digits[at], b_digits[at]
             if at < len(chain) - 1 and max(na, low + nb) > chain[at + 1] // step:
                 return None
             start = max(0, low)
@@ -275,7 +282,7 @@ def _digits(a: StridedBox, b: StridedBox) -> list[_Digit] | None:
     return digits
 
 
-def _split(
+def _split_axes(
     strided: StridedBox, dim: int, chain: Sequence[int]
 ) -> list[tuple[int, int, int]] | None:
     """Return (size, axis, factor) of a strided box for each step of the chain.
@@ -299,20 +306,20 @@ def _split(
 def _by_digits(a: Piece, b: Piece, digits: Sequence[_Digit]) -> Iterator[Piece]:
     if any(digit.n == 0 for digit in digits):
         return
-    src, dst = list(a.src.offsets), list(b.dst.offsets)
+    src_offsets, dst_offsets = list(a.src.offsets), list(b.dst.offsets)
     axes = []
     for digit in digits:
         sd, ss, dd, ds = 0, 1, 0, 1
         if digit.a_axis >= 0:
             sd, ss = a.src.dims[digit.a_axis], a.src.steps[digit.a_axis] * digit.a_factor
-            src[sd] += digit.a * ss
+            src_offsets[sd] += digit.a * ss
         if digit.b_axis >= 0:
             dd, ds = b.dst.dims[digit.b_axis], b.dst.steps[digit.b_axis] * digit.b_factor
-            dst[dd] += digit.b * ds
+            dst_offsets[dd] += digit.b * ds
         axes.append((digit.n, sd, ss, dd, ds))
     sizes = tuple(axis[0] for axis in axes)
     yield Piece(
         a.source,
-        StridedBox(tuple(src), sizes, tuple(x[1] for x in axes), tuple(x[2] for x in axes)),
-        StridedBox(tuple(dst), sizes, tuple(x[3] for x in axes), tuple(x[4] for x in axes)),
+        StridedBox(tuple(src_offsets), sizes, tuple(x[1] for x in axes), tuple(x[2] for x in axes)),
+        StridedBox(tuple(dst_offsets), sizes, tuple(x[3] for x in axes), tuple(x[4] for x in axes)),
     )

@@ -28,22 +28,22 @@ class Extents(Columns[Extent]):
 
     row = Extent
 
-    def one(self, index: int) -> Places:
+    def locate(self, index: int) -> Places:
         return self[index]
 
-    def all(self) -> Self:
+    def locate_all(self) -> Self:
         return self
 
 
 class Locator(Protocol):
     """Finds the places of tensors in a format where each tensor has a header that must be read.
 
-    `one` reads the header of one tensor, `all` those of all tensors. `all` returns None if some
+    `locate` reads the header of one tensor, `locate_all` those of all tensors. `locate_all` returns None if some
     tensor is not one extent. Both raise SourceError.
     """
 
-    def one(self, index: int) -> Places: ...
-    def all(self) -> Extents | None: ...
+    def locate(self, index: int) -> Places: ...
+    def locate_all(self) -> Extents | None: ...
 
 
 def nbytes_of(infos: Sequence[TensorInfo]) -> list[int]:
@@ -54,18 +54,18 @@ def nbytes_of(infos: Sequence[TensorInfo]) -> list[int]:
 class _Tensors:
     """Plain tensors by number: tensor i is created on first access, and is then the same object."""
 
-    __slots__ = ("infos", "located", "made")
+    __slots__ = ("created", "infos", "located")
 
     def __init__(self, infos: Sequence[TensorInfo], located: Extents | Locator) -> None:
         self.infos, self.located = infos, located
-        self.made: dict[int, StoredTensor] = {}
+        self.created: dict[int, StoredTensor] = {}
 
     def __getitem__(self, index: int) -> StoredTensor:
-        made = self.made.get(index)
-        if made is None:
-            made = StoredTensor(self.infos[index], partial(self.located.one, index))
-            self.made[index] = made
-        return made
+        tensor = self.created.get(index)
+        if tensor is None:
+            tensor = StoredTensor(self.infos[index], partial(self.located.locate, index))
+            self.created[index] = tensor
+        return tensor
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -89,7 +89,7 @@ class PlainTensors(Mapping[Path, StoredTensor]):
 
     def extents(self) -> Extents | None:
         """Return the places of all tensors; None if some tensor is not one extent."""
-        extents = self._rows.located.all()
+        extents = self._rows.located.locate_all()
         if extents is not None:
             self._rows.located = extents
         return extents

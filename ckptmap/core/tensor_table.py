@@ -52,9 +52,9 @@ class KeyPattern:
 
 def fold(names: Sequence[str], looks: Sequence[TensorSummary]) -> list[KeyPattern]:
     """Return the patterns of the names, in order of first appearance."""
-    alike: dict[tuple[object, ...], int] = {}
-    marks = each(looks, lambda look: alike.setdefault(look[:4], len(alike)))
-    keys = zip(_patterns(names), marks, strict=True)
+    number_of: dict[tuple[object, ...], int] = {}
+    numbers = each(looks, lambda look: number_of.setdefault(look[:4], len(number_of)))
+    keys = zip(_patterns(names), numbers, strict=True)
     by_pattern: dict[tuple[str, int], list[int]] = {}
     for index, key in enumerate(keys):
         if key in by_pattern:
@@ -103,15 +103,15 @@ def listed(title: str, reasons: Mapping[str, str]) -> list[str]:
 
     More than FEW keys share a line if their reasons and their first segments are equal.
     """
-    alike: dict[tuple[str, str], list[str]] = {}
-    for key, why in reasons.items():
-        alike.setdefault((key.partition(".")[0], why), []).append(key)
+    keys_by_reason: dict[tuple[str, str], list[str]] = {}
+    for key, reason in reasons.items():
+        keys_by_reason.setdefault((key.partition(".")[0], reason), []).append(key)
     lines = []
-    for (head, why), keys in alike.items():
+    for (head, reason), keys in keys_by_reason.items():
         if len(keys) > FEW:
-            lines.append(f"{title}: {keys[0]} and {len(keys) - 1} more of {head}: {why}")
+            lines.append(f"{title}: {keys[0]} and {len(keys) - 1} more of {head}: {reason}")
         else:
-            lines += [f"{title}: {key}: {why}" for key in keys]
+            lines += [f"{title}: {key}: {reason}" for key in keys]
     return lines
 
 
@@ -131,9 +131,9 @@ def renamed(origins: Mapping[str, Sequence[str]], stripped: bool) -> list[str]:
         if stripped:
             source, target = _without_tail(source, target)
         more = f" + ... ({len(keys)} in all)" if len(keys) > 1 else ""
-        way = f"{source}{more} -> {target}"
-        counts[way] = counts.get(way, 0) + 1
-    return [f"from: {way}  {count}x" for way, count in counts.items()]
+        line = f"{source}{more} -> {target}"
+        counts[line] = counts.get(line, 0) + 1
+    return [f"from: {line}  {count}x" for line, count in counts.items()]
 
 
 def _without_tail(key: str, name: str) -> tuple[str, str]:

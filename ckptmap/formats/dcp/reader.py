@@ -317,15 +317,15 @@ class _Places:
     leaves: _Leaves
     run: Whole
 
-    def one(self, index: int) -> Places:
+    def locate(self, index: int) -> Places:
         """Return the place of the data of tensor `index`."""
         rows = self.run.rows
         item = Item(rows.files[index], rows.offsets[index], rows.lengths[index])
         return self.leaves.place(self.run.names[index], rows.infos[index], item)
 
-    def all(self) -> Extents | None:
+    def locate_all(self) -> Extents | None:
         """Return the places of all tensors in columns; None if one is not contiguous."""
-        places = list(map(self.one, range(len(self.run))))
+        places = list(map(self.locate, range(len(self.run))))
         extents = [place for place in places if isinstance(place, Extent)]
         return Extents.of(extents) if len(extents) == len(places) else None
 

@@ -105,12 +105,12 @@ class _Views:
     records: Records
     keys: Sequence[str]
 
-    def one(self, index: int) -> Places:
+    def locate(self, index: int) -> Places:
         """Return the byte range of tensor `index` in the file."""
         offset, _, crc32 = self.records.locate(f"data/{self.keys[index]}")
         return Extent(self.records.file, offset, crc32)
 
-    def all(self) -> Extents:
+    def locate_all(self) -> Extents:
         """Return the byte ranges of all tensors in the file."""
         offsets, crcs = self.records.locate_all([f"data/{key}" for key in self.keys])
         return Extents([self.records.file] * len(offsets), offsets, crcs)
