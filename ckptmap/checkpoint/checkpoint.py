@@ -186,7 +186,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         State that the file keys by name keeps its names. Raises SourceError CKM207 where
         `param_order` does not fit.
         """
-        reader = self.optimizer_reader.asked(param_order, None if like is None else os.fspath(like))
+        reader = self.optimizer_reader.with_order(
+            param_order, None if like is None else os.fspath(like)
+        )
         if param_order is not None:
             reader.named()
         return replace(self, optimizer_reader=reader)

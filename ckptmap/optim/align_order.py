@@ -36,25 +36,25 @@ def align(
     sizes = tuple(map(len, groups))
     skips = len(sequence) - sum(sizes)
     start: State = (0,) * len(groups)
-    ways: dict[State, int] = {start: 1}
+    counts_of: dict[State, int] = {start: 1}
     steps: list[dict[State, int]] = []  # of each state after a place: the group that took it
     for at, place in enumerate(sequence):
-        after: dict[State, int] = {}
-        took: dict[State, int] = {}
-        for state, count in ways.items():
+        next_counts: dict[State, int] = {}
+        step: dict[State, int] = {}
+        for state, count in counts_of.items():
             for group, done in enumerate(state):
                 if done < sizes[group] and fits(groups[group][done], place):
-                    moved = (*state[:group], done + 1, *state[group + 1 :])
-                    after[moved] = min(2, after.get(moved, 0) + count)
-                    took[moved] = group
+                    next_state = (*state[:group], done + 1, *state[group + 1 :])
+                    next_counts[next_state] = min(2, next_counts.get(next_state, 0) + count)
+                    step[next_state] = group
             if at + 1 - sum(state) <= skips:
-                after[state] = min(2, after.get(state, 0) + count)
-                took[state] = -1
-        if len(after) > MAX_STATES:
+                next_counts[state] = min(2, next_counts.get(state, 0) + count)
+                step[state] = -1
+        if len(next_counts) > MAX_STATES:
             return "the shapes allow many orders"
-        ways = after
-        steps.append(took)
-    orders = ways.get(sizes, 0)
+        counts_of = next_counts
+        steps.append(step)
+    orders = counts_of.get(sizes, 0)
     if orders == 1:
         return _walk(steps, sizes)
     return "the shapes allow several orders" if orders else DO_NOT_FIT
@@ -75,17 +75,17 @@ def align_named(
     aligned = align(groups, sequence, fits)
     if isinstance(aligned, str) or sum(map(bool, groups)) < 2:
         return aligned
-    by_name = sorted(range(len(sequence)), key=names.__getitem__)
+    name_order = sorted(range(len(sequence)), key=names.__getitem__)
     if all(names[a] < names[b] for group in aligned for a, b in pairwise(group)):
         return aligned
-    anew = align(groups, [sequence[place] for place in by_name], fits)
-    if anew == DO_NOT_FIT or aligned == _renumbered(anew, by_name):
+    by_name_aligned = align(groups, [sequence[place] for place in name_order], fits)
+    if by_name_aligned == DO_NOT_FIT or aligned == _renumbered(by_name_aligned, name_order):
         return aligned
     return SORTED_TOO
 
 
-def _renumbered(ways: list[list[int]] | str, places: Sequence[int]) -> list[list[int]]:
-    return [] if isinstance(ways, str) else [[places[at] for at in group] for group in ways]
+def _renumbered(aligned: list[list[int]] | str, places: Sequence[int]) -> list[list[int]]:
+    return [] if isinstance(aligned, str) else [[places[at] for at in group] for group in aligned]
 
 
 def _walk(steps: Sequence[dict[State, int]], end: State) -> list[list[int]]:

@@ -16,14 +16,15 @@ def regrouped(optimizer: Optimizer, order: Sequence[Sequence[str]]) -> Optimizer
     A group that gets no parameter has the hyper-parameters of the first. Raises PlanError CKM207
     where parameters of one new group were trained with different hyper-parameters.
     """
-    home = {fqn: group for group in optimizer.groups for fqn in group[PARAMS]}
+    group_of = {fqn: group for group in optimizer.groups for fqn in group[PARAMS]}
     groups = [
-        _group(names, [home[fqn] for fqn in names] or [optimizer.groups[0]]) for names in order
+        _new_group(names, [group_of[fqn] for fqn in names] or [optimizer.groups[0]])
+        for names in order
     ]
     return replace(optimizer, groups=groups)
 
 
-def _group(names: Sequence[str], sources: Sequence[ParamGroup]) -> ParamGroup:
+def _new_group(names: Sequence[str], sources: Sequence[ParamGroup]) -> ParamGroup:
     first = sources[0]
     for fqn, other in zip(names, sources, strict=False):
         if other is first:
@@ -39,10 +40,10 @@ def _group(names: Sequence[str], sources: Sequence[ParamGroup]) -> ParamGroup:
     return {**{key: value for key, value in first.items() if key != NAMES}, PARAMS: list(names)}
 
 
-def _differs(key: str, one: ParamGroup, other: ParamGroup) -> bool:
+def _differs(key: str, first: ParamGroup, second: ParamGroup) -> bool:
     if key in (PARAMS, NAMES):
         return False
-    mine, theirs = one.get(key), other.get(key)
-    if isinstance(mine, LazyTensor) or isinstance(theirs, LazyTensor):
-        return mine is not theirs
-    return bool(mine != theirs)
+    first_value, second_value = first.get(key), second.get(key)
+    if isinstance(first_value, LazyTensor) or isinstance(second_value, LazyTensor):
+        return first_value is not second_value
+    return bool(first_value != second_value)

@@ -30,27 +30,27 @@ def flatten_by_unit(
     Raises PlanError CKM504 where FSDP1 cannot hold state of such a shape, or parameters of one unit
     differ in dtype, in plain values or in their group.
     """
-    kept: list[StateLeaf] = []
+    leaves: list[StateLeaf] = []
     same = list(optimizer.same)
-    first: dict[tuple[str, Path], StateLeaf] = {}
+    first_of_unit: dict[tuple[str, Path], StateLeaf] = {}
     for leaf in optimizer.leaves:
         unit = unit_of(leaf.key)
         if unit is None or not leaf.name:
-            kept.append(leaf)
+            leaves.append(leaf)
             continue
         vector = _is_vector(leaf, weights[leaf.key].shape)
-        earlier = None if unit.named else first.setdefault((unit.prefix, leaf.name), leaf)
+        earlier = None if unit.named else first_of_unit.setdefault((unit.prefix, leaf.name), leaf)
         if earlier is None or earlier is leaf:
-            kept.append(leaf)
+            leaves.append(leaf)
             continue
-        _check_alike(earlier, leaf, unit)
+        _check_equal_state(earlier, leaf, unit)
         if vector:
-            kept.append(leaf)
+            leaves.append(leaf)
         elif isinstance(leaf.value, LazyTensor):
             assert isinstance(earlier.value, LazyTensor), "both are of one kind"
             same.append(Same(earlier.value, leaf.value, _APART))
     _check_groups(optimizer, unit_of)
-    return replace(optimizer, leaves=kept, same=same)
+    return replace(optimizer, leaves=leaves, same=same)
 
 
 def _is_vector(leaf: StateLeaf, shape: tuple[int, ...]) -> bool:
@@ -71,12 +71,12 @@ def _is_vector(leaf: StateLeaf, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def _check_alike(one: StateLeaf, other: StateLeaf, unit: FlatUnit) -> None:
-    if _kind(one.value) != _kind(other.value):
+def _check_equal_state(first: StateLeaf, second: StateLeaf, unit: FlatUnit) -> None:
+    if _kind(first.value) != _kind(second.value):
         raise PlanError(
             "CKM504",
-            f"{other.key}: its optimizer state {other.title} is {_kind(other.value)}, but"
-            f" {_kind(one.value)} for {one.key}, in one flat parameter (FSDP unit {unit.prefix!r})",
+            f"{second.key}: its optimizer state {second.title} is {_kind(second.value)}, but"
+            f" {_kind(first.value)} for {first.key}, in one flat parameter (FSDP unit {unit.prefix!r})",
             "add --use-orig-params, so that each parameter has state of its own",
         )
 
@@ -90,18 +90,18 @@ def _kind(value: object) -> str:
 
 
 def _check_groups(optimizer: Optimizer, unit_of: UnitOf) -> None:
-    home: dict[str, tuple[int, str]] = {}
+    group_of: dict[str, tuple[int, str]] = {}
     for number, group in enumerate(optimizer.groups):
         for fqn in group[PARAMS]:
             unit = unit_of(fqn)
             if unit is None or unit.named:
                 continue
-            other, first = home.setdefault(unit.prefix, (number, fqn))
-            if other != number:
+            number_of_unit, first = group_of.setdefault(unit.prefix, (number, fqn))
+            if number_of_unit != number:
                 raise PlanError(
                     "CKM504",
                     f"{fqn}: is in parameter group {number}, but {first} of the same flat parameter (FSDP"
-                    f" unit {unit.prefix!r}) is in group {other}",
+                    f" unit {unit.prefix!r}) is in group {number_of_unit}",
                     "add --use-orig-params, so that a unit may have parameters of several groups, or leave"
                     " the optimizer behind with --optimizer drop",
                 )

@@ -1,7 +1,8 @@
-"""The possible meanings of an index in FSDP1's optimizer state: a flat parameter, or a single one.
+"""Which parameter an index of FSDP1's optimizer state can mean: a FlatParameter, or a single parameter.
 
-A flat parameter's tensors lie in it as the model's dict lists them: given by the weights where they
-were flat themselves (`InUnit`), else by the modules that FSDP1 wraps, which a raw dict still lists.
+A FlatParameter holds the tensors of one wrapped module, in the order of the model's state dict. Weights
+that were flat themselves name it and the offset of each tensor (`InUnit`). Otherwise the wrapped
+modules tell, which FSDP1's raw state dict still lists.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ckptmap.mapping.wrappers import ANYWHERE
 from ckptmap.protocols.file_systems import Mounts
@@ -26,11 +28,18 @@ KEY = "_flat_param"
 
 
 @dataclass(frozen=True)
-class HeldState:
+class ShardSizes:
     """The shapes of an index's largest state, and how many elements each rank holds of it."""
 
     shapes: Sequence[tuple[int, ...]] = ()
     counts: Counts = ()
+
+
+class Member(NamedTuple):
+    """A tensor of a parameter, and the flat element of the parameter that it begins at."""
+
+    info: TensorInfo
+    start: int
 
 
 @dataclass(frozen=True)
@@ -38,15 +47,15 @@ class IndexMeaning:
     """What an index can mean: a flat parameter with its tensors, or one tensor.
 
     key      as stored
-    members  key -> (info, flat element that it begins at)
-    counts   what each rank holds, without padding, None: not known
+    members  key -> the tensor
+    counts   how many elements each rank holds, without padding; None: not known
     weights  of a unit whose tensors are known from the model's dict alone, their leaves: two that
              are tied are both there, and once in the flat parameter
     mounts   the file systems to read weights through that may be tied
     """
 
     key: str
-    members: Mapping[str, tuple[TensorInfo, int]]
+    members: Mapping[str, Member]
     counts: Counts | None
     is_unit: bool = False
     weights: Mapping[str, Leaf] | None = None
@@ -56,83 +65,83 @@ class IndexMeaning:
     def numel(self) -> int:
         return sum(info.numel for info, _ in self.members.values())
 
-    def fitted(self, held: HeldState) -> IndexMeaning | None:
+    def fitted(self, sizes: ShardSizes) -> IndexMeaning | None:
         """Return this meaning, tied tensors taken once, if it fits the ranks' state; else None."""
-        if self._fits(held):
+        if self._fits(sizes):
             return self
-        if self.weights is None or not held.counts:
+        if self.weights is None or not sizes.counts:
             return None
         fitting = [
-            once
-            for key, _ in _alike(self.members)
-            if (once := self._without(key))._fits(held) and self._is_again(key)
+            without
+            for key, _ in _pairs_of_one_shape(self.members)
+            if (without := self._without(key))._fits(sizes) and self._is_repeated(key)
         ]
         return fitting[0] if len(fitting) == 1 else None
 
-    def _fits(self, held: HeldState) -> bool:
-        if not held.counts:
+    def _fits(self, sizes: ShardSizes) -> bool:
+        if not sizes.counts:
             return True  # frozen, or never stepped: without state
         if self.is_unit:
-            return copies(held.counts, self) > 0
+            return count_copies(sizes.counts, self) > 0
         ((info, _),) = self.members.values()
-        if set(held.shapes) == {info.shape}:
-            return self.counts is None or self.counts == held.counts
-        if any(len(shape) != 1 for shape in held.shapes):
+        if set(sizes.shapes) == {info.shape}:
+            return self.counts is None or self.counts == sizes.counts
+        if any(len(shape) != 1 for shape in sizes.shapes):
             return False
-        if self.counts is not None and self.counts != held.counts:
+        if self.counts is not None and self.counts != sizes.counts:
             return False
-        return copies(held.counts, self) > 0
+        return count_copies(sizes.counts, self) > 0
 
     def _without(self, key: str) -> IndexMeaning:
         infos = {name: info for name, (info, _) in self.members.items() if name != key}
-        return replace(self, members=dict(_behind_each_other(infos)))
+        return replace(self, members=dict(_with_offsets(infos)))
 
-    def _is_again(self, key: str) -> bool:
+    def _is_repeated(self, key: str) -> bool:
         """Return whether the tensor holds the same bytes as another one of its shape."""
         assert self.weights is not None
-        mine = self.weights[key]
+        weight = self.weights[key]
         return any(
-            _same(mine, self.weights[other], self.mounts)
-            for one, other in _alike(self.members)
-            if one == key
+            _same_bytes(weight, self.weights[other], self.mounts)
+            for member, other in _pairs_of_one_shape(self.members)
+            if member == key
         )
 
 
-def _alike(
-    members: Mapping[str, tuple[TensorInfo, int]],
+def _pairs_of_one_shape(
+    members: Mapping[str, Member],
 ) -> Iterator[tuple[str, str]]:
     """Yield pairs (later, earlier) of members of one shape."""
     for earlier, later in itertools.combinations(members, 2):
-        if members[later][0] == members[earlier][0]:
+        if members[later].info == members[earlier].info:
             yield later, earlier
 
 
-def copies(counts: Counts, place: IndexMeaning) -> int:
+def count_copies(counts: Counts, meaning: IndexMeaning) -> int:
     """Return how many times the ranks together hold the parameter; 0: their counts do not fit it.
 
     A flat parameter's shards are equally long, the last ones padded; a parameter's slices are what
     they are. Ranks 0..N-1 hold it once, N..2N-1 again: replicas are the outermost dim of the mesh.
     """
-    for again in range(1, len(counts) + 1):
-        if len(counts) % again:
+    for copies in range(1, len(counts) + 1):
+        if len(counts) % copies:
             continue
-        ranks = len(counts) // again
-        if counts != counts[:ranks] * again:
+        ranks = len(counts) // copies
+        if counts != counts[:ranks] * copies:
             continue
-        if place.is_unit and set(counts) == {-(-place.numel // ranks)}:
-            return again
-        if not place.is_unit and sum(counts[:ranks]) == place.numel:
-            return again
+        if meaning.is_unit and set(counts) == {-(-meaning.numel // ranks)}:
+            return copies
+        if not meaning.is_unit and sum(counts[:ranks]) == meaning.numel:
+            return copies
     return 0
 
 
 # --------------------------------------------------------------------------------- from weights
 
 
-def single_places(weights: Mapping[str, Leaf]) -> list[IndexMeaning]:
+def parameter_meanings(weights: Mapping[str, Leaf]) -> list[IndexMeaning]:
     """Return the parameters in the order of the model's dict, tied ones once. Parameters that lay
     together in one flat parameter are one entry."""
-    units: dict[str, dict[str, tuple[TensorInfo, int]]] = {}
+    units: dict[str, dict[str, Member]] = {}
     meanings: dict[str, IndexMeaning | None] = {}
     seen: set[object] = set()
     for key, info, share in _parameters(weights):
@@ -141,20 +150,20 @@ def single_places(weights: Mapping[str, Leaf]) -> list[IndexMeaning]:
         seen.add(share)
         if isinstance(share, InUnit):
             meanings.setdefault(share.unit, None)
-            units.setdefault(share.unit, {})[key] = (info, share.offset)
+            units.setdefault(share.unit, {})[key] = Member(info, share.offset)
         else:
             counts = share.counts if isinstance(share, Slices) else None
-            meanings[key] = IndexMeaning(key, {key: (info, 0)}, counts)
+            meanings[key] = IndexMeaning(key, {key: Member(info, 0)}, counts)
     return [
-        place
+        meaning
         or IndexMeaning(
-            key, dict(sorted(units[key].items(), key=lambda item: item[1][1])), None, True
+            key, dict(sorted(units[key].items(), key=lambda item: item[1].start)), None, True
         )
-        for key, place in meanings.items()
+        for key, meaning in meanings.items()
     ]
 
 
-def unit_places(
+def unit_meanings(
     weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain, mounts: Mounts
 ) -> list[IndexMeaning]:
     """Return the flat parameters by wrapped module, in module order, and parameters that lie in none.
@@ -167,20 +176,20 @@ def unit_places(
     prefixes = sorted(
         (".".join(s for s in m.split(".") if s not in ANYWHERE) for m in modules), key=len
     )
-    inside: dict[str, dict[str, TensorInfo]] = {}
+    members: dict[str, dict[str, TensorInfo]] = {}
     meanings: dict[str, IndexMeaning | None] = {}
     for key, info, _ in _parameters(weights):
-        around = [p for p in prefixes if not p or names[key].startswith(p + ".")]
-        for prefix in around:  # its flat parameter comes before all that is in the module
+        enclosing = [p for p in prefixes if not p or names[key].startswith(p + ".")]
+        for prefix in enclosing:  # its flat parameter comes before all that is in the module
             meanings.setdefault(_unit_key(prefix), None)
-        if around and (whole or is_cut(weights[key])):
-            inside.setdefault(_unit_key(around[-1]), {})[key] = info
+        if enclosing and (whole or is_cut(weights[key])):
+            members.setdefault(_unit_key(enclosing[-1]), {})[key] = info
         else:
-            meanings[key] = IndexMeaning(key, {key: (info, 0)}, None)
+            meanings[key] = IndexMeaning(key, {key: Member(info, 0)}, None)
     return [
-        place or _unit(key, inside[key], weights, mounts)
-        for key, place in meanings.items()
-        if place is not None or key in inside
+        meaning or _unit(key, members[key], weights, mounts)
+        for key, meaning in meanings.items()
+        if meaning is not None or key in members
     ]
 
 
@@ -192,7 +201,7 @@ def _unit(
     key: str, infos: Mapping[str, TensorInfo], weights: Mapping[str, Leaf], mounts: Mounts
 ) -> IndexMeaning:
     leaves = {name: weights[name] for name in infos}
-    return IndexMeaning(key, dict(_behind_each_other(infos)), None, True, leaves, mounts)
+    return IndexMeaning(key, dict(_with_offsets(infos)), None, True, leaves, mounts)
 
 
 def _parameters(weights: Mapping[str, Leaf]) -> Iterator[tuple[str, TensorInfo, object]]:
@@ -220,28 +229,31 @@ def are_whole(weights: Mapping[str, Leaf]) -> bool:
     )
 
 
-def _behind_each_other(
+def _with_offsets(
     infos: Mapping[str, TensorInfo],
-) -> Iterator[tuple[str, tuple[TensorInfo, int]]]:
+) -> Iterator[tuple[str, Member]]:
     offset = 0
     for key, info in infos.items():
-        yield key, (info, offset)
+        yield key, Member(info, offset)
         offset += info.numel
 
 
 # --------------------------------------------------------------------------------- ties
 
 
-def _same(one: Leaf, other: Leaf, mounts: Mounts) -> bool:
+def _same_bytes(first: Leaf, second: Leaf, mounts: Mounts) -> bool:
     """Return whether both weights hold the same bytes on every rank.
 
     Checksums in the files are compared in place of the bytes, where the files have them.
     """
-    mine, others = _shards(one), _shards(other)
-    if not mine or [part.info for part in mine] != [part.info for part in others]:
+    first_shards, second_shards = _shards(first), _shards(second)
+    if not first_shards or [part.info for part in first_shards] != [
+        part.info for part in second_shards
+    ]:
         return False
     return all(
-        _content(a, mounts) == _content(b, mounts) for a, b in zip(mine, others, strict=True)
+        _content(a, mounts) == _content(b, mounts)
+        for a, b in zip(first_shards, second_shards, strict=True)
     )
 
 

@@ -1,13 +1,13 @@
 """Read what `optimizer.state_dict()` returns under FSDP1: flat shards of state, one file a rank.
 
-    use_orig_params=False   {0: {exp_avg: [ceil(numel / N)]}}   an index a FlatParameter, padded
-    use_orig_params=True    {0: {exp_avg: [n]}, 3: ...}         an index a parameter, its slice of
-                                                                this rank; none where that is empty
+    use_orig_params=False   {0: {exp_avg: [ceil(numel / N)]}}   an index is a FlatParameter, padded
+    use_orig_params=True    {0: {exp_avg: [n]}, 3: ...}         an index is a parameter, with the slice
+                                                                of this rank; no entry for an empty slice
 
-Indices count the same on every rank: through the groups, as the parameters were passed. Which is
-which comes from `param_names` in the groups, else from the order of the model's own dict, which is
-that of its modules, where what each rank holds fits that in one way only. Ranks that replicate
-others (HYBRID_SHARD) hold the same again, which is compared.
+Indices are the same on every rank: they count the parameters of the groups, in the order in which the
+optimizer got them. `param_names` in the groups name the parameters. Without them, the order of the
+model's state dict names them, if the sizes of the ranks' shards fit that order in one way only. Ranks
+that replicate others (HYBRID_SHARD) hold the same values, and these are compared.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from functools import cached_property
 from ckptmap.core.state_paths import by_rank
 from ckptmap.optim.align_order import align_named
 from ckptmap.optim.fsdp1_index_meaning import (
-    HeldState,
     IndexMeaning,
+    ShardSizes,
     are_whole,
-    copies,
+    count_copies,
     is_cut,
-    single_places,
-    unit_places,
+    parameter_meanings,
+    unit_meanings,
 )
 from ckptmap.optim.index_order import MODEL_ORDER
 from ckptmap.optim.nested_keys import read_nested
@@ -70,20 +70,28 @@ class FlatOptimizer(ReadsFiles):
         if root is None:
             return leaves
         depth = len(root)
-        inside = {path[depth:]: leaf for path, leaf in leaves.items() if path[:depth] == root}
-        at = _weights_root(leaves, root, units)
-        weights = {str(path[-1]): leaf for path, leaf in leaves.items() if path and path[:-1] == at}
-        inside = expanded(inside)
-        keys = read_nested(inside)
-        if keys is None or not keys.by_index or not _is_flat(inside, keys, weights):
+        optimizer_leaves = {
+            path[depth:]: leaf for path, leaf in leaves.items() if path[:depth] == root
+        }
+        weights_root = _weights_root(leaves, root, units)
+        weights = {
+            str(path[-1]): leaf
+            for path, leaf in leaves.items()
+            if path and path[:-1] == weights_root
+        }
+        optimizer_leaves = expanded(optimizer_leaves)
+        keys = read_nested(optimizer_leaves)
+        if keys is None or not keys.by_index or not _is_flat(optimizer_leaves, keys, weights):
             return leaves
         try:
-            readings = _readings(weights, units.get(at or (), ()), plain, self.mounts)
-            state = _by_name(inside, keys, plain, readings)
+            readings = _list_readings(
+                weights, units.get(weights_root or (), ()), plain, self.mounts
+            )
+            state = _name_state(optimizer_leaves, keys, plain, readings)
         except _Unresolved as error:
             state = {(STATE,): StateNote(refused=str(error))}
-        kept = {path: leaf for path, leaf in leaves.items() if path[:depth] != root}
-        return {**kept, **{(*root, *path): leaf for path, leaf in state.items()}}
+        others = {path: leaf for path, leaf in leaves.items() if path[:depth] != root}
+        return {**others, **{(*root, *path): leaf for path, leaf in state.items()}}
 
 
 class _Unresolved(Exception):
@@ -107,17 +115,17 @@ def _weights_root(leaves: Mapping[Path, Leaf], root: Path, units: Units) -> Path
     return None if weights_root == root else weights_root
 
 
-def _readings(
+def _list_readings(
     weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain, mounts: Mounts
 ) -> list[Sequence[IndexMeaning]]:
     """Return the readings of the indices, likeliest first: as flat parameters where units are listed,
     and as single parameters."""
-    singles = single_places(weights)
+    parameters = parameter_meanings(weights)
     listed = modules and (any(map(is_cut, weights.values())) or are_whole(weights))
-    return [unit_places(weights, modules, plain, mounts), singles] if listed else [singles]
+    return [unit_meanings(weights, modules, plain, mounts), parameters] if listed else [parameters]
 
 
-def _by_name(
+def _name_state(
     leaves: Mapping[Path, Leaf],
     keys: StateKeys,
     plain: Plain,
@@ -127,14 +135,14 @@ def _by_name(
 
     Raises _Unresolved with the objection to the first reading.
     """
-    against: _Unresolved | None = None
-    for places in readings:
+    first_objection: _Unresolved | None = None
+    for meanings in readings:
         try:
-            return _State(leaves, keys, places, plain).by_name()
+            return _Reading(leaves, keys, meanings, plain).by_name()
         except _Unresolved as error:
-            against = against or error
-    assert against is not None, "there is a reading"
-    raise against
+            first_objection = first_objection or error
+    assert first_objection is not None, "there is a reading"
+    raise first_objection
 
 
 def _cut(leaf: Leaf) -> bool:
@@ -165,20 +173,20 @@ _LISTS = (
 # --------------------------------------------------------------------------------- state
 
 
-class _State:
+class _Reading:
     """One reading of the optimizer's leaves: what each index means."""
 
     def __init__(
         self,
         leaves: Mapping[Path, Leaf],
         keys: StateKeys,
-        places: Sequence[IndexMeaning],
+        meanings: Sequence[IndexMeaning],
         plain: Plain,
     ) -> None:
         self.leaves = leaves
         self.keys = keys
         self.plain = plain
-        self.places = places
+        self.meanings = meanings
 
     def by_name(self) -> dict[Path, Leaf]:
         """Return the leaves keyed by the weights' stored keys. Raises _Unresolved."""
@@ -188,12 +196,12 @@ class _State:
         state: dict[Path, Leaf] = {}
         for path, (key, name) in self.keys.state.items():
             for weight, (info, start) in order[key].members.items():
-                title = ".".join((key, *map(str, name)))
-                entry = self._leaf(title, self.leaves[path], order[key], info)
+                label = ".".join((key, *map(str, name)))
+                entry = self._leaf(label, self.leaves[path], order[key], info)
                 if entry is _Flat.FLAT:
-                    counts = self._held[key].counts
-                    again = copies(counts, order[key])
-                    entry = _unflattened(title, self.leaves[path], info, start, counts, again)
+                    counts = self._shard_sizes[key].counts
+                    copies = count_copies(counts, order[key])
+                    entry = _unflatten(label, self.leaves[path], info, start, counts, copies)
                 state[STATE, weight, *name] = entry
         groups: dict[Path, Leaf] = {
             (GROUPS, number, PARAMS): [w for key in params for w in order[key].members]
@@ -204,8 +212,8 @@ class _State:
             for path, (number, name) in self.keys.hyper.items()
             if name != (NAMES,)
         }
-        rest = {path: self.leaves[path] for path in self.keys.rest}
-        return {(STATE,): StateNote(order=source), **state, **groups, **hyper, **rest}
+        others = {path: self.leaves[path] for path in self.keys.rest}
+        return {(STATE,): StateNote(order=source), **state, **groups, **hyper, **others}
 
     @cached_property
     def _listing(self) -> list[Path]:
@@ -218,19 +226,19 @@ class _State:
     def _order(self) -> tuple[str, Mapping[str, IndexMeaning]]:
         """Return where the order came from, and index -> its meaning, proven by what the ranks hold."""
         listed = [key for params in self.keys.params for key in params]
-        lost = next((key for key, _ in self.keys.state.values() if key not in listed), None)
-        if lost is not None:
-            raise _Unresolved(f"the state of index {lost} belongs to no group")
+        ungrouped = next((key for key, _ in self.keys.state.values() if key not in listed), None)
+        if ungrouped is not None:
+            raise _Unresolved(f"the state of index {ungrouped} belongs to no group")
         names = self._names()
         if names is None:
             return MODEL_ORDER, self._aligned()
         order = {}
-        for key, place in zip(listed, self._named(names), strict=True):
-            fitted = place.fitted(self._held[key])
+        for key, meaning in zip(listed, self._named(names), strict=True):
+            fitted = meaning.fitted(self._shard_sizes[key])
             if fitted is None:
                 raise _Unresolved(
-                    f"index {key} is named {place.key}, but the ranks hold "
-                    f"{list(self._held[key].counts)} elements of it"
+                    f"index {key} is named {meaning.key}, but the ranks hold "
+                    f"{list(self._shard_sizes[key].counts)} elements of it"
                 )
             order[key] = fitted
         return "param_names in the groups", order
@@ -245,59 +253,64 @@ class _State:
         return all_names
 
     def _named(self, names: Sequence[str]) -> list[IndexMeaning]:
-        known = self.plain([place.key for place in self.places])
-        by_name = {known[place.key]: place for place in self.places}
-        plain = self.plain(names)
-        lost = next((name for name in names if plain[name] not in by_name), None)
-        if lost is not None:
-            raise _Unresolved(f"param_names has {lost}, which is no weight of the files")
-        return [by_name[plain[name]] for name in names]
+        plain_keys = self.plain([meaning.key for meaning in self.meanings])
+        by_name = {plain_keys[meaning.key]: meaning for meaning in self.meanings}
+        plain_names = self.plain(names)
+        unknown = next((name for name in names if plain_names[name] not in by_name), None)
+        if unknown is not None:
+            raise _Unresolved(f"param_names has {unknown}, which is no weight of the files")
+        return [by_name[plain_names[name]] for name in names]
 
     def _aligned(self) -> Mapping[str, IndexMeaning]:
-        held = [[self._held[key] for key in params] for params in self.keys.params]
-        keys = [place.key for place in self.places]
-        ways = align_named(held, self.places, keys, lambda item, place: bool(place.fitted(item)))
-        if isinstance(ways, str):
-            flat = any(place.is_unit for place in self.places)
+        sizes = [[self._shard_sizes[key] for key in params] for params in self.keys.params]
+        keys = [meaning.key for meaning in self.meanings]
+        aligned = align_named(
+            sizes, self.meanings, keys, lambda item, meaning: bool(meaning.fitted(item))
+        )
+        if isinstance(aligned, str):
+            flat = any(meaning.is_unit for meaning in self.meanings)
             kind = "flat parameters" if flat else "weights"
             raise _Unresolved(
-                f"its {sum(map(len, held))} parameters are flat shards, and {ways} to match them"
-                f" with the {len(self.places)} {kind} of the model files" + ("" if flat else _LISTS)
+                f"its {sum(map(len, sizes))} parameters are flat shards, and {aligned} to match them"
+                f" with the {len(self.meanings)} {kind} of the model files"
+                + ("" if flat else _LISTS)
             )
-        pairs = zip(self.keys.params, ways, strict=True)
+        pairs = zip(self.keys.params, aligned, strict=True)
         return {
-            key: self.places[at].fitted(self._held[key]) or self.places[at]
-            for keys, places in pairs
-            for key, at in zip(keys, places, strict=True)
+            key: self.meanings[at].fitted(self._shard_sizes[key]) or self.meanings[at]
+            for keys, indices in pairs
+            for key, at in zip(keys, indices, strict=True)
         }
 
     @cached_property
-    def _held(self) -> Mapping[str, HeldState]:
-        held = {key: HeldState() for params in self.keys.params for key in params}
+    def _shard_sizes(self) -> Mapping[str, ShardSizes]:
+        sizes = {key: ShardSizes() for params in self.keys.params for key in params}
         for path, (key, _) in self.keys.state.items():
             values = by_rank(self.leaves[path])
             shapes = [v.info.shape for v in values if isinstance(v, StoredTensor)]
-            if any(shapes) and key in held and not held[key].counts:
+            if any(shapes) and key in sizes and not sizes[key].counts:
                 counts = tuple(v.info.numel if isinstance(v, StoredTensor) else 0 for v in values)
-                held[key] = HeldState(shapes, counts)
-        return held
+                sizes[key] = ShardSizes(shapes, counts)
+        return sizes
 
     # ------------------------------------------------------------------ one entry
 
-    def _leaf(self, title: str, leaf: Leaf, place: IndexMeaning, info: TensorInfo) -> Leaf | _Flat:
+    def _leaf(
+        self, label: str, leaf: Leaf, meaning: IndexMeaning, info: TensorInfo
+    ) -> Leaf | _Flat:
         """Return a state entry that is no tensor, or the same on all ranks; else `_Flat.FLAT`."""
         values = [value for value in by_rank(leaf) if value is not None]
         stored = _stored(leaf)
         if not stored:
             if any(value != values[0] for value in values):
-                raise _Unresolved(f"state {title} differs between ranks: {values[:3]!r:.80}")
+                raise _Unresolved(f"state {label} differs between ranks: {values[:3]!r:.80}")
             return values[0] if values else None
         if len(stored) < len(values) or len({value.info.dtype for value in stored}) > 1:
-            raise _Unresolved(f"state {title} is of different kinds on the ranks")
+            raise _Unresolved(f"state {label} is of different kinds on the ranks")
         shapes = {value.info.shape for value in stored}
-        held = sum(value.info.numel for value in stored)
-        whole = shapes == {info.shape} and held > info.numel and not place.is_unit
-        return _same_on_all(stored) if whole or shapes == {()} else _Flat.FLAT
+        numel = sum(value.info.numel for value in stored)
+        whole = shapes == {info.shape} and numel > info.numel and not meaning.is_unit
+        return _with_replicas(stored) if whole or shapes == {()} else _Flat.FLAT
 
 
 class _Flat(Enum):
@@ -306,38 +319,40 @@ class _Flat(Enum):
     FLAT = "flat"
 
 
-def _unflattened(
-    title: str, leaf: Leaf, info: TensorInfo, start: int, counts: Sequence[int], again: int
+def _unflatten(
+    label: str, leaf: Leaf, info: TensorInfo, start: int, counts: Sequence[int], copies: int
 ) -> StoredTensor:
     """Return one tensor's part of the flat shards.
 
-    Rank r holds `counts[r]` elements. The ranks together hold the flat parameter `again` times,
+    Rank r holds `counts[r]` elements. The ranks together hold the flat parameter `copies` times,
     one copy after the other; the copies become replicas.
     """
     stored = [value for value in _stored(leaf) if value.info.numel]
     numel, expected = sum(value.info.numel for value in stored), sum(counts)
     if any(len(value.info.shape) != 1 for value in stored) or numel != expected:
-        raise _Unresolved(f"state {title} holds {numel} elements, expected {expected} in one dim")
+        raise _Unresolved(f"state {label} holds {numel} elements, expected {expected} in one dim")
     if any(len(v.chunks) > 1 or not v.chunks[0].region.is_contiguous for v in stored):
-        raise _Unresolved(f"state {title} is no contiguous tensor")
-    made = TensorInfo(info.shape, _stored(leaf)[0].info.dtype)
-    each = len(stored) // again
-    others = [
+        raise _Unresolved(f"state {label} is no contiguous tensor")
+    state_info = TensorInfo(info.shape, _stored(leaf)[0].info.dtype)
+    per_copy = len(stored) // copies
+    replicas = [
         chunk
-        for copy in range(1, again)
-        for chunk in _chunks(made, stored[copy * each : (copy + 1) * each], start)
+        for number in range(1, copies)
+        for chunk in _chunks(state_info, stored[number * per_copy : (number + 1) * per_copy], start)
     ]
-    return StoredTensor(made, lambda: list(_chunks(made, stored[:each], start)), others)
+    return StoredTensor(
+        state_info, lambda: list(_chunks(state_info, stored[:per_copy], start)), replicas
+    )
 
 
 def _stored(leaf: Leaf) -> list[StoredTensor]:
     return [value for value in by_rank(leaf) if isinstance(value, StoredTensor)]
 
 
-def _same_on_all(stored: Sequence[StoredTensor]) -> StoredTensor:
+def _with_replicas(stored: Sequence[StoredTensor]) -> StoredTensor:
     """Return the first rank's tensor, the others' as its replicas; it shares storage with no other."""
-    others = [chunk for each in stored[1:] for chunk in each.chunks]
-    return StoredTensor(stored[0].info, list(stored[0].chunks), others)
+    replicas = [chunk for tensor in stored[1:] for chunk in tensor.chunks]
+    return StoredTensor(stored[0].info, list(stored[0].chunks), replicas)
 
 
 def _chunks(info: TensorInfo, stored: Sequence[StoredTensor], start: int) -> Iterator[Chunk]:

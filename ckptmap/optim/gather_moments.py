@@ -39,8 +39,8 @@ def gather_moments(
     if root is None:  # no optimizer: every record is a weight's
         return leaves
     prefix = ".".join(map(str, (*root, ""))) if root else ""
-    mine = {k.removeprefix(prefix): r for k, r in records.items() if k.startswith(prefix)}
-    if not mine:
+    own_records = {k.removeprefix(prefix): r for k, r in records.items() if k.startswith(prefix)}
+    if not own_records:
         return leaves
     paths = {
         ".".join(map(str, p)): p for p, leaf in leaves.items() if isinstance(leaf, StoredTensor)
@@ -50,7 +50,7 @@ def gather_moments(
     }
     gathered = dict(leaves)
     for scheme in schemes:
-        for group, consumed in scheme.group(stored, mine):
+        for group, consumed in scheme.group(stored, own_records):
             first = paths[consumed[0]]
             part = next(iter(group.parts))
             for key in consumed:

@@ -65,8 +65,8 @@ def read_order(path: str | os.PathLike[str]) -> tuple[tuple[str, ...], ...]:
         text = FilePath(path).read_text(encoding="utf-8")
         order = parse_json(text) if text.lstrip().startswith("[") else _lines(text)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise _unreadable(path, str(why)) from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise _unreadable(path, str(reason)) from error
     if order and all(isinstance(name, str) for name in order):
         order = [order]
     lists = isinstance(order, list) and all(isinstance(group, list) for group in order)
@@ -86,10 +86,10 @@ def _lines(text: str) -> list[list[str]]:
     return [block for block in blocks if block]
 
 
-def _unreadable(path: str | os.PathLike[str], what: str) -> SourceError:
+def _unreadable(path: str | os.PathLike[str], problem: str) -> SourceError:
     return SourceError(
         "CKM207",
-        f"{os.fspath(path)}: is not a parameter order: {what}",
+        f"{os.fspath(path)}: is not a parameter order: {problem}",
         "write one parameter name a line, with an empty line between groups",
     )
 
@@ -97,12 +97,12 @@ def _unreadable(path: str | os.PathLike[str], what: str) -> SourceError:
 def check_given(optimizer: Optimizer, order: Order, where: str) -> None:
     """Raise SourceError CKM207 if the user's order has not as many names as the groups parameters."""
     expected = [len(group[PARAMS]) for group in optimizer.groups]
-    given = [len(names) for names in order]
-    if expected == given:
+    listed = [len(names) for names in order]
+    if expected == listed:
         return
     raise SourceError(
         "CKM207",
-        f"{where}: the parameter order has {_counted(given)}, the optimizer {_counted(expected)}",
+        f"{where}: the parameter order has {_counted(listed)}, the optimizer {_counted(expected)}",
         "list every parameter that the optimizer got, group by group, frozen ones too",
     )
 
@@ -136,8 +136,8 @@ def from_model(optimizer: Optimizer, weights: Sequence[Weight]) -> list[list[str
     """
     candidates = _candidates(weights)
     names = [weight.fqn for weight in candidates]
-    every = [weight.fqn for weight in weights]
-    sorted_anew = is_alphabetical(every, [weight.info.dtype for weight in weights])
+    all_names = [weight.fqn for weight in weights]
+    sorted_anew = is_alphabetical(all_names, [weight.info.dtype for weight in weights])
     if sorted_anew and len(set(map(_folded, names))) > 1:
         return "the weights are in alphabetical order, not in the model's"
     shapes = state_shapes(optimizer)
@@ -145,10 +145,10 @@ def from_model(optimizer: Optimizer, weights: Sequence[Weight]) -> list[list[str
     count = sum(map(len, groups))
     if not count or count > len(candidates):
         return f"the optimizer has {count} parameters, the model {len(candidates)}"
-    ways = align_named(groups, [weight.info.shape for weight in candidates], names, _all_fit)
-    if isinstance(ways, str):
-        return ways
-    return [[names[place] for place in places] for places in ways]
+    aligned = align_named(groups, [weight.info.shape for weight in candidates], names, _all_fit)
+    if isinstance(aligned, str):
+        return aligned
+    return [[names[place] for place in places] for places in aligned]
 
 
 def _candidates(weights: Sequence[Weight]) -> list[Weight]:
@@ -156,8 +156,8 @@ def _candidates(weights: Sequence[Weight]) -> list[Weight]:
     seen: set[object] = set()
     candidates = []
     for weight in weights:
-        known = weight.fqn.rpartition(".")[2] in BUFFERS
-        if not known and weight.info.dtype in FLOATING and weight.share not in seen:
+        is_buffer = weight.fqn.rpartition(".")[2] in BUFFERS
+        if not is_buffer and weight.info.dtype in FLOATING and weight.share not in seen:
             candidates.append(weight)
         seen |= {weight.share} - {None}
     return candidates
@@ -202,5 +202,5 @@ def _all_fit(shapes: Shapes, weight: tuple[int, ...]) -> bool:
 
 
 def _counted(counts: Sequence[int]) -> str:
-    listed = ", ".join(map(str, counts)) or "no"
-    return f"{counted(len(counts), 'group')} of {listed} parameter{'' if listed == '1' else 's'}"
+    sizes = ", ".join(map(str, counts)) or "no"
+    return f"{counted(len(counts), 'group')} of {sizes} parameter{'' if sizes == '1' else 's'}"

@@ -31,11 +31,11 @@ class ByIndex:
         """Return the leaves to write. Raises PlanError CKM207 where a parameter with state is in no group."""
         counter = count()
         index = {fqn: next(counter) for group in optimizer.groups for fqn in group[PARAMS]}
-        lost = next((fqn for fqn in optimizer.keys if fqn not in index), None)
-        if lost is not None:
+        ungrouped = next((fqn for fqn in optimizer.keys if fqn not in index), None)
+        if ungrouped is not None:
             raise PlanError(
                 "CKM207",
-                f"{lost}: has optimizer state but is in no group, so it has no index",
+                f"{ungrouped}: has optimizer state but is in no group, so it has no index",
                 "write it by name with --optimizer-keys fqn",
             )
         groups = [

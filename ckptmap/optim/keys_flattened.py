@@ -86,9 +86,9 @@ def _regrouped(
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for key, paths in hyper.items():
         values = {name: leaves[path] for name, path in paths.items()}
-        mark = tuple(
+        settings = tuple(
             (name, "a tensor" if isinstance(value, StoredTensor) else repr(value))
             for name, value in sorted(values.items())
         )
-        groups.setdefault(mark, []).append(key)
+        groups.setdefault(settings, []).append(key)
     return list(groups.values())

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.optim import lowbit_codes
@@ -54,6 +54,14 @@ class LowBitCell:
 
     box: Box
     quantized: bool
+
+
+class _CellStart(NamedTuple):
+    """Where a cell begins in the parts: its first code, first block and first plain element."""
+
+    code: int
+    block: int
+    plain: int
 
 
 @dataclass(frozen=True)
@@ -96,22 +104,22 @@ class LowBit:
         return -(-cell.box.numel // self.block_size) if cell.quantized else 0
 
     @cached_property
-    def _starts(self) -> list[tuple[int, int, int]]:
-        """For each cell its first code, first block and first plain element."""
+    def _starts(self) -> list[_CellStart]:
+        """The start of each cell, and the end of the last one."""
         coded = [c.box.numel if c.quantized else 0 for c in self.cells]
         plain = [0 if c.quantized else c.box.numel for c in self.cells]
         blocks = [self._blocks(c) for c in self.cells]
         runs = (accumulate(counts, initial=0) for counts in (coded, blocks, plain))
-        return list(zip(*runs, strict=True))
+        return [_CellStart(*start) for start in zip(*runs, strict=True)]
 
     def place(self, number: int) -> Mapping[str, Box]:
         """Return the box of a cell in each part."""
-        low, high = self._starts[number], self._starts[number + 1]
+        start, end = self._starts[number], self._starts[number + 1]
         packed = self.kind.packed
         spans = {
-            CODES: (low[0] // packed, high[0] // packed),
-            SCALE: (low[1], high[1]),
-            PLAIN: (low[2], high[2]),
+            CODES: (start.code // packed, end.code // packed),
+            SCALE: (start.block, end.block),
+            PLAIN: (start.plain, end.plain),
         }
         return {part: Box((a,), (b - a,)) for part, (a, b) in spans.items() if b > a}
 
@@ -122,10 +130,10 @@ class LowBit:
             return Box((0,), (self.kind.table,))
         if self.cells:
             first, last = self._touched(box)
-            low, high = self._starts[first], self._starts[last]
-            at = {CODES: 0, SCALE: 1, PLAIN: 2}[part]
+            field = {CODES: 0, SCALE: 1, PLAIN: 2}[part]
+            low, high = self._starts[first][field], self._starts[last][field]
             unit = self.kind.packed if part == CODES else 1
-            return Box((low[at] // unit,), ((high[at] - low[at]) // unit,))
+            return Box((low // unit,), ((high - low) // unit,))
         start, stop = flat_span(info.shape, box)
         low_block, high_block = start // self.block_size, -(-stop // self.block_size)
         if part == SCALE:
@@ -164,20 +172,22 @@ class LowBit:
             common = cell.box.intersect(box)
             if common is None:
                 continue
-            held = {
+            cell_parts = {
                 part: parts[part].narrow(0, cut.offsets[0] - base[part], cut.sizes[0])
                 for part, cut in self.place(number).items()
             }
             if QMAP in parts:
-                held[QMAP] = parts[QMAP]
-            values = (self.values(held) if cell.quantized else held[PLAIN]).view(cell.box.sizes)
+                cell_parts[QMAP] = parts[QMAP]
+            values = (self.values(cell_parts) if cell.quantized else cell_parts[PLAIN]).view(
+                cell.box.sizes
+            )
             inside = common.relative_to(cell.box.offsets)
             view = window(values, inside)
             window(out, common.relative_to(box.offsets)).copy_(view)
 
     def _bases(self, number: int) -> Mapping[str, Box]:
-        coded, blocks, plain = self._starts[number]
-        at = {CODES: coded // self.kind.packed, SCALE: blocks, PLAIN: plain}
+        start = self._starts[number]
+        at = {CODES: start.code // self.kind.packed, SCALE: start.block, PLAIN: start.plain}
         return {part: Box((offset,), (0,)) for part, offset in at.items()}
 
     def values(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -219,7 +229,9 @@ def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
     return start, start + reach + 1
 
 
-def joined(cells: Sequence[LowBitCell], shape: Sequence[int], block: int) -> tuple[LowBitCell, ...]:
+def join_cells(
+    cells: Sequence[LowBitCell], shape: Sequence[int], block: int
+) -> tuple[LowBitCell, ...]:
     """Return the cells in row-major order; none where they are one run of whole blocks."""
     ordered = tuple(sorted(cells, key=lambda cell: cell.box.offsets))
     at = 0
@@ -249,26 +261,28 @@ class LowBitScheme:
         Raises SourceError CKM115 where a record's parts are missing or misshapen.
         """
         return [
-            self._recorded(fqn, record, stored)
+            self._from_record(fqn, record, stored)
             for fqn, record in records.items()
             if record.get("scheme") == self.name
         ]
 
-    def _recorded(
+    def _from_record(
         self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
     ) -> tuple[Group, Sequence[str]]:
         encoding, info = read_record(fqn, record)
-        parts = encoding.parts(info)
-        if isinstance(parts, Refusal):
-            raise malformed(fqn, parts.reason)
-        keys = {part: f"{fqn}.{part}" for part in parts}
-        for part, want in parts.items():
+        expected_parts = encoding.parts(info)
+        if isinstance(expected_parts, Refusal):
+            raise malformed(fqn, expected_parts.reason)
+        keys = {part: f"{fqn}.{part}" for part in expected_parts}
+        for part, expected_info in expected_parts.items():
             tensor = stored.get(keys[part])
-            if tensor is None or tensor.info != want:
+            if tensor is None or tensor.info != expected_info:
                 text = "nothing" if tensor is None else str(tensor.info)
-                raise malformed(fqn, f"{self.name} part {part!r}, expected {want}, found {text}")
-        held = {part: stored[key] for part, key in keys.items()}
-        return Group(fqn, info, encoding, held), tuple(keys.values())
+                raise malformed(
+                    fqn, f"{self.name} part {part!r}, expected {expected_info}, found {text}"
+                )
+        parts = {part: stored[key] for part, key in keys.items()}
+        return Group(fqn, info, encoding, parts), tuple(keys.values())
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
         return None
@@ -288,10 +302,10 @@ def read_record(fqn: str, record: Mapping[str, Any]) -> tuple[LowBit, TensorInfo
     if record.get("version") != VERSION:
         raise malformed(fqn, f"record of version {record.get('version')!r}, expected {VERSION}")
     shape, block, signed = (record.get(name) for name in ("shape", "block_size", "signed"))
-    given = list(shape) if isinstance(shape, list | tuple) else [None]
-    sizes = [n for n in given if type(n) is int and n >= 0]
+    sizes_given = list(shape) if isinstance(shape, list | tuple) else [None]
+    sizes = [n for n in sizes_given if type(n) is int and n >= 0]
     plain = record.get("plain", LOGICAL)
-    fits = len(sizes) == len(given) and type(block) is int and block > 0
+    fits = len(sizes) == len(sizes_given) and type(block) is int and block > 0
     if not fits or type(signed) is not bool or plain not in ("float32", "bfloat16", "float16"):
         raise malformed(fqn, f"malformed record, found {dict(record)}")
     info = TensorInfo(tuple(sizes), LOGICAL)

@@ -36,40 +36,42 @@ class Bnb8bit(LowBitScheme):
 
         Raises SourceError CKM115.
         """
-        return _gathered(leaves)
+        return _group_moments(leaves)
 
 
-def _gathered(leaves: Mapping[Path, object]) -> Mapping[Path, object]:
+def _group_moments(leaves: Mapping[Path, object]) -> Mapping[Path, object]:
     if not any(path[-1] in ("state1", "state2") for path in leaves if path):
         return leaves
-    one = _one_state(leaves)
+    single_name = _one_state(leaves)
     gathered: dict[Path, object] = {}
     for path, leaf in leaves.items():
-        name, around = path[-1], path[:-1]
-        hidden = bool(around) and around[-1] == HIDDEN
-        home = around[:-1] if hidden else around
+        name, parent = path[-1], path[:-1]
+        hidden = bool(parent) and parent[-1] == HIDDEN
+        state_path = parent[:-1] if hidden else parent
         number = str(name)[-1:]
         if name in ("state1", "state2"):
-            parts = [leaves.get((*around, f"{part}{number}")) for part in ("absmax", "qmap")]
-            other = leaves.get((*around, "state2")) if name == "state1" else None
-            names = (SECOND,) if number == "2" else _names(leaf, other, one)
-            gathered |= {(*home, key): v for key, v in _moments(path, names, leaf, parts).items()}
+            parts = [leaves.get((*parent, f"{part}{number}")) for part in ("absmax", "qmap")]
+            other = leaves.get((*parent, "state2")) if name == "state1" else None
+            names = (SECOND,) if number == "2" else _names(leaf, other, single_name)
+            gathered |= {
+                (*state_path, key): v for key, v in _moments(path, names, leaf, parts).items()
+            }
         elif not _is_part(path, leaves):
-            gathered[(*home, name) if hidden else path] = leaf
+            gathered[(*state_path, name) if hidden else path] = leaf
     return gathered
 
 
 def _is_part(path: Path, leaves: Mapping[Path, object]) -> bool:
     """Return whether the leaf is the scale or the code table of a state beside it."""
     name = str(path[-1])
-    known = name[:-1] in ("absmax", "qmap") and name[-1] in "12"
-    return known and (*path[:-1], f"state{name[-1]}") in leaves
+    is_scale_or_table = name[:-1] in ("absmax", "qmap") and name[-1] in "12"
+    return is_scale_or_table and (*path[:-1], f"state{name[-1]}") in leaves
 
 
-def _names(first: object, second: object, one: str) -> tuple[str, ...]:
+def _names(first: object, second: object, single_name: str) -> tuple[str, ...]:
     """Return the moments that `state1` holds: AdEMAMix's has a row for each of two averages."""
     if second is None:
-        return (one,)
+        return (single_name,)
     shapes = [getattr(getattr(leaf, "info", None), "shape", ()) for leaf in (first, second)]
     return (FIRST, SLOW) if shapes[0] == (2, *shapes[1]) else (FIRST,)
 
@@ -97,10 +99,10 @@ def _row(stored: StoredTensor, number: int) -> StoredTensor:
 
     def chunks() -> list[Chunk]:
         shape = stored.info.shape
-        wanted = Box((number, *(0 for _ in shape[1:])), (1, *shape[1:]))
+        row = Box((number, *(0 for _ in shape[1:])), (1, *shape[1:]))
         row_chunks = []
         for chunk in stored.chunks:
-            common = chunk.box.intersect(wanted)
+            common = chunk.box.intersect(row)
             if common is not None:
                 region = chunk.region.crop(common.relative_to(chunk.box.offsets))
                 inner = _without_first(region)
@@ -123,8 +125,8 @@ LION_BETA = 0.9
 
 def _one_state(leaves: Mapping[Path, object]) -> str:
     """Return the name of a state that stands alone, if all groups are of one algorithm."""
-    known = {_algorithm(group) for group in _groups(leaves)}
-    return _ONE.get(known.pop(), UNNAMED) if len(known) == 1 else UNNAMED
+    algorithms = {_algorithm(group) for group in _groups(leaves)}
+    return _ONE.get(algorithms.pop(), UNNAMED) if len(algorithms) == 1 else UNNAMED
 
 
 def _groups(leaves: Mapping[Path, object]) -> list[Mapping[object, object]]:
@@ -165,14 +167,14 @@ def _group(path: Path, codes: object, absmax: object, qmap: object) -> Group:
         raise malformed(title, "bitsandbytes state, expected plain state, absmax and qmap")
     info = TensorInfo(codes.info.shape, LOGICAL)
     encoding = LowBit("bnb8bit", BLOCK, path[-1] == "state1")
-    wanted = encoding.parts(info)
-    assert isinstance(wanted, Mapping)
-    flat = StoredTensor(wanted[CODES], lambda: _flat(codes, title))
-    held = {CODES: flat, SCALE: absmax, QMAP: qmap}
-    for name, part in held.items():
-        if part.info != wanted[name]:
-            raise malformed(title, f"{name}, expected {wanted[name]}, found {part.info}")
-    return Group(title, info, encoding, held)
+    expected = encoding.parts(info)
+    assert isinstance(expected, Mapping)
+    flat = StoredTensor(expected[CODES], lambda: _flat(codes, title))
+    parts = {CODES: flat, SCALE: absmax, QMAP: qmap}
+    for name, part in parts.items():
+        if part.info != expected[name]:
+            raise malformed(title, f"{name}, expected {expected[name]}, found {part.info}")
+    return Group(title, info, encoding, parts)
 
 
 def _flat(codes: StoredTensor, title: str) -> list[Chunk]:

@@ -22,7 +22,7 @@ from ckptmap.optim.lowbit import (
     LowBit,
     LowBitCell,
     LowBitScheme,
-    joined,
+    join_cells,
     malformed,
 )
 from ckptmap.protocols import Group, Refusal
@@ -39,53 +39,63 @@ class _TorchaoState(LowBitScheme):
         Raises SourceError CKM115 where the object's tensors do not fit each other.
         """
         if isinstance(leaf, Opaque):
-            if not self._mine(leaf) or leaf.info is None:
+            if not self._is_this_class(leaf) or leaf.info is None:
                 return None
-            return self._whole(fqn, [(Box.whole(leaf.info.shape), leaf)], leaf.info.shape)
-        if not any(self._mine(piece) for _, piece in leaf.pieces):
+            return self._join_pieces(fqn, [(Box.whole(leaf.info.shape), leaf)], leaf.info.shape)
+        if not any(self._is_this_class(piece) for _, piece in leaf.pieces):
             return None
-        distinct = dict(leaf.pieces)
-        strange = [p for p in distinct.values() if not (self._mine(p) or _is_plain(p))]
-        if strange:
-            raise malformed(fqn, f"{self.pickled} on some ranks, {strange[0].class_name} on others")
-        return self._whole(fqn, list(distinct.items()), leaf.info.shape)
+        pieces = dict(leaf.pieces)
+        foreign = [p for p in pieces.values() if not (self._is_this_class(p) or _is_plain(p))]
+        if foreign:
+            raise malformed(fqn, f"{self.pickled} on some ranks, {foreign[0].class_name} on others")
+        return self._join_pieces(fqn, list(pieces.items()), leaf.info.shape)
 
-    def _mine(self, leaf: Opaque) -> bool:
+    def _is_this_class(self, leaf: Opaque) -> bool:
         return leaf.name == self.pickled and leaf.module.split(".")[0] == "torchao"
 
-    def _whole(
+    def _join_pieces(
         self, fqn: str, pieces: Sequence[tuple[Box, Opaque]], shape: tuple[int, ...]
     ) -> Group:
         """Return one moment made of the ranks' pieces in row-major order. A rank whose shard is small
         holds it plain."""
         pieces = sorted(pieces, key=lambda piece: piece[0].offsets)
-        coded = [(box, leaf) for box, leaf in pieces if not _is_plain(leaf)]
+        quantized = [(box, leaf) for box, leaf in pieces if not _is_plain(leaf)]
         plain = [state_of(leaf)[""] for _, leaf in pieces if _is_plain(leaf)]
-        held = [self._parts(fqn, leaf) for _, leaf in coded]
-        blocks = {_block(fqn, b.numel, parts) for (b, _), parts in zip(coded, held, strict=True)}
-        signed = {bool(state_of(leaf).get("signed", True)) for _, leaf in coded}
+        parts_of_pieces = [self._parts(fqn, leaf) for _, leaf in quantized]
+        blocks = {
+            _block(fqn, b.numel, parts)
+            for (b, _), parts in zip(quantized, parts_of_pieces, strict=True)
+        }
+        signed = {bool(state_of(leaf).get("signed", True)) for _, leaf in quantized}
         if len(blocks) != 1 or len(signed) != 1:
             raise malformed(fqn, f"its ranks were quantized differently, blocks {sorted(blocks)}")
         block = blocks.pop()
-        cells = joined([LowBitCell(box, not _is_plain(leaf)) for box, leaf in pieces], shape, block)
+        cells = join_cells(
+            [LowBitCell(box, not _is_plain(leaf)) for box, leaf in pieces], shape, block
+        )
         dtype = plain[0].info.dtype if plain else LOGICAL
         encoding = LowBit(self.name, block, signed.pop(), cells, dtype)
         parts = {
-            part: _joined([rank_parts[part] for rank_parts in held]) for part in (CODES, SCALE)
+            part: _join_flat([piece_parts[part] for piece_parts in parts_of_pieces])
+            for part in (CODES, SCALE)
         }
-        if QMAP in held[0]:
-            others = [chunk for rank_parts in held[1:] for chunk in rank_parts[QMAP].chunks]
-            parts[QMAP] = StoredTensor(held[0][QMAP].info, held[0][QMAP].chunks, others)
+        if QMAP in parts_of_pieces[0]:
+            replicas = [
+                chunk for piece_parts in parts_of_pieces[1:] for chunk in piece_parts[QMAP].chunks
+            ]
+            parts[QMAP] = StoredTensor(
+                parts_of_pieces[0][QMAP].info, parts_of_pieces[0][QMAP].chunks, replicas
+            )
         if plain:
-            parts[PLAIN] = _joined(plain)
-        return self._checked(fqn, Group(fqn, TensorInfo(shape, LOGICAL), encoding, parts))
+            parts[PLAIN] = _join_flat(plain)
+        return self._check_parts(fqn, Group(fqn, TensorInfo(shape, LOGICAL), encoding, parts))
 
-    def _checked(self, fqn: str, group: Group) -> Group:
-        wanted = group.encoding.parts(group.info)
-        assert not isinstance(wanted, Refusal)
-        infos = {part: stored.info for part, stored in group.parts.items()}
-        if infos != dict(wanted):
-            raise malformed(fqn, f"expected {dict(wanted)}, found {infos}")
+    def _check_parts(self, fqn: str, group: Group) -> Group:
+        expected = group.encoding.parts(group.info)
+        assert not isinstance(expected, Refusal)
+        stored_infos = {part: stored.info for part, stored in group.parts.items()}
+        if stored_infos != dict(expected):
+            raise malformed(fqn, f"expected {dict(expected)}, found {stored_infos}")
         return group
 
     def _parts(self, fqn: str, leaf: Opaque) -> Mapping[str, StoredTensor]:
@@ -127,7 +137,7 @@ def _block(fqn: str, numel: int, parts: Mapping[str, StoredTensor]) -> int:
     return numel // blocks
 
 
-def _joined(pieces: Sequence[StoredTensor]) -> StoredTensor:
+def _join_flat(pieces: Sequence[StoredTensor]) -> StoredTensor:
     """Return one flat tensor of the pieces in order; a piece may have any shape."""
     total = sum(piece.info.numel for piece in pieces)
 

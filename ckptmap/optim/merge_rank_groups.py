@@ -16,7 +16,7 @@ from ckptmap.tensors import Leaf, Path, PerRank
 
 
 @dataclass(frozen=True)
-class _United:
+class _MergedGroup:
     """The groups of one number on several ranks that have equal hyper-parameters.
 
     `params` are their parameters, each with its entry of `param_names`.
@@ -39,8 +39,8 @@ class _United:
 def merge_rank_groups(leaves: Mapping[Path, Leaf]) -> Mapping[Path, Leaf]:
     """Return the leaves with one list of groups in place of each rank's own, if groups list names."""
     leaf = leaves.get((GROUPS,))
-    united = _united(leaf) if isinstance(leaf, PerRank) else None
-    return leaves if united is None else {**leaves, (GROUPS,): [one.group() for one in united]}
+    merged = _merge(leaf) if isinstance(leaf, PerRank) else None
+    return leaves if merged is None else {**leaves, (GROUPS,): [group.group() for group in merged]}
 
 
 def contradiction(leaves: Mapping[Path, Leaf]) -> str:
@@ -53,25 +53,25 @@ def contradiction(leaves: Mapping[Path, Leaf]) -> str:
     return ""
 
 
-def _united(leaf: PerRank) -> list[_United] | None:
+def _merge(leaf: PerRank) -> list[_MergedGroup] | None:
     """Return the merged groups; None: they list no names, or ranks set one parameter differently."""
-    united: list[_United] = []
-    for number, group in _each(leaf):
+    merged: list[_MergedGroup] = []
+    for number, group in _groups_of_ranks(leaf):
         if not isinstance(group, dict):
             return None
         params = group.get(PARAMS)
         if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
             return None
-        mine = next((one for one in united if one.takes(number, group)), None)
-        if mine is None:
-            mine = _United(number, _settings(group), NAMES in group)
-            united.append(mine)
-        mine.params.update(zip(params, group.get(NAMES, params), strict=False))
-    names = [name for one in united for name in one.params]
-    return united if len(names) == len(set(names)) else None
+        group_to_join = next((other for other in merged if other.takes(number, group)), None)
+        if group_to_join is None:
+            group_to_join = _MergedGroup(number, _settings(group), NAMES in group)
+            merged.append(group_to_join)
+        group_to_join.params.update(zip(params, group.get(NAMES, params), strict=False))
+    names = [name for other in merged for name in other.params]
+    return merged if len(names) == len(set(names)) else None
 
 
-def _each(leaf: PerRank) -> Iterator[tuple[int, Leaf]]:
+def _groups_of_ranks(leaf: PerRank) -> Iterator[tuple[int, Leaf]]:
     """Yield (number, group) of every rank that has groups; (0, value) for a value that is no list."""
     for groups in by_rank(leaf):
         if isinstance(groups, list):

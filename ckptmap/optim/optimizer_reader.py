@@ -68,49 +68,51 @@ class OptimizerReader:
         model: Model,
         where: str,
         mounts: Mounts,
-        beside: str | None = None,
+        config_dir: str | None = None,
     ) -> None:
-        whole = expanded(merge_rank_groups(leaves))
-        told = next((leaf for leaf in whole.values() if isinstance(leaf, StateNote)), StateNote())
-        whole = {path: leaf for path, leaf in whole.items() if leaf is not told}
+        merged = expanded(merge_rank_groups(leaves))
+        note = next((leaf for leaf in merged.values() if isinstance(leaf, StateNote)), StateNote())
+        merged = {path: leaf for path, leaf in merged.items() if leaf is not note}
         self.form: str | None = None
         self.raw = Optimizer()
-        keys, unlike = None, contradiction(whole)
-        for form in forms if whole and not unlike else ():
-            keys = form.read(whole)
+        keys, conflict = None, contradiction(merged)
+        for form in forms if merged and not conflict else ():
+            keys = form.read(merged)
             if keys is not None:
                 self.form = form.name
                 break
         if keys is not None:
-            self.raw = collect(whole, keys, make)
-        elif whole:
-            self.raw = Optimizer(rest={path: make(path, leaf) for path, leaf in whole.items()})
+            self.raw = collect(merged, keys, make)
+        elif merged:
+            self.raw = Optimizer(rest={path: make(path, leaf) for path, leaf in merged.items()})
         self._by_index = keys is not None and keys.by_index
         self._pickled = any(_is_pickled(path, leaf) for path, leaf in leaves.items())
         self._model = model
         self._where = where
         self._mounts = mounts
-        self._beside = beside or where
-        self.given: Order | None = None
-        self.like: str | None = None
+        self._config_dir = config_dir or where
+        self._given_order: Order | None = None
+        self._config_like: str | None = None
         self._named: Optimizer | None = None
         self._tried = False
         self._order = ""
-        self._told = told
-        self.why = told.refused or unlike or (_several(whole) if self.form is None else "")
+        self._note = note
+        self.why = note.refused or conflict or (_several(merged) if self.form is None else "")
 
     @property
     def present(self) -> bool:
         return bool(self.raw.leaves or self.raw.groups or self.raw.rest or self.why)
 
-    def asked(self, given: Order | None = None, like: str | None = None) -> OptimizerReader:
+    def with_order(
+        self, order: Order | None = None, config_like: str | None = None
+    ) -> OptimizerReader:
         """Return a reader that names state by this order of the parameters, or by the config.json
-        in `like`; what is None stays as it was."""
-        if given is None and like is None:
+        in `config_like`; what is None stays as it was."""
+        if order is None and config_like is None:
             return self
         reader = self._unnamed()
-        reader.given = self.given if given is None else given
-        reader.like = self.like if like is None else like
+        reader._given_order = self._given_order if order is None else order
+        reader._config_like = self._config_like if config_like is None else config_like
         return reader
 
     def _unnamed(self) -> OptimizerReader:
@@ -133,7 +135,7 @@ class OptimizerReader:
     def order(self) -> str:
         """The source of the names behind indices; "": there are no indices, or no source of names."""
         self.named()
-        return self._order or self._told.order
+        return self._order or self._note.order
 
     def named(self) -> Optimizer:
         """Return the state by plain FQN; it is empty where no order is known."""
@@ -141,7 +143,7 @@ class OptimizerReader:
             if self._by_index:
                 self._named = self._named_by_order()
             else:
-                self._named = self.raw.named(self._plain(self.raw.keys))
+                self._named = self.raw.named(self._plain_names(self.raw.keys))
             self._tried = True
         return self._named if self._named is not None else Optimizer()
 
@@ -173,18 +175,18 @@ class OptimizerReader:
         if isinstance(guess, str):
             return None
         self._order, order = guess
-        return self.raw.named(self._keyed(order))
+        return self.raw.named(self._names_by_index(order))
 
     @cached_property
     def _order_in_file(self) -> tuple[str, Order] | str:
         """(source, order) from what the user gave or the checkpoint holds; else why there is none."""
-        if self.given is not None:
-            orders.check_given(self.raw, self.given, self._where)
-            self._check(self.given, known=True)
-            return AS_GIVEN, self.given
+        if self._given_order is not None:
+            orders.check_given(self.raw, self._given_order, self._where)
+            self._check(self._given_order, must_exist=True)
+            return AS_GIVEN, self._given_order
         named = orders.from_groups(self.raw)
         if named is not None:
-            self._check(named, known=False)
+            self._check(named, must_exist=False)
             return BY_GROUPS, named
         if not (self._pickled and self._model.ordered()):
             return "nothing in the checkpoint tells which parameter an index means"
@@ -192,7 +194,7 @@ class OptimizerReader:
         return order if isinstance(order, str) else (orders.MODEL_ORDER, order)
 
     def _by_class(self) -> tuple[str, Order] | None:
-        config = find_config(self._beside, self.like)
+        config = find_config(self._config_dir, self._config_like)
         if config is None:
             return None
         counts = [len(group[PARAMS]) for group in self.raw.groups]
@@ -200,7 +202,7 @@ class OptimizerReader:
         if order is None:
             return None
         try:
-            self._check(order, known=True)
+            self._check(order, must_exist=True)
         except SourceError:
             return None
         groups = "" if len(counts) == 1 else ", in Trainer's decay and no-decay groups"
@@ -210,11 +212,11 @@ class OptimizerReader:
     def _infos(self) -> dict[str, TensorInfo]:
         return {weight.fqn: weight.info for weight in self._model.weights}
 
-    def _check(self, order: Order, known: bool) -> None:
+    def _check(self, order: Order, must_exist: bool) -> None:
         """Raise SourceError CKM207 where shapes refute the order, or a name is no weight's."""
-        names = self._keyed(order)
+        names = self._names_by_index(order)
         strange = next((name for name in names.values() if name not in self._infos), None)
-        if known and strange is not None:
+        if must_exist and strange is not None:
             raise SourceError(
                 "CKM207",
                 f"{self._where}: the parameter order names {strange!r}, which is not one of its weights",
@@ -222,11 +224,11 @@ class OptimizerReader:
             )
         orders.check_fits(self.raw, names, self._infos, self._where)
 
-    def _keyed(self, order: Order) -> dict[str, str]:
+    def _names_by_index(self, order: Order) -> dict[str, str]:
         """Return index -> plain FQN."""
         keys = [key for group in self.raw.groups for key in group[PARAMS]]
         names = [name for group in order for name in group]
-        plain = self._plain(names)
+        plain = self._plain_names(names)
         by_key = {key: plain[name] for key, name in zip(keys, names, strict=True)}
         lost = next((key for key in self.raw.keys if key not in by_key), None)
         if lost is not None:
@@ -243,7 +245,7 @@ class OptimizerReader:
             )
         return by_key
 
-    def _plain(self, keys: Sequence[str]) -> dict[str, str]:
+    def _plain_names(self, keys: Sequence[str]) -> dict[str, str]:
         return plain_names(keys, self._model.stored, _stripped, self._where)
 
 

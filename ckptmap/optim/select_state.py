@@ -31,29 +31,31 @@ def select_state(
     dropped: dict[str, str] = {}
     strangers: list[str] = []
     for fqn in optimizer.keys:
-        why = drop(f"optimizer.{fqn}")
-        if why is None and fqn not in weights:
+        reason = drop(f"optimizer.{fqn}")
+        if reason is None and fqn not in weights:
             strangers.append(fqn)
             continue
-        if why is None and fqn in left:
-            why = f"with its weight: {left[fqn]}"
-        if why is not None:
-            dropped[f"optimizer.{fqn}"] = why
-    gone = {key.removeprefix("optimizer.") for key in dropped} | set(strangers)
-    leaves = [leaf for leaf in optimizer.leaves if leaf.key not in gone]
-    groups = [_without(group, gone) for group in optimizer.groups]
+        if reason is None and fqn in left:
+            reason = f"with its weight: {left[fqn]}"
+        if reason is not None:
+            dropped[f"optimizer.{fqn}"] = reason
+    left_out = {key.removeprefix("optimizer.") for key in dropped} | set(strangers)
+    leaves = [leaf for leaf in optimizer.leaves if leaf.key not in left_out]
+    groups = [_without(group, left_out) for group in optimizer.groups]
     rest = {}
     for path, value in optimizer.rest.items():
         key = ".".join(map(str, ("optimizer", *path)))
-        why = drop(key)
-        if why is None:
+        reason = drop(key)
+        if reason is None:
             rest[path] = value
         else:
-            dropped[key] = why
-    kept = replace(optimizer, leaves=leaves, groups=groups, rest=rest)
-    return Carried(kept, dropped, tuple(strangers))
+            dropped[key] = reason
+    selected = replace(optimizer, leaves=leaves, groups=groups, rest=rest)
+    return Carried(selected, dropped, tuple(strangers))
 
 
-def _without(group: ParamGroup, gone: set[str]) -> ParamGroup:
-    kept = [fqn for fqn in group[PARAMS] if fqn not in gone]
-    return {name: list(kept) if name in (PARAMS, NAMES) else value for name, value in group.items()}
+def _without(group: ParamGroup, left_out: set[str]) -> ParamGroup:
+    params = [fqn for fqn in group[PARAMS] if fqn not in left_out]
+    return {
+        name: list(params) if name in (PARAMS, NAMES) else value for name, value in group.items()
+    }

@@ -202,16 +202,14 @@ def expanded(leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
     """Return the leaves with a list of groups that is one leaf split into one leaf a value, as it is
     stored where a hyper-parameter is a tensor:
     ("param_groups",): [{"lr": 0.1}] -> ("param_groups", 0, "lr"): 0.1"""
-    leaves_by_path: dict[Path, Leaf] = {}
+    by_path: dict[Path, Leaf] = {}
     for path, leaf in leaves.items():
         if path == (GROUPS,) and isinstance(leaf, list) and all(isinstance(g, dict) for g in leaf):
             for number, group in enumerate(leaf):
-                leaves_by_path.update(
-                    {(GROUPS, number, name): value for name, value in group.items()}
-                )
+                by_path.update({(GROUPS, number, name): value for name, value in group.items()})
         else:
-            leaves_by_path[path] = leaf
-    return leaves_by_path
+            by_path[path] = leaf
+    return by_path
 
 
 def collect(leaves: Mapping[Path, Leaf], keys: StateKeys, make: MakeValue) -> Optimizer:
@@ -220,29 +218,31 @@ def collect(leaves: Mapping[Path, Leaf], keys: StateKeys, make: MakeValue) -> Op
     `make` returns a LazyTensor or a plain value for a leaf, and `REFUSED` for one that cannot be
     carried.
     """
-    made = {path: make(path, leaf) for path, leaf in leaves.items()}
-    taken = {path: value for path, value in made.items() if value is not REFUSED}
+    values = {path: make(path, leaf) for path, leaf in leaves.items()}
+    carried = {path: value for path, value in values.items() if value is not REFUSED}
     state = [
-        StateLeaf(key, name, taken[path])
+        StateLeaf(key, name, carried[path])
         for path, (key, name) in keys.state.items()
-        if path in taken
+        if path in carried
     ]
     groups: list[dict[str, object]] = [{PARAMS: list(params)} for params in keys.params]
     same: list[Same] = []
     for path, (number, name) in keys.hyper.items():
-        if path in taken:
-            first = _put(groups[number], name, _titled(taken[path], (GROUPS, number, *name)))
+        if path in carried:
+            first = _set_first(
+                groups[number], name, _with_path_name(carried[path], (GROUPS, number, *name))
+            )
             if isinstance(first, LazyTensor):
-                same.append(Same(first, taken[path]))
-    rest = {path: taken[path] for path in keys.rest if path in taken}
+                same.append(Same(first, carried[path]))
+    rest = {path: carried[path] for path in keys.rest if path in carried}
     return Optimizer(state, groups, rest, same)
 
 
-def _titled(value: object, path: Path) -> object:
+def _with_path_name(value: object, path: Path) -> object:
     return value.named(".".join(map(str, path))) if isinstance(value, LazyTensor) else value
 
 
-def _put(group: dict[str, object], name: Path, value: object) -> object:
+def _set_first(group: dict[str, object], name: Path, value: object) -> object:
     """Set a hyper-parameter, which may lie in a nested dict; return the value that was there before."""
     node: dict[Any, Any] = group
     for segment in name[:-1]:
@@ -269,17 +269,17 @@ def plain_names(
     """
     weights = set(stored.values())
     result: dict[str, str] = {}
-    taken: dict[str, str] = {}
+    key_of: dict[str, str] = {}
     for key in keys:
         names = [stored[key]] if key in stored else list(strip(key))
         fqn = next((name for name in names if name in weights), names[-1])
-        if fqn in taken:
+        if fqn in key_of:
             raise SourceError(
                 "CKM114",
-                f"{where}: optimizer keys {taken[fqn]!r} and {key!r} are both {fqn!r} without their"
+                f"{where}: optimizer keys {key_of[fqn]!r} and {key!r} are both {fqn!r} without their"
                 " wrapper segments",
                 "leave the optimizer behind with --optimizer drop",
             )
-        taken[fqn] = key
+        key_of[fqn] = key
         result[key] = fqn
     return result

@@ -11,7 +11,7 @@ import torch
 
 import ckptmap
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.optim.lowbit import KINDS, LowBit, LowBitCell, joined, read_record
+from ckptmap.optim.lowbit import KINDS, LowBit, LowBitCell, join_cells, read_record
 from ckptmap.protocols import Refusal
 from ckptmap.tensors import Box, TensorInfo
 from tests.corpus.ranks import run_ranks
@@ -77,12 +77,12 @@ def test_as_torch_saves_it_from_ranks(tmp_path: Path) -> None:
 
 def test_cells_that_are_one_run_are_none() -> None:
     rows = [LowBitCell(Box((row, 0), (2, 128)), True) for row in (2, 0, 4)]
-    assert joined(rows, (6, 128), 256) == ()
-    assert joined(rows, (6, 128), 512) != ()  # blocks begin inside a rank's rows
+    assert join_cells(rows, (6, 128), 256) == ()
+    assert join_cells(rows, (6, 128), 512) != ()  # blocks begin inside a rank's rows
     columns = [LowBitCell(Box((0, column), (4, 64)), True) for column in (64, 0)]
-    assert [cell.box.offsets for cell in joined(columns, (4, 128), 256)] == [(0, 0), (0, 64)]
+    assert [cell.box.offsets for cell in join_cells(columns, (4, 128), 256)] == [(0, 0), (0, 64)]
     plain = [rows[1], LowBitCell(rows[0].box, False), rows[2]]
-    assert [cell.quantized for cell in joined(plain, (6, 128), 256)] == [True, False, True]
+    assert [cell.quantized for cell in join_cells(plain, (6, 128), 256)] == [True, False, True]
 
 
 @pytest.mark.parametrize("name", KINDS)

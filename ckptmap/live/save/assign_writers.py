@@ -13,7 +13,7 @@ from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import RunError
 from ckptmap.live.optimizer.local_state import LocalCodes, LocalState, LocalTensor
 from ckptmap.live.save.replica_digests import Digest, differ, digests_of
-from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit, LowBitCell, flat_span, joined
+from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit, LowBitCell, flat_span, join_cells
 from ckptmap.protocols import OutState, OutTensor, Refusal
 from ckptmap.tensors import Box, Path, TensorInfo
 
@@ -184,7 +184,7 @@ class Assigner:
             for box in one.boxes:
                 cells.setdefault(LowBitCell(box, one.coded is not None), rank)
         plain = next((one.info.dtype for _, one in owned if not one.coded), "float32")
-        together = joined(list(cells), info.shape, block)
+        together = join_cells(list(cells), info.shape, block)
         encoding = LowBit(scheme, block, signed, together, plain)
         parts = encoding.parts(info)
         assert not isinstance(parts, Refusal)
