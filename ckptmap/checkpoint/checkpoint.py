@@ -109,7 +109,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         dense = self.groups.dense()
         if self.translation is None:
             return dense
-        return {fqn: held for fqn, held in dense.items() if fqn not in self.translation.decoded}
+        return {fqn: stored for fqn, stored in dense.items() if fqn not in self.translation.decoded}
 
     def sharing(self) -> list[tuple[str, ...]]:
         """Return the weights that share one storage in the file, one tuple of FQNs a storage."""
@@ -122,12 +122,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
             return self.translation.origins
         return {fqn: (key,) for fqn, key in self.names.items() if key != fqn}
 
-    def run(self) -> PlainTensors | None:
+    def columns(self) -> PlainTensors | None:
         """Return the columns of all weights where all are plain tensors; else None.
 
         With 100,000 tensors one look at the columns replaces as many looks at tensors.
         """
-        return self.groups.run
+        return self.groups.columns
 
     def with_groups(self, groups: Mapping[str, Group], files: Sequence[str]) -> Checkpoint:
         """Return the checkpoint with these weights in place of its own or after them; some of
@@ -218,10 +218,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def setup(self) -> str:
         """The nearest `--to` name: container and wrappers tell, encodings are appended."""
-        mine = [s for s in registry.setups() if s.writer == self.index.container]
+        setups = [s for s in registry.setups() if s.writer == self.index.container]
         heads = {pattern.split(".")[0] for pattern in self.wrappers}
-        wrapped = [s for s in mine if s.wrap and s.head in heads]
-        fitting = wrapped or [s for s in mine if not s.wrap] or mine
+        with_wrappers = [s for s in setups if s.wrap and s.head in heads]
+        fitting = with_wrappers or [s for s in setups if not s.wrap] or setups
         name = fitting[-1].name if fitting else self.index.container
         return "-".join([name, *(e for e in self.encodings if e != "dense")])
 

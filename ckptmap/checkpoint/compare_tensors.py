@@ -1,4 +1,4 @@
-"""Comparison of two tensors, box by box, so that neither is held in memory as a whole."""
+"""Compare two tensors box by box, so that neither is in memory as a whole."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def same_bytes(a: StoredTensor, b: StoredTensor, files_a: Files, files_b: Files)
     """Return the first box in which the two tensors hold different bytes; None: there is none."""
     limit = max(1, BLOCK_NBYTES // a.info.itemsize)
     for box in row_major_boxes(Box.whole(a.info.shape), limit):
-        one, two = (bytearray(box.numel * a.info.itemsize) for _ in range(2))
-        fill(files_a, a, box, memoryview(one))
-        fill(files_b, b, box, memoryview(two))
-        if one != two:
+        a_bytes, b_bytes = (bytearray(box.numel * a.info.itemsize) for _ in range(2))
+        fill(files_a, a, box, memoryview(a_bytes))
+        fill(files_b, b, box, memoryview(b_bytes))
+        if a_bytes != b_bytes:
             return box
     return None
 
@@ -71,21 +71,25 @@ def difference(a: LazyTensor, b: LazyTensor) -> Difference | None:
     count, lost, worst, first = 0, 0, 0.0, None
     squares_diff = squares = 0.0
     for box in row_major_boxes(Box.whole(a.shape), BLOCK_NUMEL):
-        source, two = (_countable(lazy.read(box.offsets, box.sizes)) for lazy in (a, b))
-        one = source.to(two.dtype) if source.dtype != two.dtype else source
-        unequal = _unequal(one, two)
-        squares += _squares(one)
+        a_stored, b_values = (_countable(lazy.read(box.offsets, box.sizes)) for lazy in (a, b))
+        a_values = a_stored.to(b_values.dtype) if a_stored.dtype != b_values.dtype else a_stored
+        unequal = _unequal(a_values, b_values)
+        squares += _squares(a_values)
         if not bool(unequal.any()):
             continue
         count += int(unequal.sum())
         if first is None:
             at = torch.nonzero(unequal)[0].tolist() if unequal.ndim else []
             first = tuple(o + i for o, i in zip(box.offsets, at, strict=True))
-        gap = one.double() - two.double() if not one.is_complex() else (one - two).abs().double()
-        worst = max(worst, float(gap.nan_to_num(nan=float("inf")).abs().max()))
-        square = float((gap * gap).sum())
+        delta = (
+            a_values.double() - b_values.double()
+            if not a_values.is_complex()
+            else (a_values - b_values).abs().double()
+        )
+        worst = max(worst, float(delta.nan_to_num(nan=float("inf")).abs().max()))
+        square = float((delta * delta).sum())
         squares_diff += square
-        lost += 0 if math.isfinite(square) else _lost(source, two)
+        lost += 0 if math.isfinite(square) else _lost(a_stored, b_values)
     if first is None:
         return None
     return Difference(count, worst, _relative(squares_diff, squares), first, lost)
@@ -122,11 +126,11 @@ def sampled_error(a: LazyTensor, b: LazyTensor, numel: int) -> tuple[float, int]
     lost = 0
     boxes = list(_sample(a.shape, numel, runs=4))
     for box in boxes:
-        one, two = a.read(box.offsets, box.sizes), b.read(box.offsets, box.sizes)
-        squares += _squares(one)
-        square = _squares(one.double() - two.double())
+        a_values, b_values = a.read(box.offsets, box.sizes), b.read(box.offsets, box.sizes)
+        squares += _squares(a_values)
+        square = _squares(a_values.double() - b_values.double())
         squares_diff += square
-        lost += 0 if math.isfinite(square) else _lost(one, two)
+        lost += 0 if math.isfinite(square) else _lost(a_values, b_values)
     return _relative(squares_diff, squares), lost
 
 
@@ -151,9 +155,9 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.view(ints) != b.view(ints)
 
 
-def _lost(one: torch.Tensor, two: torch.Tensor) -> int:
-    before, after = _wide(one).isfinite(), _wide(two).isfinite()
-    return int((before & ~after).sum())
+def _lost(before_values: torch.Tensor, after_values: torch.Tensor) -> int:
+    was_finite, is_finite = _wide(before_values).isfinite(), _wide(after_values).isfinite()
+    return int((was_finite & ~is_finite).sum())
 
 
 def _squares(values: torch.Tensor) -> float:

@@ -1,6 +1,6 @@
-"""Comparison of the values of two checkpoints that are no tensors.
+"""Compare the values of two checkpoints that are not tensors.
 
-These are the step, schedulers, hyper-parameters of the optimizer, and its step counts.
+These are the training step, schedulers, hyper-parameters of the optimizer, and its step counts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ def unequal_values(a: Checkpoint, b: Checkpoint) -> tuple[int, dict[str, tuple[o
 
     The description of the run itself is not compared.
     """
-    count, differences = 0, {}
-    mine, theirs, _ = extra_value_pair(a, b)
-    kept = [{path: held[path] for path in held if path[0] != RECORD} for held in (mine, theirs)]
-    for mine, theirs, depth in ((kept[0], kept[1], 1), *optimizer_pairs(a, b)):
-        agree, differ = unequal(mine, theirs, depth)
-        count += agree
-        differences.update(differ)
+    count = 0
+    differences: dict[str, tuple[object, object]] = {}
+    a_values, b_values, depth = extra_value_pair(a, b)
+    extra = _without_record(a_values), _without_record(b_values), depth
+    for a_values, b_values, depth in (extra, *optimizer_pairs(a, b)):
+        equal_count, unequal_pairs = unequal(a_values, b_values, depth)
+        count += equal_count
+        differences.update(unequal_pairs)
     return count, differences
+
+
+def _without_record(values: Mapping[Path, object]) -> dict[Path, object]:
+    return {path: value for path, value in values.items() if path[0] != RECORD}
 
 
 Pair: TypeAlias = tuple[dict[Path, object], dict[Path, object], int]
@@ -46,8 +51,8 @@ def extra_value_pair(a: Checkpoint, b: Checkpoint, dropped: Container[str] = ())
 
     Extra state of modules goes by plain key. What was dropped from the first is left out.
     """
-    mine, theirs = match_extra_state(a, b)
-    return _extra_values(a, mine, dropped), _extra_values(b, theirs), 1
+    a_paths, b_paths = match_extra_state(a, b)
+    return _extra_values(a, a_paths, dropped), _extra_values(b, b_paths), 1
 
 
 def match_extra_state(a: Checkpoint, b: Checkpoint) -> tuple[dict[Path, Path], dict[Path, Path]]:
@@ -55,22 +60,22 @@ def match_extra_state(a: Checkpoint, b: Checkpoint) -> tuple[dict[Path, Path], d
 
     That is the plain key; where both checkpoints have the dict at the same place, paths stay.
     """
-    one, two = (plain_paths({**c.plain, **c.other}, c.roles.model_root) for c in (a, b))
+    a_plain, b_plain = (plain_paths({**c.plain, **c.other}, c.roles.model_root) for c in (a, b))
     heads = [{path[: _key_at(path)] for path in {**c.plain, **c.other}} for c in (a, b)]
     shared = heads[0] & heads[1]
-    mine, theirs = (
+    a_paths, b_paths = (
         {path: plain for path, plain in paths.items() if path[: _key_at(path)] not in shared}
-        for paths in (one, two)
+        for paths in (a_plain, b_plain)
     )
-    return mine, theirs
+    return a_paths, b_paths
 
 
 def matched_extra_tensors(a: Checkpoint, b: Checkpoint) -> dict[str, str]:
     """Return the names of a's tensors beside the weights -> the names of the same tensors in b."""
-    mine, theirs = match_extra_state(a, b)
-    there = {theirs.get(path, path): lazy.fqn for path, lazy in b.other.items()}
-    ours = {lazy.fqn: mine.get(path, path) for path, lazy in a.other.items()}
-    return {fqn: there[path] for fqn, path in ours.items() if path in there}
+    a_paths, b_paths = match_extra_state(a, b)
+    b_names = {b_paths.get(path, path): lazy.fqn for path, lazy in b.other.items()}
+    a_keys = {lazy.fqn: a_paths.get(path, path) for path, lazy in a.other.items()}
+    return {fqn: b_names[path] for fqn, path in a_keys.items() if path in b_names}
 
 
 def _key_at(path: Path) -> int:
@@ -82,29 +87,29 @@ def _key_at(path: Path) -> int:
 def optimizer_pairs(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
     """Yield values of both to compare: those of the same parameter groups, of the same parameter's
     state, and those beside state and groups."""
-    mine, others = a.optimizer_groups, b.optimizer_groups
-    for number, other in _group_pairs(mine, others):
-        head = (OPTIMIZER, GROUPS, str(number))
+    a_groups, b_groups = a.optimizer_groups, b.optimizer_groups
+    for a_number, b_number in _group_pairs(a_groups, b_groups):
+        head = (OPTIMIZER, GROUPS, str(a_number))
         yield (
-            _hyper_parameters(head, mine[number]),
-            _hyper_parameters(head, others[other]),
+            _hyper_parameters(head, a_groups[a_number]),
+            _hyper_parameters(head, b_groups[b_number]),
             len(head) + 1,
         )
-    theirs = b.optimizer_values
+    b_values = b.optimizer_values
     for fqn, values in a.optimizer_values.items():
-        if fqn in theirs:
-            yield _state_values(fqn, values), _state_values(fqn, theirs[fqn]), 2
+        if fqn in b_values:
+            yield _state_values(fqn, values), _state_values(fqn, b_values[fqn]), 2
     yield _other_values(a), _other_values(b), 2
 
 
 def _group_pairs(a: Sequence[ParamGroup], b: Sequence[ParamGroup]) -> list[tuple[int, int]]:
     """Return pairs of numbers of groups that share a parameter. Where no name is shared, because the
     names are of two schemes, groups of the same number pair."""
-    home = {fqn: number for number, group in enumerate(b) for fqn in group[PARAMS]}
+    number_of = {fqn: b_number for b_number, group in enumerate(b) for fqn in group[PARAMS]}
     pairs = [
-        (number, other)
-        for number, group in enumerate(a)
-        for other in sorted({home[fqn] for fqn in group[PARAMS] if fqn in home})
+        (a_number, b_number)
+        for a_number, group in enumerate(a)
+        for b_number in sorted({number_of[fqn] for fqn in group[PARAMS] if fqn in number_of})
     ]
     if not pairs and len(a) == len(b):
         return [(number, number) for number in range(len(a))]
@@ -114,9 +119,9 @@ def _group_pairs(a: Sequence[ParamGroup], b: Sequence[ParamGroup]) -> list[tuple
 def _extra_values(
     ckpt: Checkpoint, names: Mapping[Path, Path], dropped: Container[str] = ()
 ) -> dict[Path, object]:
-    held = {**ckpt.plain, **dict.fromkeys(ckpt.other, TENSOR)}
+    values = {**ckpt.plain, **dict.fromkeys(ckpt.other, TENSOR)}
     return {
-        names.get(path, path): value for path, value in held.items() if join(path) not in dropped
+        names.get(path, path): value for path, value in values.items() if join(path) not in dropped
     }
 
 
@@ -140,9 +145,9 @@ def _state_values(fqn: str, values: Mapping[str, object]) -> dict[Path, object]:
 
 
 def _other_values(ckpt: Checkpoint) -> dict[Path, object]:
-    rest = ckpt.optimizer_reader.named().rest if ckpt.optimizer_reader.present else {}
+    values = ckpt.optimizer_reader.named().rest if ckpt.optimizer_reader.present else {}
     return {
         (OPTIMIZER, *path): value
-        for path, value in rest.items()
+        for path, value in values.items()
         if not isinstance(value, LazyTensor)
     }

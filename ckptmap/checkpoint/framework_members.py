@@ -44,7 +44,7 @@ class _Merge:
     world: int = 1
     keeps_order: Callable[[StoredTensor], bool] | None = None
     """Of the weights."""
-    seen: dict[str, str] = field(default_factory=dict)
+    first_of_role: dict[str, str] = field(default_factory=dict)
     """Role -> the name of the first member of that role."""
 
 
@@ -68,7 +68,7 @@ def merge_members(directory: Directory, place: Place) -> Index:
     for member in members.members:
         if member.role == "extra":
             _add_extra(merge, member)
-        elif member.role in merge.seen:
+        elif member.role in merge.first_of_role:
             _add_copy(merge, member)
         else:
             _add_member(merge, member)
@@ -121,12 +121,12 @@ def _member_index(member: Member, mounts: Mounts) -> Index | None:
 def _required_index(merge: _Merge, member: Member) -> Index:
     index = _member_index(member, merge.mounts)
     if index is None:
-        why = refuse_place(look(FilePath(member.path), merge.mounts), registry.knows)
-        what = why.message.removeprefix(f"{member.path}: ").removeprefix("is ")
+        refusal = refuse_place(look(FilePath(member.path), merge.mounts), registry.knows)
+        reason = refusal.message.removeprefix(f"{member.path}: ").removeprefix("is ")
         raise SourceError(
             "CKM111",
-            f"{member.path}: expected the {member.role}'s part of a checkpoint, found {what}",
-            why.hint,
+            f"{member.path}: expected the {member.role}'s part of a checkpoint, found {reason}",
+            refusal.hint,
         )
     merge.files |= dict.fromkeys(index.files)
     merge.notes += [f"{_name(member)}: {note}" for note in index.notes]
@@ -136,7 +136,7 @@ def _required_index(merge: _Merge, member: Member) -> Index:
 def _add_member(merge: _Merge, member: Member) -> None:
     """Add weights or optimizer state; leaves outside the member's root become extra values."""
     index = _required_index(merge, member)
-    merge.seen[member.role] = _name(member)
+    merge.first_of_role[member.role] = _name(member)
     merge.world = max(merge.world, index.world)
     if member.role in ("model", "all"):
         merge.keeps_order = index.keeps_order
@@ -172,30 +172,30 @@ def _add_copy(merge: _Merge, member: Member) -> None:
     if member.role != "model":
         raise SourceError(
             "CKM111",
-            f"{member.path}: the {member.role} is stored twice, also as {merge.seen[member.role]}",
+            f"{member.path}: the {member.role} is stored twice, also as {merge.first_of_role[member.role]}",
             "keep the one that belongs to this save, and move the other one away",
         )
     count = 0
-    for path, other in _required_index(merge, member).leaves.items():
+    for path, leaf in _required_index(merge, member).leaves.items():
         target = _path_in_index(member, path)
-        both = _with_replica(merge.leaves.get(target), other)
-        if both is not None:
+        merged = _with_replica(merge.leaves.get(target), leaf)
+        if merged is not None:
             count += 1
-            merge.leaves[target] = both
+            merge.leaves[target] = merged
     merge.notes.append(
-        f"the weights are there twice: {merge.seen['model']} is used, and {count} tensors of "
+        f"the weights are there twice: {merge.first_of_role['model']} is used, and {count} tensors of "
         f"{_name(member)} are compared with it"
     )
 
 
-def _with_replica(mine: Leaf, other: Leaf) -> StoredTensor | None:
+def _with_replica(first: Leaf, second: Leaf) -> StoredTensor | None:
     """Return the first with the second as its replica; None: they are no tensors of one kind."""
-    if not isinstance(mine, StoredTensor) or not isinstance(other, StoredTensor):
+    if not isinstance(first, StoredTensor) or not isinstance(second, StoredTensor):
         return None
-    if mine.info != other.info:
+    if first.info != second.info:
         return None
-    replicas = (*mine.replicas, *other.chunks)
-    return StoredTensor(mine.info, lambda: mine.chunks, replicas, share=mine.share)
+    replicas = (*first.replicas, *second.chunks)
+    return StoredTensor(first.info, lambda: first.chunks, replicas, share=first.share)
 
 
 def _add_extra(merge: _Merge, member: Member) -> None:
@@ -212,19 +212,19 @@ def _add_extra(merge: _Merge, member: Member) -> None:
         groups = _by_first(index.leaves)
     else:
         groups = {(): dict(index.leaves)}
-    top: Path = ("extra", member.key) if member.key else ("extra",)
+    extra_root: Path = ("extra", member.key) if member.key else ("extra",)
     for head, leaves in groups.items():
-        at = (*top, *head)
-        if at == ("extra",):
+        path_of_group = (*extra_root, *head)
+        if path_of_group == ("extra",):
             merge.unread_files += [_name(member)] if any(leaves.values()) else []
         elif any(map(_is_unreadable, leaves.values())):
             inside = f"{head[0]} of " if head else ""
             merge.unread_files.append(inside + _name(member))
         elif any(map(holds_tensor, leaves.values())):
-            merge.leaves |= {(*top, *path): leaf for path, leaf in leaves.items()}
+            merge.leaves |= {(*extra_root, *path): leaf for path, leaf in leaves.items()}
         else:
-            below = [(path[len(head) :], leaf) for path, leaf in leaves.items()]
-            merge.leaves[at] = nest(below)
+            values_below = [(path[len(head) :], leaf) for path, leaf in leaves.items()]
+            merge.leaves[path_of_group] = nest(values_below)
 
 
 def _by_first(leaves: Mapping[Path, Leaf]) -> dict[Path, dict[Path, Leaf]]:
@@ -250,8 +250,8 @@ def _name(member: Member) -> str:
 def _document(file: FilePath, mounts: Mounts) -> PlainValue:
     """Return the value of a JSON file. Raises SourceError CKM101 or CKM103."""
     try:
-        document: PlainValue = read_json(file, mounts, max_nbytes=MAX_DOCUMENT_NBYTES)
-        return document
+        value: PlainValue = read_json(file, mounts, max_nbytes=MAX_DOCUMENT_NBYTES)
+        return value
     except OSError as error:
         raise SourceError(
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"

@@ -44,8 +44,8 @@ def units_of(path: str, mounts: Mounts) -> Units | None:
     if flat:
         modules = [str(key[-1]).removesuffix(FLAT).rstrip(".") for key in flat]
         return Units(tuple(map(_plain, modules)), _has_views(index, flat))
-    listed = next(iter(index.units.values()), ())
-    return Units(tuple(map(_plain, listed)), False) if listed else None
+    modules_listed = next(iter(index.units.values()), ())
+    return Units(tuple(map(_plain, modules_listed)), False) if modules_listed else None
 
 
 class LikeUnits(Mapping[Key, Sequence[str]]):

@@ -1,8 +1,8 @@
-"""Read the leaves that are no weights: each is a lazy tensor, a plain value, or refused.
+"""Read the leaves that are not weights: as a lazy tensor or a plain value, or refuse them.
 
 A `LeafReader` has no reference to the Checkpoint that it is made for. Without a cycle, a checkpoint
-that nobody refers to is freed at once and its open files with it; Python's collector would find a
-cycle of objects that old very late.
+that nobody refers to is freed at once, and its files are closed. Python's garbage collector would
+find a cycle of such old objects very late.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptmap.checkpoint.group_parts import RefusedLeaf, group_parts
-from ckptmap.checkpoint.module_extra_state import buffer
+from ckptmap.checkpoint.module_extra_state import as_buffer
 from ckptmap.checkpoint.split_roles import is_tensor
 from ckptmap.core.state_paths import (
     MAX_DEPTH,
@@ -51,13 +51,15 @@ class LeafReader:
     def plain(self, leaves: Mapping[Path, Leaf], root: Path = ()) -> Iterator[tuple[Path, object]]:
         """Yield the plain values by path; `root` is put before the keys of what is refused."""
         for path, leaf in leaves.items():
-            held = buffer(path, leaf)
-            if held is not None:
-                yield path, held
+            inert_buffer = as_buffer(path, leaf)
+            if inert_buffer is not None:
+                yield path, inert_buffer
                 continue
             if any(map(is_endless, by_rank(leaf))):
-                why = f"a value that holds itself, nests deeper than {MAX_DEPTH}, or repeats without end"
-                self.refused.append(RefusedLeaf(join((*root, *path)), why, not hides_tensor(leaf)))
+                reason = f"a value that holds itself, nests deeper than {MAX_DEPTH}, or repeats without end"
+                self.refused.append(
+                    RefusedLeaf(join((*root, *path)), reason, not hides_tensor(leaf))
+                )
                 continue
             if isinstance(leaf, StoredTensor):
                 continue

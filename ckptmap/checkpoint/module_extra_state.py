@@ -2,7 +2,8 @@
 
     {"0.weight": ..., "0._extra_state": {"steps": 3, "seen": tensor}}    ("0._extra_state", "steps")
 
-A tensor alone under such a key is held as a weight is; all else is one value with tensors in it.
+A single tensor under such a key is treated as a weight. Anything else is one plain value, which may
+have tensors in it.
 """
 
 from __future__ import annotations
@@ -34,30 +35,30 @@ def state_at(path: Path) -> int | None:
 _BUFFER = Global("_io", "BytesIO")
 
 
-def buffer(path: Path, leaf: Leaf) -> Instance | None:
+def as_buffer(path: Path, leaf: Leaf) -> Instance | None:
     """Return an io.BytesIO, which Transformer Engine and others keep, as an inert value; None: it is none."""
     if not isinstance(leaf, Opaque) or leaf.class_name != "_io.BytesIO" or state_at(path) is None:
         return None
     state = leaf.state
     if leaf.args or not isinstance(state, tuple) or len(state) != 3:
         return None
-    data, at, more = state
-    if type(data) is not bytes or type(at) is not int or at < 0 or more:
+    data, at, attributes = state
+    if type(data) is not bytes or type(at) is not int or at < 0 or attributes:
         return None
     return Instance(_BUFFER, (data, at, None))
 
 
 def as_live(value: object) -> object:
-    """Return the io.BytesIO that an inert value of `buffer` stands for; any other value as it is."""
+    """Return the io.BytesIO that an inert value of `as_buffer` stands for; any other value as it is."""
     if not isinstance(value, Instance) or value.cls != _BUFFER:
         return value
     from io import BytesIO
 
-    assert isinstance(value.state, tuple), "`buffer` has made it"
+    assert isinstance(value.state, tuple), "`as_buffer` has made it"
     data, at, _ = value.state
-    made = BytesIO(data)
-    made.seek(at)
-    return made
+    stream = BytesIO(data)
+    stream.seek(at)
+    return stream
 
 
 def buffer_notes(values: Mapping[Path, object]) -> list[str]:
@@ -105,15 +106,15 @@ def extra_state_keys(paths: Collection[Path], root: Path) -> tuple[dict[Path, in
     model's dict holds does not count.
     """
     key_at: dict[Path, int] = {}
-    taken: dict[str, Path] = {}
-    for home in ((), root, (OWN,)):
+    root_of: dict[str, Path] = {}
+    for dict_path in ((), root, (OWN,)):
         for path in paths:
             at = state_at(path)
-            if at is None or path[:at] != home:
+            if at is None or path[:at] != dict_path:
                 continue
-            if taken.setdefault(str(path[at]), home) == home:
+            if root_of.setdefault(str(path[at]), dict_path) == dict_path:
                 key_at[path] = at
-    return key_at, strip_wrappers(taken, "state dict") if taken else {}
+    return key_at, strip_wrappers(root_of, "state dict") if root_of else {}
 
 
 def plain_paths(paths: Collection[Path], root: Path) -> dict[Path, Path]:
@@ -139,7 +140,7 @@ def states_of(paths: Collection[Path], root: Path, names: Mapping[str, str], pre
 def _output_key(key: str, names: Mapping[str, str], prefix: str) -> str:
     module = key.removesuffix(SEGMENT)
     for fqn in names:
-        rest = fqn.removeprefix(module)
-        if fqn.startswith(module) and names[fqn].endswith(rest):
-            return names[fqn].removesuffix(rest) + SEGMENT
+        tail = fqn.removeprefix(module)
+        if fqn.startswith(module) and names[fqn].endswith(tail):
+            return names[fqn].removesuffix(tail) + SEGMENT
     return prefix + key

@@ -89,11 +89,13 @@ def open_in(
     like = None if like is None else locate(like, mounts).path
     with errors_by_given_path(mounts), paused_gc():
         place, notes = find(look(located.path, mounts), registry.knows)
-        known = partial(read_like, like, mounts) if like is not None else _own(place)
+        read_like_or_none = partial(read_like, like, mounts) if like is not None else _own(place)
         index = index_of(place)
         notes = (*located.notes, *notes, *index.notes)
         units = index.units if like is None else LikeUnits(index.units, str(like), mounts)
-        ckpt = _opened(files, place, replace(index, notes=notes, units=units), root, known)
+        ckpt = _opened(
+            files, place, replace(index, notes=notes, units=units), root, read_like_or_none
+        )
     return replace(ckpt, origin=located.origin).with_optimizer_order(param_order, like)
 
 
@@ -116,9 +118,9 @@ def _opened(
 ) -> Checkpoint:
     leaves = index.leaves
     if not isinstance(leaves, PlainTensors):  # those are whole, and nothing else
-        for way in unflatteners():
-            way = through(way, place.mounts)
-            leaves = way.unflatten(leaves, like, strip_wrappers, place.path, index.units)
+        for unflattener in unflatteners():
+            unflattener = through(unflattener, place.mounts)
+            leaves = unflattener.unflatten(leaves, like, strip_wrappers, place.path, index.units)
         leaves = {
             path: leaf if isinstance(leaf, StoredTensor) else _joined(join(path), leaf)
             for path, leaf in leaves.items()

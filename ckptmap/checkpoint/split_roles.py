@@ -1,10 +1,10 @@
-"""Find out which leaves of a saved dict are weights, which are optimizer state, and the rest.
+"""Divide the leaves of a saved dict into weights, optimizer state and all other values.
 
 {"model": {...}, "optimizer": {...}, "step": 7}     weights at ("model",)
 {"app": {"model": {...}, "optim": {...}}}           weights at ("app", "model")
 {"layers.0.weight": ..., "optimizer": {...}}        weights at (), optimizer beside them
 
-A dict under a module's `_extra_state`, tensors and all, is one of the rest.
+A dict under a module's `_extra_state`, with its tensors, is one of the other values.
 """
 
 from __future__ import annotations
@@ -70,14 +70,18 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
         raise _no_tensors(leaves, where)
     states = _states_of_optimizers(leaves)
     if root is None:
-        free = [path for path in tensors if not _is_below_any(path, states)] if states else tensors
-        model_root = _find_root(free, (), where)
+        candidates = (
+            [path for path in tensors if not _is_below_any(path, states)] if states else tensors
+        )
+        model_root = _find_root(candidates, (), where)
     else:
         model_root = _given_root(tensors, root, where)
     has_root = bool(model_root) or root is not None
     optimizer_root = _find_optimizer(leaves, model_root, states)
-    alone = optimizer_root is None and len(tensors) == len(leaves)  # weights and nothing else
-    if alone and not model_root and {*map(len, leaves)} == {1}:
+    only_weights = optimizer_root is None and len(tensors) == len(
+        leaves
+    )  # weights and nothing else
+    if only_weights and not model_root and {*map(len, leaves)} == {1}:
         return Roles((), leaves, None, {}, {})
     model: dict[Path, Leaf] = {}
     optimizer: dict[Path, Leaf] = {}
@@ -113,8 +117,8 @@ def _without_extra(rest: dict[Path, Leaf]) -> dict[Path, Leaf]:
     cut = {path: path[1:] for path in rest if path[0] == EXTRA_KEY and len(path) > 1}
     if not cut:
         return rest
-    beside, inside = {*rest} - {*cut}, {*cut.values()}
-    if beside & _all_above(inside) or inside & _all_above(beside):
+    others, contents = {*rest} - {*cut}, {*cut.values()}
+    if others & _all_above(contents) or contents & _all_above(others):
         return rest
     return {cut.get(path, path): leaf for path, leaf in rest.items()}
 
@@ -138,14 +142,14 @@ def _require_dict(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> 
     leaf = leaves[()]
     if isinstance(leaf, dict):
         odd = next((key for key in leaf if not isinstance(key, str | int)), None)
-        what = f"a dict with the key {odd!r:.60}" if leaf else "an empty dict"
+        content = f"a dict with the key {odd!r:.60}" if leaf else "an empty dict"
     elif isinstance(leaf, Opaque) and leaf.info is None:
-        what = f"one pickled object of class {leaf.class_name}, which ckptmap never builds"
+        content = f"one pickled object of class {leaf.class_name}, which ckptmap never builds"
     else:
-        what = "one bare tensor" if is_tensor(leaf) else f"one {type(leaf).__name__}"
+        content = "one bare tensor" if is_tensor(leaf) else f"one {type(leaf).__name__}"
     raise SourceError(
         "CKM206",
-        f"{where}: holds {what}, expected a dict of names and tensors",
+        f"{where}: holds {content}, expected a dict of names and tensors",
         "save the state dict instead: torch.save(model.state_dict(), PATH)",
     )
 
@@ -170,14 +174,12 @@ def _no_tensors(leaves: Mapping[Path, Leaf], where: str) -> SourceError:
     if objects and all(leaf.is_unresolved for leaf in objects):
         return SourceError("CKM206", f"{where}: each tensor is {UNRESOLVED}", RESOLVED)
     classes = sorted({leaf.class_name for leaf in objects})
-    what = (
-        f"; it has objects of {', '.join(classes[:3])}, which ckptmap never builds"
-        if classes
-        else ""
-    )
+    classes_text = ""
+    if classes:
+        classes_text = f"; it has objects of {', '.join(classes[:3])}, which ckptmap never builds"
     return SourceError(
         "CKM206",
-        f"{where}: holds no model weights{what}",
+        f"{where}: holds no model weights{classes_text}",
         "save the state dict: torch.save(model.state_dict(), PATH)",
     )
 
@@ -189,15 +191,12 @@ def _is_below(path: Path, root: Path) -> bool:
 def _given_root(tensors: Sequence[Path], root: str, where: str) -> Path:
     prefix: Path = tuple(root.split("/")) if root else ()
     if not any(_is_below(path, prefix) for path in tensors):
-        there = list(dict.fromkeys(str(path[0]) for path in tensors if len(path) > 1))
-        listed = ", ".join(there[:SHOWN]) + (", ..." if len(there) > SHOWN else "")
-        raise SourceError(
-            "CKM205",
-            f"{where}: no tensors under root {root!r}",
-            f"name a dict that holds tensors: {listed}"
-            if there
-            else "it is one dict of tensors: leave --source-root out",
-        )
+        dict_names = list(dict.fromkeys(str(path[0]) for path in tensors if len(path) > 1))
+        hint = "it is one dict of tensors: leave --source-root out"
+        if dict_names:
+            more = ", ..." if len(dict_names) > SHOWN else ""
+            hint = f"name a dict that holds tensors: {', '.join(dict_names[:SHOWN])}{more}"
+        raise SourceError("CKM205", f"{where}: no tensors under root {root!r}", hint)
     return prefix
 
 
@@ -264,15 +263,15 @@ def _find_optimizer(
                 return _single_optimizer(
                     (*level, name), [path for path in deep if path[depth] == name]
                 )
-    beside = [root for root in states if _is_below(model_root, root[:-1])]
-    return beside[0] if len(beside) == 1 else None
+    candidates = [root for root in states if _is_below(model_root, root[:-1])]
+    return candidates[0] if len(candidates) == 1 else None
 
 
-def _single_optimizer(root: Path, inside: Sequence[Path]) -> Path:
+def _single_optimizer(root: Path, paths: Sequence[Path]) -> Path:
     """Return the path of the single optimizer in a list, or in a dict by class name as Composer saves
     it; else `root` itself."""
-    first = inside[0][len(root)]
-    alone = (*root, first)
-    if not all(_is_below(path, alone) for path in inside):
+    first = paths[0][len(root)]
+    single = (*root, first)
+    if not all(_is_below(path, single) for path in paths):
         return root
-    return alone if first == 0 or _keys_at(inside, alone) == _OF_AN_OPTIMIZER else root
+    return single if first == 0 or _keys_at(paths, single) == _OF_AN_OPTIMIZER else root

@@ -93,7 +93,7 @@ def _renamed_or_derived(
     """Return the stored parts of a weight under its new name; one that must be decoded first is
     added to `decoded`."""
     if mapped.source is not None and not mapped.ops:
-        original = base.groups.held(mapped.source)
+        original = base.groups.dense_or_group(mapped.source)
         return original._replace(fqn=mapped.name) if isinstance(original, Group) else original
     tensor = mapped_tensor(mapped, {key: base[key] for key in mapped.sources}, DENSE)
     if isinstance(tensor, DerivedTensor):

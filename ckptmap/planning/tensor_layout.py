@@ -52,7 +52,7 @@ class _Weights:
 
     def add_in_columns(self) -> bool:
         """Add all weights at once where all go along as they are; return whether they do."""
-        request, columns = self._request, self._request.ckpt.run()
+        request, columns = self._request, self._request.ckpt.columns()
         if columns is None or self._selection.ties or self._by_order:
             return False
         if request.aim.scheme is not None or not request.takes_all:
