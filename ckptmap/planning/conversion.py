@@ -1,4 +1,4 @@
-"""What becomes of each logical tensor: its encoding in the source, in the output, and what is lost.
+"""The conversion of each logical tensor: its encoding in the source and in the output, and its fidelity.
 
 A logical tensor is a weight or optimizer tensor under its FQN, however many tensors store it. A model
 of 100,000 of them has a few dozen distinct conversions, so `Steps` keeps two columns: the FQNs, and one

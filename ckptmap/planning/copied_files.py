@@ -67,13 +67,13 @@ def copied_files(
     if filing is None:
         return CopiedFiles()
     mounts = ckpt.files.mounts
-    filing, held = through(filing, mounts), _keys(ckpt)
+    filing, keys_of = through(filing, mounts), _keys_by_entry(ckpt)
     files: dict[str, CarriedFile] = {}
     sources: dict[str, str] = {}
     of_rank: dict[int, str] = {}
     for key, file in ckpt.index.file_of.items():
         name, rank = filing.file_of(key), filing.rank_of(key)
-        if name is None or any(dropped(inner) for inner in held.get(key, (key,))):
+        if name is None or any(dropped(inner) for inner in keys_of.get(key, (key,))):
             continue
         if rank is not None:
             if setup.sharded and rank >= world_size:
@@ -85,13 +85,13 @@ def copied_files(
     if not setup.sharded or ckpt.world_size == world_size:
         return CopiedFiles(files, sources)
     for rank in range(world_size) if FIRST in of_rank else ():
-        made = None if rank in of_rank else filing.new_rank(rank, of_rank[FIRST])
-        if made is not None:
-            files[made[0]] = made[1]
+        new_file = None if rank in of_rank else filing.new_rank(rank, of_rank[FIRST])
+        if new_file is not None:
+            files[new_file[0]] = new_file[1]
     return CopiedFiles(files, sources, filing.notes(sources, ckpt.world_size, world_size))
 
 
-def _keys(ckpt: Checkpoint) -> Mapping[str, Sequence[str]]:
+def _keys_by_entry(ckpt: Checkpoint) -> Mapping[str, Sequence[str]]:
     """Return, by key of an entry of the source, the entry's key and all dotted keys below it."""
     keys: dict[str, list[str]] = {}
     paths: Iterable[LeafPath] = (*ckpt.plain, *ckpt.other)

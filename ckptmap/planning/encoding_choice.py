@@ -1,4 +1,4 @@
-"""The encoding that one weight gets: what keeps its codes, else what the scheme takes by name and shape.
+"""Choose the encoding of one weight: one that keeps its codes, else the one that the scheme has for it.
 
 A scheme is what `--to SETUP-SCHEME` names: nf4, int8, a cast such as bf16. It makes an encoding for a
 tensor of given shape and dtype, or leaves the tensor as it is.

@@ -44,9 +44,9 @@ class Sources(Columns[StoredTensor | None]):
     def of(cls, tensors: Iterable[StoredTensor | None]) -> Self:
         if isinstance(tensors, cls):
             return tensors
-        held = list(tensors)
-        n = len(held)
-        return cls([None] * n, [""] * n, [0] * n, [None] * n, held)
+        stored = list(tensors)
+        n = len(stored)
+        return cls([None] * n, [""] * n, [0] * n, [None] * n, stored)
 
     @classmethod
     def at(cls, infos: Sequence[TensorInfo], extents: Extents) -> Self:

@@ -40,9 +40,9 @@ def kept_fidelity(lazy: LazyTensor, encoding: Encoding, grid: CodeGrid | None) -
 def writes_keeping_codes(
     tensor: LazyTensor, encoding: Encoding, grid: CodeGrid, limit: int
 ) -> Iterator[Write]:
-    """Yield everything to be written, at most `limit` codes at a time.
+    """Yield the codes and scales to write, at most `limit` codes at a time.
 
-    The scales are held whole: 4 bytes a block. Raises RunError CKM309 where one is not finite, or
+    The scales are in memory as a whole: 4 bytes a block. Raises RunError CKM309 where one is not finite, or
     the encoding cannot hold it.
     """
     recoder = encoding.recoder(tensor.info, grid, "cpu") if isinstance(encoding, Recodes) else None
@@ -55,11 +55,11 @@ def writes_keeping_codes(
 
 def _finite_scales(tensor: LazyTensor) -> torch.Tensor:
     scales = tensor.read_scales()
-    bad = int(scales.isfinite().logical_not_().sum())
-    if bad:
+    count = int(scales.isfinite().logical_not_().sum())
+    if count:
         raise RunError(
             "CKM309",
-            f"expected finite scales, found NaN or infinity in {bad} of {scales.numel()}",
+            f"expected finite scales, found NaN or infinity in {count} of {scales.numel()}",
             "it was quantized from values that were not finite; leave it as it is with --no-encode",
         )
     return scales
@@ -71,15 +71,15 @@ def _steps(
     """Yield (flat offset, flat codes) in row-major order, each a multiple of `step` but the last."""
     import torch
 
-    held = torch.empty(0, dtype=getattr(torch, grid.codes.dtype))
+    pending = torch.empty(0, dtype=getattr(torch, grid.codes.dtype))
     offset = 0
     for box in row_major_boxes(Box.whole(grid.codes.shape), max(step, limit // step * step)):
-        codes = held.new_empty(box.sizes)
+        codes = pending.new_empty(box.sizes)
         tensor.read_codes(box, codes)
-        held = torch.cat([held, codes.view(-1)]) if held.numel() else codes.view(-1)
-        ready = held.numel() - held.numel() % step
+        pending = torch.cat([pending, codes.view(-1)]) if pending.numel() else codes.view(-1)
+        ready = pending.numel() - pending.numel() % step
         if ready:
-            yield offset, held[:ready]
-            offset, held = offset + ready, held[ready:].clone()
-    if held.numel():
-        yield offset, held
+            yield offset, pending[:ready]
+            offset, pending = offset + ready, pending[ready:].clone()
+    if pending.numel():
+        yield offset, pending

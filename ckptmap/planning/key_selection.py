@@ -1,6 +1,6 @@
 """Select the leaves of the source that go into the output: weights, other tensors, plain values, optimizer state.
 
-A leaf that does not go along is tied to a weight that does, dropped with a reason, or unresolved.
+A leaf that is not selected is tied to a selected weight, dropped with a reason, or unresolved.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from ckptmap.tensors import Path, PlainValue
 T = TypeVar("T")
 UNITS_SHOWN = 4
 """Patterns of FSDP units that a note lists."""
+_SAVE_PLAIN = (
+    "save it as a plain tensor: weight.dequantize() makes one of a quantized tensor; ckptmap never"
+    " builds objects of a class that it does not know"
+)
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,10 @@ def select(request: Request, sharding: OutputSharding) -> Selection:
     remarks = remarks + Remarks(dropped, notes=notes)
     selection = Selection(weights, ties, others, values, optimizer, copied, remarks)
     if not selection.written:
-        raise PlanError(
-            "CKM206",
-            f"{ckpt.path}: no tensor is left to convert of {len(ckpt)}",
-            "check --include and --exclude"
-            + ("; --include goes by the names in DST" if request.options.names else ""),
-        )
+        hint = "check --include and --exclude"
+        if request.options.names:
+            hint += "; --include goes by the names in DST"
+        raise PlanError("CKM206", f"{ckpt.path}: no tensor is left to convert of {len(ckpt)}", hint)
     return selection
 
 
@@ -88,16 +90,15 @@ def _refused(request: Request) -> Remarks:
     dropped: dict[str, str] = {}
     unresolved: list[Unresolved] = []
     for item in request.ckpt.refused:
-        why = request.dropped_whole(item.key) if item.droppable else None
-        if why is not None:
-            dropped[item.key] = why
+        reason = request.dropped_whole(item.key) if item.droppable else None
+        if reason is not None:
+            dropped[item.key] = reason
             continue
-        option = f"--drop {shlex.quote(item.key)}" if item.droppable else ""
-        repair = f"{item.repair}; or " if item.repair else ""
-        hint = f"{repair}leave it behind with {option}" if option else (
-            "save it as a plain tensor: weight.dequantize() makes one of a quantized tensor; ckptmap "
-            "never builds objects of a class that it does not know"
-        )  # fmt: skip
+        option, hint = "", _SAVE_PLAIN
+        if item.droppable:
+            option = f"--drop {shlex.quote(item.key)}"
+            repair = f"{item.repair}; or " if item.repair else ""
+            hint = f"{repair}leave it behind with {option}"
         unresolved.append(Unresolved(item.key, item.reason, hint, option))
     return Remarks(dropped, unresolved)
 
@@ -110,9 +111,9 @@ def _untranslated(request: Request) -> Remarks:
     dropped = dict(translation.dropped)
     unresolved: list[Unresolved] = []
     for key in translation.unmapped:
-        why = request.excluded(key)
-        if why is not None:
-            dropped[key] = why
+        reason = request.excluded(key)
+        if reason is not None:
+            dropped[key] = reason
         else:
             unresolved.append(Unresolved(key, *translation.unknown(key)))
     return Remarks(dropped, unresolved)
@@ -122,19 +123,19 @@ def _extra(
     request: Request, copied: CopiedFiles, leaves: Mapping[Path, T], *, tensors: bool
 ) -> tuple[dict[Path, T], dict[str, str]]:
     """Return the leaves beside weights and optimizer state that are written, and why others are not."""
-    kept: dict[Path, T] = {}
+    selected: dict[Path, T] = {}
     dropped: dict[str, str] = {}
     for path, leaf in leaves.items():
         if copied.holds(path):
             continue
-        why = request.dropped_whole(join(path))
-        if why is None and not request.setup.has_place_for(path, tensor=tensors):
-            why = f"{request.setup.name} has no place for what is not a weight"
-        if why is None:
-            kept[path] = leaf
+        reason = request.dropped_whole(join(path))
+        if reason is None and not request.setup.has_place_for(path, tensor=tensors):
+            reason = f"{request.setup.name} has no place for what is not a weight"
+        if reason is None:
+            selected[path] = leaf
         else:
-            dropped[join(path)] = why
-    return kept, dropped
+            dropped[join(path)] = reason
+    return selected, dropped
 
 
 def _order(request: Request, sharding: OutputSharding) -> tuple[Sequence[str], list[str]]:
@@ -162,22 +163,22 @@ def _weights(request: Request, order: Sequence[str]) -> tuple[Sequence[str], dic
     """Return the weights that the options keep, and why the others are left out."""
     if request.takes_all:
         return order, {}
-    kept: list[str] = []
+    selected: list[str] = []
     dropped: dict[str, str] = {}
     for fqn in order:
-        why = request.excluded(fqn)
-        if why is None:
-            kept.append(fqn)
+        reason = request.excluded(fqn)
+        if reason is None:
+            selected.append(fqn)
         else:
-            dropped[fqn] = why
-    return kept, dropped
+            dropped[fqn] = reason
+    return selected, dropped
 
 
 def _ties(request: Request, weights: Sequence[str]) -> dict[str, str]:
     """Return the tied weights, each with the weight that is written in its place."""
     selected = set(weights)
     ties = {**_ties_of_config(request, selected), **request.ckpt.ties}
-    return {fqn: kept for fqn, kept in ties.items() if fqn in selected}
+    return {fqn: written for fqn, written in ties.items() if fqn in selected}
 
 
 def _ties_of_config(request: Request, selected: set[str]) -> dict[str, str]:
@@ -188,8 +189,8 @@ def _ties_of_config(request: Request, selected: set[str]) -> dict[str, str]:
     infos = {fqn: info for fqn, info in ckpt.infos().items() if fqn in selected}
     ties = carrier.ties(infos, request.siblings, request.options.config_from)
     return {
-        fqn: kept
-        for fqn, kept in ties.items()
+        fqn: written
+        for fqn, written in ties.items()
         if fqn not in ckpt.untied
-        if ckpt.group(fqn).encoding == ckpt.group(kept).encoding
+        if ckpt.group(fqn).encoding == ckpt.group(written).encoding
     }

@@ -22,7 +22,7 @@ from ckptmap.errors import PlanError
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.file_plan import Compare, Sources
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity
-from ckptmap.planning.live_encodings import require_held
+from ckptmap.planning.live_encodings import require_holdable
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.request import Request
 from ckptmap.planning.source_coverage import SourceCoverage
@@ -107,7 +107,7 @@ class LayoutBuilder:
         Raises PlanError CKM203 or CKM317 where the setup cannot hold it, SourceError CKM104 or
         CKM112 where the source does not hold all of it.
         """
-        self._require_held(lazy, encoding)
+        self._require_holdable(lazy, encoding)
         for stored in lazy.beneath:
             self._compares += self._coverage.prove(lazy.fqn, stored)
         if encoding is None or encoding == lazy.encoding_:
@@ -138,16 +138,16 @@ class LayoutBuilder:
             return None
         return place
 
-    def tie(self, fqn: str, tensor: LazyTensor, kept_fqn: str, kept: LazyTensor) -> None:
+    def tie(self, fqn: str, tensor: LazyTensor, written_fqn: str, written: LazyTensor) -> None:
         """Leave out a tied weight, whose bytes must equal those of the weight that is kept."""
-        self._tied[fqn] = kept_fqn
-        self.must_equal(kept, tensor, f"{fqn} (tied to {kept_fqn})", UNEQUAL_TIE)
+        self._tied[fqn] = written_fqn
+        self.must_equal(written, tensor, f"{fqn} (tied to {written_fqn})", UNEQUAL_TIE)
 
     def must_equal(
-        self, kept: LazyTensor, other: LazyTensor, title: str, hint: str = Compare.hint
+        self, written: LazyTensor, other: LazyTensor, title: str, hint: str = Compare.hint
     ) -> None:
         """Add the comparison of a tensor that is not written with the one that is."""
-        if not (kept.parts and other.parts):
+        if not (written.parts and other.parts):
             raise PlanError(
                 "CKM208",
                 f"{title}: is decoded during the conversion, so its stored bytes cannot be compared",
@@ -155,12 +155,12 @@ class LayoutBuilder:
             )
         for part, stored in other.parts.items():
             self._compares += self._coverage.prove(other.fqn, stored)
-            whole = kept.parts[part]
-            self._compares += [Compare(title, whole, chunk, hint) for chunk in stored.chunks]
+            written_part = written.parts[part]
+            self._compares += [Compare(title, written_part, chunk, hint) for chunk in stored.chunks]
 
-    def _require_held(self, lazy: LazyTensor, encoding: Encoding | None) -> None:
+    def _require_holdable(self, lazy: LazyTensor, encoding: Encoding | None) -> None:
         name = (encoding or lazy.encoding_).name
-        require_held(lazy.fqn, self._setup, name)
+        require_holdable(lazy.fqn, self._setup, name)
         if self._setup.dense and name != "dense":
             setup, other = self._setup.name, "fsdp2" if encoding is None else f"fsdp2-{name}"
             raise PlanError(

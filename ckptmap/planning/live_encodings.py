@@ -107,7 +107,7 @@ def _support(setup: Setup, encoding: str) -> LiveSupport | None:
     return TABLE.get((setup.live, scheme.live)) if isinstance(scheme, HeldLive) else None
 
 
-def require_held(fqn: str, setup: Setup, encoding: str) -> None:
+def require_holdable(fqn: str, setup: Setup, encoding: str) -> None:
     """Raise PlanError CKM317 where no live model of the setup can hold the tensor."""
     support = _support(setup, encoding)
     if support is not None and not support.ok:

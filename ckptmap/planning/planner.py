@@ -70,16 +70,16 @@ def _plan_with(
     """Return the plan; `files` read the source, and what the options name beside it."""
     located = options.located(files.mounts)
     with errors_by_given_path(files.mounts):
-        here = with_units(located, aim.setup, files.mounts)
-        opened = open_source(source, here, files)
+        resolved = with_units(located, aim.setup, files.mounts)
+        opened = open_source(source, resolved, files)
         with paused_gc():
-            made = _planned(opened, Request(opened.ckpt, aim, here))
+            new_plan = _plan_stages(opened, Request(opened.ckpt, aim, resolved))
     if located is options:
-        return made
-    return replace(made, options=here.with_paths_of(options))
+        return new_plan
+    return replace(new_plan, options=resolved.with_paths_of(options))
 
 
-def _planned(source: PlanSource, request: Request) -> Plan:
+def _plan_stages(source: PlanSource, request: Request) -> Plan:
     """Run the stages in their order."""
     ckpt = request.ckpt
     sharding = OutputSharding(ckpt, request.setup, request.options)

@@ -1,7 +1,7 @@
 """`quantization_config` of the output's config.json, which must be true of the weights that are written.
 
 transformers loads quantized weights by it: which library, which block sizes, which modules are not
-quantized. The schemes know what their library expects there, and say it by the protocols below.
+quantized. Each scheme knows what its library expects there, and returns it by the protocols below.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ class WrittenWeights:
                 encoded.setdefault(encoding.name, {})[name] = info
             elif len(info.shape) == 2 and name.endswith(".weight"):
                 dense.append(name.removesuffix(".weight"))
-        kept = self.keep or (encoded and not self.fresh)
-        if present is not None and kept and not self._is_outdated(present, encoded):
+        keeps_config = self.keep or (encoded and not self.fresh)
+        if present is not None and keeps_config and not self._is_outdated(present, encoded):
             return present
         dense += self._names_once_loaded(dense)
         declared: dict[str, Mapping[str, object]] = {}
         for name, infos in encoded.items():
-            config = self._declared(name, infos, dense, present)
+            config = self._declare(name, infos, dense, present)
             if config is None:  # ckptmap alone reads these, so no other reader is promised the rest
                 return None
             declared[name] = config
@@ -128,23 +128,23 @@ class WrittenWeights:
         return next(iter(declared.values()), None)
 
     def undeclared(
-        self, present: Mapping[str, object] | None, wanted: Mapping[str, object] | None
+        self, present: Mapping[str, object] | None, written: Mapping[str, object] | None
     ) -> list[str]:
         """Return notes on what the source's config declares besides weights, and the output's not."""
-        lost = {
+        undeclared_keys = {
             key: None
-            for each in self.schemes.values()
-            if isinstance(each, DeclaresEach) and present is not None
-            for key in each.beyond_weights(present, self.encodings)
-            if not (wanted or {}).get(key)
+            for scheme in self.schemes.values()
+            if isinstance(scheme, DeclaresEach) and present is not None
+            for key in scheme.beyond_weights(present, self.encodings)
+            if not (written or {}).get(key)
         }
-        methods = [(config or {}).get("quant_method") for config in (present, wanted)]
-        if methods[0] and methods[0] != methods[1] and self.dense_source and not lost:
-            lost = {QUANTIZATION: None}
+        methods = [(config or {}).get("quant_method") for config in (present, written)]
+        if methods[0] and methods[0] != methods[1] and self.dense_source and not undeclared_keys:
+            undeclared_keys = {QUANTIZATION: None}
         return [
             f"config.json no longer says {key} of {methods[0]}: the model"
             " computes without it, and scales stored for it stay in the output unread"
-            for key in lost
+            for key in undeclared_keys
         ]
 
     def unread(self) -> list[str]:
@@ -201,7 +201,7 @@ class WrittenWeights:
         if self.foreign:  # only the source's config tells of parts that move as bytes
             return False
         schemes = [self.schemes.get(name) for name in encoded]
-        return any(isinstance(each, Outdates) and each.outdated(present) for each in schemes)
+        return any(isinstance(scheme, Outdates) and scheme.outdated(present) for scheme in schemes)
 
     def _names_once_loaded(self, modules: Collection[str]) -> list[str]:
         """Return the other names that dense modules may have in the loaded model, but those of modules
@@ -210,7 +210,7 @@ class WrittenWeights:
         written = {name.removesuffix(".weight") for name in self.encodings}
         return [other for name in modules for other in others(name) if other not in written]
 
-    def _declared(
+    def _declare(
         self,
         name: str,
         infos: Mapping[str, TensorInfo],

@@ -25,16 +25,18 @@ OUTCOME = ("world_size", "steps", "files", "dropped", "tied")
 """Entries of a saved plan that follow from its options, and so cannot be edited."""
 
 
-def with_exact_scales(made: Plan, fqns: Sequence[str]) -> Plan | None:
+def with_exact_scales(first_plan: Plan, fqns: Sequence[str]) -> Plan | None:
     """Return the plan with exact scales for these tensors, too.
 
     None: they have exact scales already, or the encoding has none.
     """
     patterns = tuple(escape(fqn) for fqn in fqns)
-    options = replace(made.options, exact_scales=(*made.options.exact_scales, *patterns))
-    finer = plan(made.ckpt, made.options.to, options=options)
-    before = {step.tensor.fqn: step.encoding for step in made.encodes}
-    after = {step.tensor.fqn: step.encoding for step in finer.encodes}
+    options = replace(
+        first_plan.options, exact_scales=(*first_plan.options.exact_scales, *patterns)
+    )
+    exact_plan = plan(first_plan.ckpt, first_plan.options.to, options=options)
+    before = {step.tensor.fqn: step.encoding for step in first_plan.encodes}
+    after = {step.tensor.fqn: step.encoding for step in exact_plan.encodes}
     # One that is not encoded then moves as bytes: its own scales were exact.
     if not fqns or any(before[fqn] == after.get(fqn) for fqn in fqns):
         return None
@@ -43,7 +45,7 @@ def with_exact_scales(made: Plan, fqns: Sequence[str]) -> Plan | None:
         f"{fqns[0]}{more}: scales are kept exactly, since outliers would have made others zero or of"
         " another sign"
     )
-    return replace(finer, notes=(*finer.notes, note))
+    return replace(exact_plan, notes=(*exact_plan.notes, note))
 
 
 def replan(path: str | os.PathLike[str]) -> Plan:
@@ -53,17 +55,17 @@ def replan(path: str | os.PathLike[str]) -> Plan:
     """
     try:
         saved = parse_json(FilePath(path).read_bytes())
-        given: dict[str, Any] = {
+        fields: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in saved["options"].items()
         }
-        options, digest, schema = Options(**given), str(saved["digest"]), saved["schema"]
+        options, digest, schema = Options(**fields), str(saved["digest"]), saved["schema"]
         source = os.fspath(saved["source"]["path"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        why = f"it has no {error}" if isinstance(error, KeyError) else why
+        reason = error.strerror if isinstance(error, OSError) else error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else reason
         raise PlanError(
             "CKM209",
-            f"{path}: is not a saved plan: {why}",
+            f"{path}: is not a saved plan: {reason}",
             "write one with ckptmap plan -o plan.json",
         ) from error
     if schema != SCHEMA:
@@ -73,24 +75,24 @@ def replan(path: str | os.PathLike[str]) -> Plan:
             f"plan again with this ckptmap: ckptmap plan {quote(str(source))} --to {options.to}"
             f" -o {quote(str(path))}",
         )
-    made = plan(source, options.to, options=options)
-    if made.digest != digest:
+    new_plan = plan(source, options.to, options=options)
+    if new_plan.digest != digest:
         raise PlanError(
             "CKM209",
-            f"{path}: {source} is not what was planned on: digest {made.digest[:12]}, expected {digest[:12]}",
+            f"{path}: {source} is not what was planned on: digest {new_plan.digest[:12]}, expected {digest[:12]}",
             "plan again: the source, ckptmap, or the file's options have changed",
         )
-    edited = _edited(saved, made)
-    if edited:
+    entry = _first_difference(saved, new_plan)
+    if entry:
         raise PlanError(
             "CKM209",
-            f"{path}: {edited!r} is not what its options give: it was edited",
+            f"{path}: {entry!r} is not what its options give: it was edited",
             "options decide what a plan does: plan again with --exclude, --drop, --encode",
         )
-    return made
+    return new_plan
 
 
-def _edited(saved: Mapping[str, object], made: Plan) -> str:
+def _first_difference(saved: Mapping[str, object], new_plan: Plan) -> str:
     """Return the first entry of the file that is not what would be done; empty: all of it is."""
-    document = parse_json(json.dumps(made.to_json()))
+    document = parse_json(json.dumps(new_plan.to_json()))
     return next((name for name in OUTCOME if saved.get(name) != document[name]), "")
