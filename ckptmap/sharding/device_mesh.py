@@ -22,7 +22,7 @@ from ckptmap.core.json_text import parse_json
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Placement
 from ckptmap.sharding.dtensor_spec import cut_rows
-from ckptmap.sharding.mesh_rank_boxes import held_boxes
+from ckptmap.sharding.mesh_rank_boxes import boxes_by_rank
 from ckptmap.tensors import BUFFERS, FLOATING, PARAMETERS, Box, Leaf, TensorInfo
 
 STYLES: Mapping[str, tuple[int | None, int | None]] = {
@@ -68,28 +68,26 @@ class Mesh:
         its patterns matches no tensor.
         """
         dims = _parse(mesh) if mesh is not None else (("", world_size or 1),)
-        made = Mesh(dims, _read_plan(tp_plan) if tp_plan is not None else {})
-        if world_size is not None and made.world_size != world_size:
+        layout = Mesh(dims, _read_plan(tp_plan) if tp_plan is not None else {})
+        if world_size is not None and layout.world_size != world_size:
             raise PlanError(
                 "CKM204",
-                f"--mesh {mesh}: has {made.world_size} ranks, --world-size says {world_size}",
+                f"--mesh {mesh}: has {layout.world_size} ranks, --world-size says {world_size}",
                 "leave --world-size out",
             )
-        if bool(made._tp_axes()) != bool(made.plan):
-            raise PlanError(
-                "CKM204",
-                f"--mesh {mesh}: {'has' if made._tp_axes() else 'has no'} dim tp, and "
-                f"{'no' if made._tp_axes() else 'a'} --tp-plan is given",
-                _EXAMPLE,
-            )
-        for pattern in made.plan:
+        if bool(layout._tp_axes()) != bool(layout.plan):
+            problem = "has no dim tp, and a --tp-plan is given"
+            if layout._tp_axes():
+                problem = "has dim tp, and no --tp-plan is given"
+            raise PlanError("CKM204", f"--mesh {mesh}: {problem}", _EXAMPLE)
+        for pattern in layout.plan:
             if not any(_matches(pattern, fqn) for fqn in names):
                 raise PlanError(
                     "CKM206",
                     f"--tp-plan {tp_plan}: {pattern} matches no tensor, nor a module of one",
                     "write names as `ckptmap inspect` shows them",
                 )
-        return made
+        return layout
 
     def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
         """Return (rank, box) pairs of a tensor that is cut by rows over all ranks.
@@ -126,11 +124,11 @@ class Mesh:
         An empty tensor keeps its box. Raises PlanError CKM504 if torch cannot hold the tensor in
         this placement.
         """
-        first: dict[Box, int] = {}
-        for rank, box in enumerate(held_boxes(placement, info)):
+        first_rank: dict[Box, int] = {}
+        for rank, box in enumerate(boxes_by_rank(placement, info)):
             if box.numel or not info.numel:
-                first.setdefault(box, rank)
-        return [(rank, box) for box, rank in first.items()]
+                first_rank.setdefault(box, rank)
+        return [(rank, box) for box, rank in first_rank.items()]
 
     # ------------------------------------------------------------------ by name
 

@@ -45,17 +45,21 @@ def cut_rows(info: TensorInfo, world_size: int) -> list[tuple[int, Box]]:
     return boxes
 
 
-def moved(box: Box, tensor: StoredTensor, within: Box | None = None) -> list[Chunk]:
+def chunks_in_whole(box: Box, tensor: StoredTensor, within: Box | None = None) -> list[Chunk]:
     """Return the chunks of a rank's local tensor in the coordinates of the whole tensor.
 
     The part `within` of the local tensor (default: all of it) is `box` of the whole tensor."""
-    held = tensor.chunks
-    if len(held) == 1 and held[0].box.sizes == box.sizes and within in (None, held[0].box):
+    local_chunks = tensor.chunks
+    if (
+        len(local_chunks) == 1
+        and local_chunks[0].box.sizes == box.sizes
+        and within in (None, local_chunks[0].box)
+    ):
         return [
-            Chunk(box, held[0].region, held[0].crc32)
+            Chunk(box, local_chunks[0].region, local_chunks[0].crc32)
         ]  # the common case, without a loop over chunks
     chunks = []
-    for chunk in held:
+    for chunk in local_chunks:
         part = chunk.box if within is None else chunk.box.intersect(within)
         if part is None:
             continue
@@ -86,12 +90,19 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 """(start, length) of each run of rows, in the order in which the rank holds them."""
 
 
+class HeldBox(NamedTuple):
+    """A box of the whole tensor, and the box of the rank's local tensor with its elements."""
+
+    whole: Box
+    local: Box
+
+
 class Geometry(NamedTuple):
     """The part of a tensor that one rank holds.
 
     runs    the runs of rows along each tensor dim
     sizes   the shape that the local tensor must have; a size may be 0
-    pieces  (box of the whole tensor, box of the local one with its elements), mostly a single pair
+    pieces  the boxes that the rank holds, mostly a single one
     is_as_fsdp_cuts  whether the rows of strided shards are those that FSDP2 really holds. It cuts
             the part that TP leaves, mesh dims from right to left, by torch.chunk; the placements
             describe the same rows only where the sizes divide evenly (pytorch#161368)
@@ -99,7 +110,7 @@ class Geometry(NamedTuple):
 
     runs: tuple[Runs, ...]
     sizes: tuple[int, ...]
-    pieces: tuple[tuple[Box, Box], ...]
+    pieces: tuple[HeldBox, ...]
     is_as_fsdp_cuts: bool
 
 
@@ -137,25 +148,27 @@ def geometry_of(
     mesh    sizes of the mesh dims
     """
 
-    def held(dim: int, cuts: Sequence[Cutting]) -> Runs:
+    def runs_of(dim: int, cuts: Sequence[Cutting]) -> Runs:
         runs: Runs = ((0, shape[dim]),)
         for cut in cuts:
             runs = cut_runs(runs, mesh[cut.axis], coordinate[cut.axis], cut.split)
         return runs
 
-    runs, as_cut = [], True
+    runs, is_as_fsdp_cuts = [], True
     for dim in range(len(shape)):
-        mine = [cut for cut in cuts if cut.dim == dim]
-        runs.append(held(dim, mine))
-        strided = sorted((c for c in mine if c.split > 1), key=lambda c: -c.axis)
-        plain = [cut for cut in mine if cut.split == 1]
-        real = [Cutting(dim, cut.axis) for cut in (*plain, *strided)]
-        as_cut = as_cut and (not strided or _filled(held(dim, real)) == _filled(runs[-1]))
+        dim_cuts = [cut for cut in cuts if cut.dim == dim]
+        runs.append(runs_of(dim, dim_cuts))
+        strided = sorted((c for c in dim_cuts if c.split > 1), key=lambda c: -c.axis)
+        plain = [cut for cut in dim_cuts if cut.split == 1]
+        fsdp_cuts = [Cutting(dim, cut.axis) for cut in (*plain, *strided)]
+        is_as_fsdp_cuts = is_as_fsdp_cuts and (
+            not strided or _without_empty(runs_of(dim, fsdp_cuts)) == _without_empty(runs[-1])
+        )
     sizes = tuple(sum(length for _, length in of_rank) for of_rank in runs)
-    return Geometry(tuple(runs), sizes, _pieces(runs), as_cut)
+    return Geometry(tuple(runs), sizes, _pieces(runs), is_as_fsdp_cuts)
 
 
-def _pieces(dims: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
+def _pieces(dims: Sequence[Runs]) -> tuple[HeldBox, ...]:
     placed = []
     for runs in dims:
         at, spans = 0, []
@@ -164,7 +177,7 @@ def _pieces(dims: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
             at += length
         placed.append(spans)
     return tuple(
-        (
+        HeldBox(
             Box(tuple(s[0] for s in spans), tuple(s[2] for s in spans)),
             Box(tuple(s[1] for s in spans), tuple(s[2] for s in spans)),
         )
@@ -179,19 +192,19 @@ def cut_runs(runs: Runs, parts: int, index: int, split: int = 1) -> Runs:
     torch's `_StridedShard`.
     """
     total = sum(length for _, length in runs)
-    taken: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for piece in range(split):
         offset, numel = chunk_of(total, split, piece)
         start, length = chunk_of(numel, parts, index)
         for run in _slice(runs, offset + start, length):
-            if taken and sum(taken[-1]) == run[0]:
-                taken[-1] = (taken[-1][0], taken[-1][1] + run[1])
+            if merged and sum(merged[-1]) == run[0]:
+                merged[-1] = (merged[-1][0], merged[-1][1] + run[1])
             else:
-                taken.append(run)
-    return tuple(taken) or ((min(chunk_of(total, parts, index)[0], total), 0),)
+                merged.append(run)
+    return tuple(merged) or ((min(chunk_of(total, parts, index)[0], total), 0),)
 
 
-def _filled(runs: Runs) -> Runs:
+def _without_empty(runs: Runs) -> Runs:
     """Return the runs that are not empty."""
     return tuple(run for run in runs if run[1])
 
@@ -218,10 +231,15 @@ def is_dtensor(leaf: Leaf) -> TypeGuard[Opaque]:
     )
 
 
-Mesh: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""The ranks of the whole mesh, the sizes of its dims, the coordinate of this rank."""
+class PickledMesh(NamedTuple):
+    """The ranks of the whole mesh, the sizes of its dims, the coordinate of this rank."""
 
-_meshes: WeakKeyDictionary[Opaque, Mesh] = WeakKeyDictionary()
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
+
+_meshes: WeakKeyDictionary[Opaque, PickledMesh] = WeakKeyDictionary()
 """The meshes by their pickled object, which all DTensors of a file share. Each is read only once,
 because it lists every rank of the job."""
 
@@ -252,12 +270,12 @@ def read_placed(leaf: Opaque, key: str) -> Placed:
     return Placed(leaf.info, ranks, shape, coordinate, cuts, local, geometry)
 
 
-def read_mesh(mesh: Opaque, key: str) -> Mesh:
+def read_mesh(mesh: Opaque, key: str) -> PickledMesh:
     """Return the contents of a pickled DeviceMesh. Raises SourceError CKM112 if it is malformed."""
-    known = _meshes.get(mesh)
-    if known is None:
-        known = _meshes.setdefault(mesh, _read_mesh(_attributes(mesh), key))
-    return known
+    pickled_mesh = _meshes.get(mesh)
+    if pickled_mesh is None:
+        pickled_mesh = _meshes.setdefault(mesh, _read_mesh(_attributes(mesh), key))
+    return pickled_mesh
 
 
 def mesh_ranks(leaves: Iterable[Leaf]) -> tuple[int, ...]:
@@ -268,7 +286,7 @@ def mesh_ranks(leaves: Iterable[Leaf]) -> tuple[int, ...]:
     return ()
 
 
-def meshes_apart(ranks: tuple[int, ...], others: Iterable[Collection[int]]) -> bool:
+def shares_no_rank(ranks: tuple[int, ...], others: Iterable[Collection[int]]) -> bool:
     """Return whether a mesh shares no rank with the others, as the stages of a pipeline do not."""
     return not any(rank in other for other in others for rank in ranks)
 
@@ -277,10 +295,10 @@ def _attributes(value: object) -> Mapping[object, object]:
     return value.state if isinstance(value, Opaque) and isinstance(value.state, Mapping) else {}
 
 
-def _malformed(key: str, what: str) -> SourceError:
+def _malformed(key: str, problem: str) -> SourceError:
     return SourceError(
         "CKM112",
-        f"{key}: {what}",
+        f"{key}: {problem}",
         "the file is damaged, or of a torch release that ckptmap does not know",
     )
 
@@ -291,9 +309,9 @@ def _ints(values: object) -> tuple[int, ...] | None:
     return None
 
 
-def _read_mesh(mesh: Mapping[object, object], key: str) -> Mesh:
-    whole = _attributes(mesh.get("_root_mesh")) or mesh
-    ranks = _ints(whole.get("_flatten_rank_map", whole.get("_flatten_mesh_list")))
+def _read_mesh(mesh: Mapping[object, object], key: str) -> PickledMesh:
+    root = _attributes(mesh.get("_root_mesh")) or mesh
+    ranks = _ints(root.get("_flatten_rank_map", root.get("_flatten_mesh_list")))
     coordinate = _ints(mesh.get("_coordinate_on_dim"))
     shape: tuple[int, ...] | None
     if "_layout" in mesh:
@@ -305,11 +323,11 @@ def _read_mesh(mesh: Mapping[object, object], key: str) -> Mesh:
         raise _malformed(key, "a DTensor whose mesh cannot be read")
     if not all(0 <= at < n for at, n in zip(coordinate, shape, strict=True)):
         raise _malformed(key, f"mesh coordinate {list(coordinate)} outside {list(shape)}")
-    return _one(ranks), shape, coordinate
+    return PickledMesh(_interned(ranks), shape, coordinate)
 
 
 @lru_cache(maxsize=16)
-def _one(ranks: tuple[int, ...]) -> tuple[int, ...]:
+def _interned(ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Return the first tuple seen that equals `ranks`: every file of a job lists the same ranks."""
     return ranks
 
@@ -342,15 +360,15 @@ def _cuts(placements: Sequence[object], order: object, ndim: int, key: str) -> t
         kind = placement.name if isinstance(placement, Opaque) else type(placement).__name__
         if kind == "Replicate":
             continue
-        said = _attributes(placement)
-        split = said.get("split_factor") if kind == "_StridedShard" else 1
+        attributes = _attributes(placement)
+        split = attributes.get("split_factor") if kind == "_StridedShard" else 1
         if kind not in ("Shard", "_StridedShard") or type(split) is not int or split < 1:
             raise SourceError(
                 "CKM112",
                 f"{key}: placement {kind} on mesh dim {axis}, expected Shard or Replicate",
                 "save it as a full state dict, or with DCP",
             )
-        dim = said.get("dim")
+        dim = attributes.get("dim")
         if type(dim) is not int or not -ndim <= dim < ndim or split > MAX_SPLIT:
             raise _malformed(key, f"{kind}({dim!r:.20}) of a tensor of {ndim} dims")
         cuts.append(Cutting(dim % ndim, axis, split))
@@ -362,10 +380,10 @@ def _ordered(cuts: list[Cutting], order: object) -> list[Cutting]:
 
     `shard_order` is ((tensor dim, mesh dims in order), ...).
     """
-    given: list[tuple[int, int]] = []
+    order_pairs: list[tuple[int, int]] = []
     for entry in order if isinstance(order, list | tuple) else ():
         args = entry.args if isinstance(entry, Opaque) else entry
         if isinstance(args, tuple) and len(args) == 2 and type(args[0]) is int:
-            given += [(args[0], axis) for axis in _ints(args[1]) or ()]
-    known = {(cut.dim, cut.axis): cut for cut in cuts}
-    return [known[at] for at in given] if sorted(given) == sorted(known) else cuts
+            order_pairs += [(args[0], axis) for axis in _ints(args[1]) or ()]
+    cut_of = {(cut.dim, cut.axis): cut for cut in cuts}
+    return [cut_of[at] for at in order_pairs] if sorted(order_pairs) == sorted(cut_of) else cuts

@@ -50,8 +50,10 @@ class FlatParams:
             return leaves
         result = dict(leaves)
         for root in roots:
-            inside = {str(path[-1]): leaf for path, leaf in leaves.items() if path[:-1] == root}
-            parameters = _Dict(inside, like, plain, where).unflattened()
+            leaves_of_root = {
+                str(path[-1]): leaf for path, leaf in leaves.items() if path[:-1] == root
+            }
+            parameters = _StateDict(leaves_of_root, like, plain, where).unflatten()
             result = {path: leaf for path, leaf in result.items() if path[:-1] != root}
             result.update({(*root, key): leaf for key, leaf in parameters.items()})
         return result
@@ -91,7 +93,7 @@ class _Unit:
     runs: Sequence[_Run]
 
 
-class _Dict:
+class _StateDict:
     """One state dict that holds flat parameters: its leaves by key."""
 
     def __init__(
@@ -117,37 +119,37 @@ class _Dict:
             if _is_flat((key,), leaf)
         ]
 
-    def unflattened(self) -> dict[str, Leaf]:
+    def unflatten(self) -> dict[str, Leaf]:
         """Return every leaf by key.
 
         Slices of a named parameter are joined. Parameters that only a flat tensor holds take the
         place of that flat tensor in the order of keys.
         """
         by_key: dict[str, dict[str, Leaf]] = {key: {} for key in self.leaves}
-        named: set[str] = set()
+        named_units: set[str] = set()
         for key, leaf in self.leaves.items():
             if _is_flat((key,), leaf):
                 continue
             unit = self._unit_of(self.plain[key])
             slices = self._slices(key, leaf)
             if slices is not None and unit is not None:
-                named.add(unit.stored)
-                leaf = self._joined(key, slices)
+                named_units.add(unit.stored)
+                leaf = self._join_slices(key, slices)
             by_key[key][key] = leaf
-        known = {self.plain[key] for key, leaf in by_key.items() if leaf}
-        missing = [fqn for fqn in self.like.shapes if fqn not in known]
+        present = {self.plain[key] for key, leaf in by_key.items() if leaf}
+        missing = [fqn for fqn in self.like.shapes if fqn not in present]
         for unit in self.units:
-            if unit.stored not in named:
-                mine = [fqn for fqn in missing if self._unit_of(fqn) is unit]
-                by_key[unit.stored] = self._parameters(unit, mine)
+            if unit.stored not in named_units:
+                names_of_unit = [fqn for fqn in missing if self._unit_of(fqn) is unit]
+                by_key[unit.stored] = self._parameters(unit, names_of_unit)
         result = {key: leaf for part in by_key.values() for key, leaf in part.items()}
         self._check_all(result)
         return result
 
     def _unit_of(self, fqn: str) -> _Unit | None:
         """Return the innermost unit that a parameter name belongs to; None if it is in no unit."""
-        inside = [unit for unit in self.units if fqn.startswith(unit.prefix)]
-        return max(inside, key=lambda unit: len(unit.prefix), default=None)
+        enclosing = [unit for unit in self.units if fqn.startswith(unit.prefix)]
+        return max(enclosing, key=lambda unit: len(unit.prefix), default=None)
 
     # ------------------------------------------------------------- use_orig_params=True
 
@@ -165,9 +167,9 @@ class _Dict:
                 f"{self.where}: {key} is cut into flat slices, and {self.like.name} does not have it",
                 "give --like PATH: a checkpoint or config.json of the same model",
             )
-        held = [value.info.numel for value in values]
+        numels = [value.info.numel for value in values]
         whole = all(value.info.shape == shape for value in values)
-        return None if whole and sum(held) != math.prod(shape) else values
+        return None if whole and sum(numels) != math.prod(shape) else values
 
     def _is_in_unit(self, values: Sequence[StoredTensor]) -> bool:
         """Return whether any of the values lies inside the bytes of a flat parameter."""
@@ -180,7 +182,7 @@ class _Dict:
             for region in regions
         )
 
-    def _joined(self, key: str, slices: Sequence[StoredTensor]) -> StoredTensor:
+    def _join_slices(self, key: str, slices: Sequence[StoredTensor]) -> StoredTensor:
         """Return the tensor whose row-major elements are the slices: [n0], [n1], ... -> shape.
 
         Raises SourceError CKM112 if their number or dtype does not fit the shape.
@@ -208,7 +210,7 @@ class _Dict:
         Tied parameters are one object. Raises SourceError CKM112 if the names do not fill the unit,
         or if the reference model does not tell their order.
         """
-        names, ties = self._fitting(unit, names)
+        names, ties = self._names_that_fill(unit, names)
         if len(names) > 1 and not self.like.in_order(names):
             raise SourceError(
                 "CKM112",
@@ -224,25 +226,33 @@ class _Dict:
             chunks = list(_chunks(info, unit.runs, offset))
             result[fqn] = StoredTensor(info, chunks, share=share)
             offset += info.numel
-        result.update({fqn: result[kept] for fqn, kept in ties.items()})
+        result.update({fqn: result[earlier] for fqn, earlier in ties.items()})
         return result
 
-    def _fitting(self, unit: _Unit, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    def _names_that_fill(
+        self, unit: _Unit, names: Sequence[str]
+    ) -> tuple[list[str], dict[str, str]]:
         """Return the names that fill the unit, each storage once, and the names tied to those.
 
         Raises SourceError CKM112 if no choice of ties gives the unit's number of elements.
         """
         shapes = self.like.shapes
-        ties = {fqn: kept for fqn, kept in self.like.ties.items() if fqn in names and kept in names}
+        ties = {
+            fqn: earlier
+            for fqn, earlier in self.like.ties.items()
+            if fqn in names and earlier in names
+        }
         excess = sum(math.prod(shapes[fqn]) for fqn in names) - unit.info.numel
         for tied in ({}, ties, self._equal_pair(names, excess)):
             if sum(math.prod(shapes[fqn]) for fqn in tied) == excess:
                 return [fqn for fqn in names if fqn not in tied], tied
+        first_names = ", ".join(names[:3]) or "none"
+        if len(names) > 3:
+            first_names += ", ..."
         raise SourceError(
             "CKM112",
             f"{self.where}: {unit.stored} holds {unit.info.numel} elements, the tensors of "
-            f"{self.like.name} that belong there {unit.info.numel + excess}: "
-            f"{', '.join(names[:3]) or 'none'}{', ...' if len(names) > 3 else ''}",
+            f"{self.like.name} that belong there {unit.info.numel + excess}: {first_names}",
             "give --like PATH: a checkpoint or config.json of the same model",
         )
 
@@ -255,11 +265,11 @@ class _Dict:
         """
         shapes, equal = self.like.shapes, self.like.equal
         pairs = [
-            (fqn, kept)
+            (fqn, earlier)
             for index, fqn in enumerate(names)
             if math.prod(shapes[fqn]) == excess > 0
-            for kept in names[:index]
-            if shapes[kept] == shapes[fqn]
+            for earlier in names[:index]
+            if shapes[earlier] == shapes[fqn]
         ]
         if len(pairs) != 1 or equal is None or not equal(*pairs[0]):
             return {}
@@ -271,14 +281,14 @@ class _Dict:
         A file that lacks a whole unit is found in this way.
         """
         known = {*result, *(self.plain[key] for key in result if key in self.plain)}
-        lost = [
+        missing = [
             f for f in self.like.shapes if f not in known and self.like.ties.get(f) not in known
         ]
-        if lost:
+        if missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise SourceError(
                 "CKM112",
-                f"{self.where}: {lost[0]} of {self.like.name} is in none of its flat parameters"
-                f"{f' (and {len(lost) - 1} more)' if len(lost) > 1 else ''}",
+                f"{self.where}: {missing[0]} of {self.like.name} is in none of its flat parameters{more}",
                 "give --like PATH: a checkpoint or config.json of the same model",
             )
 
@@ -294,24 +304,26 @@ def _unit(key: str, plain: str, leaf: Leaf) -> _Unit:
     parts: list[Sharded] = []
     for rank, value in enumerate(by_rank(leaf)):
         if not is_sharded(value):
-            raise _incomplete(key, f"rank {rank} holds no flat parameter")
+            raise _incomplete_error(key, f"rank {rank} holds no flat parameter")
         parts.append(read_sharded(value, key))
     info, world = parts[0].info, parts[0].world
     if any((part.info, part.world) != (info, world) for part in parts):
-        raise _incomplete(key, "the ranks' flat parameters differ in size")
+        raise _incomplete_error(key, "the ranks' flat parameters differ in size")
     if len(info.shape) != 1:
-        raise _incomplete(key, f"a flat parameter of shape {list(info.shape)}")
+        raise _incomplete_error(key, f"a flat parameter of shape {list(info.shape)}")
     shards = [shard for part in parts for shard in part.shards]
-    wrong = prove_tiling(info.shape, [box for box, _ in shards])
-    if wrong is not None or len(parts) < world:
-        raise _incomplete(key, wrong or f"is of {world} ranks, found {len(parts)}")
+    gap = prove_tiling(info.shape, [box for box, _ in shards])
+    if gap is not None or len(parts) < world:
+        raise _incomplete_error(key, gap or f"is of {world} ranks, found {len(parts)}")
     runs = [_run(box.offsets[0], tensor) for box, tensor in shards if tensor.info.numel]
     prefix = plain.removesuffix(KEY)
     return _Unit(prefix, key, info, sorted(runs, key=lambda run: run.start))
 
 
-def _incomplete(key: str, what: str) -> SourceError:
-    return SourceError("CKM110", f"{key}: {what}", "copy the files of all ranks of one save here")
+def _incomplete_error(key: str, problem: str) -> SourceError:
+    return SourceError(
+        "CKM110", f"{key}: {problem}", "copy the files of all ranks of one save here"
+    )
 
 
 def _run(start: int, tensor: StoredTensor) -> _Run:

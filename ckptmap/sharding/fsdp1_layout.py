@@ -47,8 +47,10 @@ class FlatCut:
             return None
         if whole and last not in PARAMETERS:
             return None
-        inside = [m for m in _modules(fqn) if any(_matches(each, m) for each in self.units)]
-        return FlatUnit(inside[-1] if inside else "", self.named)
+        enclosing = [
+            m for m in _modules(fqn) if any(_matches(pattern, m) for pattern in self.units)
+        ]
+        return FlatUnit(enclosing[-1] if enclosing else "", self.named)
 
     def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
         """Return the whole tensor: a flat parameter is cut once all tensors in it are known."""
@@ -67,5 +69,7 @@ def _modules(fqn: str) -> list[str]:
 
 def _matches(pattern: str, module: str) -> bool:
     """Return whether the pattern matches segment by segment: `layers.*` does not match `layers.0.mlp`."""
-    wanted, segments = pattern.split("."), module.split(".")
-    return len(wanted) == len(segments) and all(map(fnmatchcase, segments, wanted))
+    pattern_segments, segments = pattern.split("."), module.split(".")
+    return len(pattern_segments) == len(segments) and all(
+        map(fnmatchcase, segments, pattern_segments)
+    )

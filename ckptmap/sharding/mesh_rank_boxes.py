@@ -11,7 +11,7 @@ from ckptmap.sharding.dtensor_spec import chunk_of, cut_runs
 from ckptmap.tensors import Box, TensorInfo
 
 
-def held_boxes(placement: Placement, info: TensorInfo) -> list[Box]:
+def boxes_by_rank(placement: Placement, info: TensorInfo) -> list[Box]:
     """Return the box of each rank, in rank order; replicas have equal boxes, a rank that holds
     nothing an empty one.
 
@@ -46,16 +46,16 @@ def _run(
 ) -> tuple[int, int]:
     """Return (start, length) along a tensor dim, cut by TP first and then by FSDP, as fully_shard does."""
     axes = [axis for axis, cut in enumerate(shards) if cut == dim]
-    start, held = 0, length
+    start, numel = 0, length
     for axis in reversed(axes):
-        offset, held = chunk_of(held, sizes[axis], at[axis])
+        offset, numel = chunk_of(numel, sizes[axis], at[axis])
         start += offset
     if len(axes) == 2:
         outer, inner = axes
-        said = cut_runs(((0, length),), sizes[outer], at[outer], sizes[inner])
-        said = cut_runs(said, sizes[inner], at[inner])
-        filled = [run for run in said if run[1]]
-        expected = [(start, held)] if held else []
+        described = cut_runs(((0, length),), sizes[outer], at[outer], sizes[inner])
+        described = cut_runs(described, sizes[inner], at[inner])
+        filled = [run for run in described if run[1]]
+        expected = [(start, numel)] if numel else []
         if filled != expected:
             raise PlanError(
                 "CKM504",
@@ -63,4 +63,4 @@ def _run(
                 " describe other rows than fully_shard holds",
                 "choose sizes that divide the rows, or replicate it over tp in the plan",
             )
-    return start, held
+    return start, numel

@@ -116,7 +116,9 @@ def like_manifest(manifest: FilePath, mounts: Mounts) -> Like:
             for role, fqn in [role_and_fqn(key)]
             if role == "model"
         }
-        ties = {str(fqn): str(kept) for fqn, kept in document["tied"].items() if kept in shapes}
+        ties = {
+            str(fqn): str(earlier) for fqn, earlier in document["tied"].items() if earlier in shapes
+        }
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise SourceError(
             "CKM403",

@@ -55,9 +55,9 @@ def read_sharded(leaf: Opaque, key: str) -> Sharded:
     rank, world = group.get("global_rank"), group.get("global_world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world:
         raise _malformed(key, f"a ShardedTensor of rank {rank!r:.20} of {world!r:.20}")
-    held = tuple(_shard(shard, leaf.info, key) for shard in shards)
-    boxes = tuple(_box(_attributes(each), ndim, key) for each in metadata)
-    return Sharded(leaf.info, held, boxes, rank, world)
+    own_shards = tuple(_shard(shard, leaf.info, key) for shard in shards)
+    boxes = tuple(_box(_attributes(entry), ndim, key) for entry in metadata)
+    return Sharded(leaf.info, own_shards, boxes, rank, world)
 
 
 def check_writer(leaves: Iterable[Leaf], rank: int, file: str) -> int | None:
@@ -114,9 +114,9 @@ def _attributes(value: object) -> Mapping[object, object]:
     return state if isinstance(state, Mapping) else {}
 
 
-def _malformed(key: str, what: str) -> SourceError:
+def _malformed(key: str, problem: str) -> SourceError:
     return SourceError(
         "CKM112",
-        f"{key}: {what}",
+        f"{key}: {problem}",
         "the file is damaged, or of a torch release that ckptmap does not know",
     )

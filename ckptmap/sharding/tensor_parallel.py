@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ckptmap.errors import SourceError
-from ckptmap.sharding.dtensor_spec import moved
+from ckptmap.sharding.dtensor_spec import chunks_in_whole
 from ckptmap.tensors import Box, Chunk, StoredTensor, TensorInfo
 
 
@@ -35,10 +35,19 @@ class Partition(NamedTuple):
 
 WHOLE = Partition(None)
 
-_Piece: TypeAlias = tuple[Box, StoredTensor, Box | None]
+
+class _Piece(NamedTuple):
+    """A box of the whole tensor, and the part of a rank's tensor that fills it (None: all of it)."""
+
+    box: Box
+    part: StoredTensor
+    within: Box | None
+
+    def chunks(self) -> list[Chunk]:
+        return chunks_in_whole(self.box, self.part, self.within)
 
 
-def joined(parts: Sequence[StoredTensor], cut: Partition, key: str, hint: str) -> StoredTensor:
+def join_parts(parts: Sequence[StoredTensor], cut: Partition, key: str, hint: str) -> StoredTensor:
     """Return the tensor that the parts make, which are in rank order.
 
     Raises SourceError CKM113 if the parts differ in shape or dtype, CKM112 if `cut` does not fit
@@ -46,18 +55,20 @@ def joined(parts: Sequence[StoredTensor], cut: Partition, key: str, hint: str) -
     """
     info = whole_info(parts, cut, key, hint)
     pieces = _pieces(parts, cut, info)
-    kept: dict[Box, _Piece] = {}
+    first_of_box: dict[Box, _Piece] = {}
     replicas: list[Chunk] = []
     for piece in pieces:
-        if kept.setdefault(piece[0], piece) is not piece:
-            replicas += moved(*piece)
+        if first_of_box.setdefault(piece.box, piece) is not piece:
+            replicas += piece.chunks()
     return StoredTensor(
-        info, lambda: [chunk for piece in kept.values() for chunk in moved(*piece)], replicas
+        info,
+        lambda: [chunk for piece in first_of_box.values() for chunk in piece.chunks()],
+        replicas,
     )
 
 
 def whole_info(parts: Sequence[StoredTensor], cut: Partition, key: str, hint: str) -> TensorInfo:
-    """Return shape and dtype of the whole tensor; raises as `joined` does."""
+    """Return shape and dtype of the whole tensor; raises as `join_parts` does."""
     part = parts[0].info
     for rank, other in enumerate(parts):
         if other.info != part:
@@ -68,8 +79,8 @@ def whole_info(parts: Sequence[StoredTensor], cut: Partition, key: str, hint: st
             )
     if cut.dim is None:
         return part
-    held = part.shape[cut.dim] if cut.dim < len(part.shape) else None
-    if held is None or held % cut.sections or len(parts) % cut.copies:
+    extent = part.shape[cut.dim] if cut.dim < len(part.shape) else None
+    if extent is None or extent % cut.sections or len(parts) % cut.copies:
         raise SourceError(
             "CKM112",
             f"{key}: {len(parts)} ranks hold {part} each, expected a dim {cut.dim} of"
@@ -77,14 +88,14 @@ def whole_info(parts: Sequence[StoredTensor], cut: Partition, key: str, hint: st
             hint,
         )
     shape = list(part.shape)
-    shape[cut.dim] = held * len(parts) // cut.copies
+    shape[cut.dim] = extent * len(parts) // cut.copies
     return TensorInfo(tuple(shape), part.dtype)
 
 
 def _pieces(parts: Sequence[StoredTensor], cut: Partition, info: TensorInfo) -> list[_Piece]:
-    """Return (box of the whole, a rank's tensor, the part of it that fills the box; None: all of it)."""
+    """Return the boxes of the whole tensor, rank by rank."""
     if cut.dim is None:
-        return [(Box.whole(info.shape), part, None) for part in parts]
+        return [_Piece(Box.whole(info.shape), part, None) for part in parts]
     dim, own = cut.dim, parts[0].info.shape
     length = own[dim] // cut.sections
     stride = info.shape[dim] // cut.sections
@@ -95,7 +106,7 @@ def _pieces(parts: Sequence[StoredTensor], cut: Partition, info: TensorInfo) -> 
             start = section * stride + rank // cut.copies * length
             box = Box(_along(dim, start, len(own)), sizes)
             within = Box(_along(dim, section * length, len(own)), sizes)
-            pieces.append((box, part, within if cut.sections > 1 else None))
+            pieces.append(_Piece(box, part, within if cut.sections > 1 else None))
     return pieces
 
 
@@ -103,7 +114,7 @@ def _along(dim: int, start: int, ndim: int) -> tuple[int, ...]:
     return tuple(start if d == dim else 0 for d in range(ndim))
 
 
-def unstacked(stored: StoredTensor) -> list[StoredTensor]:
+def unstack(stored: StoredTensor) -> list[StoredTensor]:
     """Return a tensor for each index of the first dim, [n, ...] -> n x [...]; no byte is moved."""
     if not stored.info.shape:
         return [stored]
@@ -116,8 +127,8 @@ def _slice(stored: StoredTensor, at: int) -> list[Chunk]:
     box = Box((at, *(0 for _ in shape[1:])), (1, *shape[1:]))
     return [
         Chunk(
-            Box(held.offsets[1:], held.sizes[1:]),
+            Box(whole_box.offsets[1:], whole_box.sizes[1:]),
             region._replace(sizes=region.sizes[1:], strides=region.strides[1:]),
         )
-        for held, region in stored.pieces(box)
+        for whole_box, region in stored.pieces(box)
     ]

@@ -169,11 +169,13 @@ def test_a_tensor_of_columns_is_made_when_asked_for(container: str, tmp_path: Pa
     else:
         dcp_save(state, checkpoint_id=path, no_dist=True)
     with ckptmap.open(path) as ckpt:
-        run = ckpt.run()
-        assert run is not None and not run._rows.created
-        assert set(ckpt) == set(state) and ("layers.1.w",) in run and "layers.1.w" not in run
+        columns = ckpt.columns()
+        assert columns is not None and not columns._rows.created
+        assert (
+            set(ckpt) == set(state) and ("layers.1.w",) in columns and "layers.1.w" not in columns
+        )
         assert torch.equal(ckpt["layers.7.w"].read(), state["layers.7.w"])
-        assert len(run._rows.created) == 1
+        assert len(columns._rows.created) == 1
         with pytest.raises(ckptmap.errors.MissingKeyError, match="no tensor 'nope'"):
             ckpt["nope"]
 

@@ -27,7 +27,7 @@ from ckptmap.formats.megatron.partition_rules import EXTRA_STATE
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.protocols import Index, Place
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.sharding.tensor_parallel import unstacked
+from ckptmap.sharding.tensor_parallel import unstack
 from ckptmap.storage.files import Files
 from ckptmap.storage.json_file import read_json
 from ckptmap.tensors import Leaf, Path, StoredTensor
@@ -111,7 +111,7 @@ def _by_layer(leaves: Mapping[Path, Leaf]) -> tuple[dict[Path, Leaf], list[str]]
         elif match is None:
             split["model", key] = leaf
         else:
-            for layer, part in enumerate(unstacked(leaf)):
+            for layer, part in enumerate(unstack(leaf)):
                 split["model", f"{match[1]}{layer}.{match[2]}"] = part
     notes = [f"left behind: {states} _extra_state of FP8 scales, no weights"] if states else []
     more = dict.fromkeys(others)

@@ -35,7 +35,7 @@ from ckptmap.formats.megatron.partition_rules import EXTRA_STATE, layer_count, p
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankTree
 from ckptmap.protocols import Index, Place
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.sharding.tensor_parallel import joined
+from ckptmap.sharding.tensor_parallel import join_parts
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Path, StoredTensor, TensorInfo
 
@@ -109,7 +109,7 @@ class Megatron:
         if not place.is_dir:
             _refuse_one_of_many(path, root)
         stages = _stages(root, _ranks(root, names, place.mounts))
-        tensors, notes = _Model(stages, str(root)).joined()
+        tensors, notes = _Model(stages, str(root)).join_stages()
         first = stages[0][0]
         extra, left = other_values(_others(first))
         if any((root / rank.name / _OPTIMIZER_FILE).exists() for rank in stages[0]):
@@ -254,7 +254,7 @@ class _Model:
         self.stages, self.where = stages, where
         self.left = 0
 
-    def joined(self) -> tuple[dict[str, Leaf], list[str]]:
+    def join_stages(self) -> tuple[dict[str, Leaf], list[str]]:
         """Return the tensors by the keys of the whole model, and notes."""
         tensors: dict[str, Leaf] = {}
         offset = 0
@@ -303,7 +303,7 @@ class _Model:
             raise _unknown(
                 self.where, f"{key}: {len(parts)} ranks hold {parts[0].info} each, cut in a way"
             )  # fmt: skip
-        return joined(parts, cut, key, _ONE_SAVE)
+        return join_parts(parts, cut, key, _ONE_SAVE)
 
     def _both(self, key: str, first: Leaf, other: Leaf) -> StoredTensor:
         """Return the tensor that two stages hold, with the later stage's as a replica.

@@ -25,7 +25,7 @@ from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.formats.zip.reader import is_zip
 from ckptmap.protocols import Index, Place
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.sharding.tensor_parallel import WHOLE, Partition, joined, whole_info
+from ckptmap.sharding.tensor_parallel import WHOLE, Partition, join_parts, whole_info
 from ckptmap.storage.files import Files
 from ckptmap.tensors import FLOATING, Leaf, Path, StoredTensor
 
@@ -220,7 +220,7 @@ class _Join:
                 f" consolidated.{rank:02d}.pth",
                 _ONE_SAVE,
             )
-        whole = joined(tensors, self._cut(key, tensors), key, _ONE_SAVE)
+        whole = join_parts(tensors, self._cut(key, tensors), key, _ONE_SAVE)
         self._prove(key, whole)
         return whole
 

@@ -19,11 +19,11 @@ from ckptmap.formats.rank_files.dtensor_fast_join import joined_alike
 from ckptmap.formats.rank_files.rank_trees import RankValues
 from ckptmap.sharding.dtensor_spec import (
     Placed,
+    chunks_in_whole,
     cut_rows,
     is_dtensor,
-    meshes_apart,
-    moved,
     read_placed,
+    shares_no_rank,
 )
 from ckptmap.tensors import Box, Cut, Leaf, Opaque, StoredTensor, TensorInfo, as_inert
 
@@ -141,7 +141,7 @@ def _check_meshes(parts: Sequence[tuple[int, Placed]], key: str) -> None:
     The meshes of pipeline stages may differ if they share no rank."""
     first, meshes = parts[0][1], {parts[0][1].ranks: set(parts[0][1].ranks)}
     for rank, part in parts:
-        if part.ranks not in meshes and meshes_apart(part.ranks, meshes.values()):
+        if part.ranks not in meshes and shares_no_rank(part.ranks, meshes.values()):
             meshes[part.ranks] = set(part.ranks)
         if part.ranks not in meshes or (part.shape, part.cuts) != (first.shape, first.cuts):
             raise SourceError(
@@ -212,7 +212,7 @@ def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTens
     replicas = []
     for box, local, within in stored:
         if first.setdefault(box, (local, within))[0] is not local:
-            replicas += moved(box, local, within)
+            replicas += chunks_in_whole(box, local, within)
     shares: list[tuple[object, Box | None]] = []
     for local, within in first.values():
         share = local.share
@@ -223,7 +223,9 @@ def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTens
     return StoredTensor(
         info,
         lambda: [
-            chunk for box, (local, within) in first.items() for chunk in moved(box, local, within)
+            chunk
+            for box, (local, within) in first.items()
+            for chunk in chunks_in_whole(box, local, within)
         ],
         replicas,
         tuple(shares) or None,

@@ -24,7 +24,7 @@ from ckptmap.formats.pickle.template import Constant, Hole, Template
 from ckptmap.formats.torch_save.module_metadata import fsdp1_units
 from ckptmap.formats.torch_save.reader import ReadTensor, open_zip, parse
 from ckptmap.formats.zip.reader import Records
-from ckptmap.sharding.dtensor_spec import Mesh
+from ckptmap.sharding.dtensor_spec import PickledMesh
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, TensorInfo
 
@@ -244,7 +244,7 @@ class RankSet:
         for rank, tree in enumerate(trees):
             kinds.setdefault(tree.parsed, []).append(rank)
         self.kinds = tuple([(parsed, tuple(ranks)) for parsed, ranks in kinds.items()])
-        self.meshes: dict[tuple[Opaque, ...], list[Mesh]] = {}
+        self.meshes: dict[tuple[Opaque, ...], list[PickledMesh]] = {}
         """Meshes of all ranks, by the mesh objects of the parsed trees: a cache for the join."""
         number = {parsed: index for index, parsed in enumerate(kinds)}
         self.kind_of = tuple([number[tree.parsed] for tree in trees])

@@ -21,7 +21,7 @@ from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.formats.zip.reader import is_zip
 from ckptmap.protocols import Index, Place, in_saved_order
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.sharding.dtensor_spec import is_dtensor, mesh_ranks, meshes_apart
+from ckptmap.sharding.dtensor_spec import is_dtensor, mesh_ranks, shares_no_rank
 from ckptmap.sharding.sharded_tensor_spec import check_writer, is_sharded
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Path
@@ -222,7 +222,7 @@ def _stages(by_rank: Mapping[int, tuple[int, ...]]) -> Collection[tuple[int, ...
     meshes: dict[tuple[int, ...], set[int]] = {}
     for rank, ranks in by_rank.items():
         known = not ranks or ranks in meshes
-        if (ranks and rank not in ranks) or not (known or meshes_apart(ranks, meshes.values())):
+        if (ranks and rank not in ranks) or not (known or shares_no_rank(ranks, meshes.values())):
             return ()
         if not known:
             meshes[ranks] = set(ranks)

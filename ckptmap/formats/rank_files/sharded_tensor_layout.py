@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import SourceError
 from ckptmap.formats.rank_files.rank_trees import RankValues
-from ckptmap.sharding.dtensor_spec import cut_rows, moved
+from ckptmap.sharding.dtensor_spec import chunks_in_whole, cut_rows
 from ckptmap.sharding.sharded_tensor_spec import Sharded, is_sharded, read_sharded
 from ckptmap.tensors import Box, Leaf, StoredTensor, TensorInfo
 
@@ -89,7 +89,7 @@ def _assemble(
     shares = tuple(tensor.share for tensor in first.values())
     return StoredTensor(
         info,
-        lambda: [chunk for box, tensor in first.items() for chunk in moved(box, tensor)],
-        [chunk for box, tensor in replicas for chunk in moved(box, tensor)],
+        lambda: [chunk for box, tensor in first.items() for chunk in chunks_in_whole(box, tensor)],
+        [chunk for box, tensor in replicas for chunk in chunks_in_whole(box, tensor)],
         shares if shares and None not in shares else None,
     )

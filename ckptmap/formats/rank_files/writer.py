@@ -19,7 +19,7 @@ from ckptmap.formats.pickle.writer import StorageTensor, drop_hint, dump
 from ckptmap.formats.rank_files.dtensor_pickle import RankMesh, dtensor
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.protocols import OutFile, OutState, OutTensor, Placement, Setup, Slot
-from ckptmap.sharding.mesh_rank_boxes import held_boxes
+from ckptmap.sharding.mesh_rank_boxes import boxes_by_rank
 from ckptmap.storage.crc32 import crc32
 from ckptmap.tensors import Box, Path, TensorInfo, contiguous_strides
 
@@ -58,7 +58,7 @@ class RankFilesWriter:
 def _held(tensor: OutTensor) -> list[Box]:
     """Return the box of the tensor that each rank holds."""
     assert tensor.placement is not None, f"{tensor.path}: has no place on a mesh"
-    return held_boxes(tensor.placement, tensor.info)
+    return boxes_by_rank(tensor.placement, tensor.info)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import ckptmap
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Placement
 from ckptmap.sharding.device_mesh import Mesh
-from ckptmap.sharding.mesh_rank_boxes import held_boxes
+from ckptmap.sharding.mesh_rank_boxes import boxes_by_rank
 from ckptmap.tensors import TensorInfo
 from tests.corpus import names
 from tests.corpus.ranks import run_ranks
@@ -276,7 +276,7 @@ def test_boxes_are_those_of_torch(
         free = [dim for dim in free if dim is None or dim != shard]
         shards.append(shard)
     mesh = tuple((f"d{axis}", size) for axis, size in enumerate(sizes))
-    boxes = held_boxes(Placement(mesh, tuple(shards)), TensorInfo(shape, "float32"))
+    boxes = boxes_by_rank(Placement(mesh, tuple(shards)), TensorInfo(shape, "float32"))
     kinds = [Replicate() if dim is None else Shard(dim) for dim in shards]
     for rank, box in enumerate(boxes):
         at = [int(n) for n in torch.unravel_index(torch.tensor(rank), sizes)]
@@ -292,9 +292,9 @@ def test_rows_that_torch_cannot_describe_are_refused() -> None:
     """9 rows over dp 4 x tp 2 (pytorch#161368): rank 6 holds nothing, metadata say row 8."""
     mesh = (("dp", 4), ("tp", 2))
     with pytest.raises(PlanError, match="9 rows over dp 4 x tp 2: torch's placements") as caught:
-        held_boxes(Placement(mesh, (0, 0)), TensorInfo((9, 3), "float32"))
+        boxes_by_rank(Placement(mesh, (0, 0)), TensorInfo((9, 3), "float32"))
     assert caught.value.code == "CKM504"
-    assert len(held_boxes(Placement(mesh, (0, 0)), TensorInfo((16, 3), "float32"))) == 8
+    assert len(boxes_by_rank(Placement(mesh, (0, 0)), TensorInfo((16, 3), "float32"))) == 8
 
 
 def test_what_the_source_did_not_cut_is_a_buffer() -> None:
