@@ -49,11 +49,11 @@ def algorithm(group: Mapping[str, object], state: Collection[str] = ()) -> str:
     different algorithms. `state` has the canonical names of a parameter's state."""
     if MUON & group.keys():
         return "Muon"
-    kept = set(state) - {"step"}
-    if kept == LION:
+    names_of_state = set(state) - {"step"}
+    if names_of_state == LION:
         return "Lion"
     for name, names in STATES:
-        if names <= kept:
+        if names <= names_of_state:
             return name
     return next((name for key, name in MARKS.items() if key in group), OTHERS)
 
@@ -62,16 +62,16 @@ def by_live_names(
     kind: str, values: Mapping[str, object], live: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the checkpoint's hyper-parameters by the names of the live group, of the same algorithm."""
-    theirs, ours = "betas" in values, "betas" in live
-    if kind not in SHARED or theirs == ours:
+    stored_has_betas, live_has_betas = "betas" in values, "betas" in live
+    if kind not in SHARED or stored_has_betas == live_has_betas:
         return dict(values)
-    found = {key: values[key] for key in SHARED[kind] if key in values}
+    renamed = {key: values[key] for key in SHARED[kind] if key in values}
     first = FIRST_BETA[kind]
-    if theirs and first:
-        found[first] = _betas(values)[0]
+    if stored_has_betas and first:
+        renamed[first] = _betas(values)[0]
     elif first and first in values:
-        found["betas"] = (values[first], *_betas(live)[1:])
-    return found
+        renamed["betas"] = (values[first], *_betas(live)[1:])
+    return renamed
 
 
 def _betas(group: Mapping[str, object]) -> Sequence[object]:

@@ -23,11 +23,13 @@ class AnyOptimizer(OptimizerFamily):
     def needs(self, part: OptimizerParam) -> tuple[str, ...]:
         import torch
 
-        kept = self._kept(part).items()
-        return tuple(k for k, value in kept if k != STEP and isinstance(value, torch.Tensor))
+        probed_state = self._probe_state(part).items()
+        return tuple(
+            k for k, value in probed_state if k != STEP and isinstance(value, torch.Tensor)
+        )
 
     def like_param(self, part: OptimizerParam, name: str) -> bool:
-        return self._tensor(part, name).shape == _probed(part)
+        return self._tensor(part, name).shape == _probe_shape(part)
 
     def dtype_of(self, part: OptimizerParam, name: str) -> torch.dtype:
         return self._tensor(part, name).dtype
@@ -35,42 +37,44 @@ class AnyOptimizer(OptimizerFamily):
     def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
         import torch
 
-        found: dict[str, object] = {}
-        for name, seen in self._kept(part).items():
+        state: dict[str, object] = {}
+        for name, probed_value in self._probe_state(part).items():
             lazy = source.get(name)
-            if not isinstance(seen, torch.Tensor):
-                found[name] = seen if lazy is None else lazy
-            elif name != STEP and seen.shape == _probed(part):
-                found[name] = self.plain(part, seen.dtype)
+            if not isinstance(probed_value, torch.Tensor):
+                state[name] = probed_value if lazy is None else lazy
+            elif name != STEP and probed_value.shape == _probe_shape(part):
+                state[name] = self.plain(part, probed_value.dtype)
             elif isinstance(lazy, LazyTensor):
-                found[name] = torch.zeros(lazy.shape, dtype=seen.dtype, device=seen.device)
+                state[name] = torch.zeros(
+                    lazy.shape, dtype=probed_value.dtype, device=probed_value.device
+                )
             else:
-                found[name] = torch.zeros_like(seen)
-        return found
+                state[name] = torch.zeros_like(probed_value)
+        return state
 
     def _tensor(self, part: OptimizerParam, name: str) -> torch.Tensor:
         """Return an entry that `needs` names."""
         import torch
 
-        found = self._kept(part)[name]
-        assert isinstance(found, torch.Tensor)
-        return found
+        entry = self._probe_state(part)[name]
+        assert isinstance(entry, torch.Tensor)
+        return entry
 
-    def _kept(self, part: OptimizerParam) -> Mapping[str, object]:
+    def _probe_state(self, part: OptimizerParam) -> Mapping[str, object]:
         """Return the state of a small parameter of the same dtype and group after one step with a zero
         gradient. An entry of its shape has the parameter's own shape here.
 
         Raises LoadError CKM508 where such a step fails."""
         import torch
 
-        probe = torch.nn.Parameter(torch.zeros(_probed(part), dtype=part.param.dtype))
+        probe = torch.nn.Parameter(torch.zeros(_probe_shape(part), dtype=part.param.dtype))
         probe.grad = torch.zeros_like(probe)
         twin = copy.copy(part.optimizer)
         twin.state = defaultdict(dict)
         twin.param_groups = [{**part.group, "params": [probe]}]
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(twin, hooks, OrderedDict())
-        before = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         try:
             type(twin).step(twin)
         except Exception as error:
@@ -80,11 +84,11 @@ class AnyOptimizer(OptimizerFamily):
                 "load the model alone, and the optimizer with its own load_state_dict",
             ) from error
         finally:
-            torch.set_rng_state(before)
+            torch.set_rng_state(rng_state)
         return dict(twin.state[probe])
 
 
-def _probed(part: OptimizerParam) -> tuple[int, ...]:
+def _probe_shape(part: OptimizerParam) -> tuple[int, ...]:
     """Return a small shape with as many dims as the parameter, which decide what some optimizers keep.
     All sizes differ."""
     return tuple(range(3, 3 + part.param.dim()))

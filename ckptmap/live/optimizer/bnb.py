@@ -59,22 +59,22 @@ class Bnb(OptimizerFamily):
         self.moments = (*self._names["1"], *self._names["2"])
 
     def claims(self, optimizer: object) -> bool:
-        known = is_a(optimizer, "bitsandbytes", "Optimizer1State", "Optimizer2State")
-        return known and getattr(optimizer, "optimizer_name", "") in self._algorithms
+        is_bnb = is_a(optimizer, "bitsandbytes", "Optimizer1State", "Optimizer2State")
+        return is_bnb and getattr(optimizer, "optimizer_name", "") in self._algorithms
 
     def flags(self, optimizer: BnbOptimizer) -> dict[str, object]:
         names = ("optim_bits", "min_8bit_size", "max_unorm", "skip_zeros")
-        found = {name: getattr(optimizer.args, name, None) for name in names}
-        return {**found, "is_paged": bool(optimizer.is_paged)}
+        args = {name: getattr(optimizer.args, name, None) for name in names}
+        return {**args, "is_paged": bool(optimizer.is_paged)}
 
     def entries(self, state: Mapping[str, object]) -> dict[str, object]:
-        found: dict[str, object] = {}
+        entries: dict[str, object] = {}
         for name, value in state.items():
             if name in ("state1", "state2"):
-                found |= self._moments(name[-1], state)
+                entries |= self._moments(name[-1], state)
             elif not name.startswith(("absmax", "qmap")):
-                found[name] = value
-        return found
+                entries[name] = value
+        return entries
 
     def _moments(self, number: str, state: Mapping[str, Any]) -> dict[str, Moment]:
         """Return views of the moments by canonical name."""
@@ -82,12 +82,12 @@ class Bnb(OptimizerFamily):
         value: torch.Tensor = state[f"state{number}"]
         absmax: torch.Tensor | None = state.get(f"absmax{number}")
         if len(names) == 1:
-            return {names[0]: self._held(number, value, absmax, table)}
+            return {names[0]: self._moment(number, value, absmax, table)}
         scales = [None] * len(names) if absmax is None else list(absmax)
         rows = zip(names, value, scales, strict=True)
-        return {name: self._held(number, row, scale, table) for name, row, scale in rows}
+        return {name: self._moment(number, row, scale, table) for name, row, scale in rows}
 
-    def _held(
+    def _moment(
         self,
         number: str,
         value: torch.Tensor,
@@ -115,8 +115,8 @@ class Bnb(OptimizerFamily):
     def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
         optimizer: BnbOptimizer = part.optimizer
         group = part.group
-        number = next(i for i, known in enumerate(optimizer.param_groups) if known is group)
-        place = next(i for i, known in enumerate(group["params"]) if known is part.param)
+        number = next(i for i, other in enumerate(optimizer.param_groups) if other is group)
+        place = next(i for i, other in enumerate(group["params"]) if other is part.param)
         if not optimizer.initialized:
             optimizer.check_overrides()
         optimizer.state[part.param] = {}
@@ -134,16 +134,16 @@ class Bnb(OptimizerFamily):
         if all(isinstance(values[name], Codes) for name in self.moments):
             return
         for number, names in self._names.items():
-            found = [_plain(values[name]) for name in names]
-            if found and not self._is_there(found, state[f"state{number}"]):
-                state[f"state{number}"] = found[0] if len(found) == 1 else torch.stack(found)
+            moments = [_plain(values[name]) for name in names]
+            if moments and not self._fills_in_place(moments, state[f"state{number}"]):
+                state[f"state{number}"] = moments[0] if len(moments) == 1 else torch.stack(moments)
             state.pop(f"absmax{number}", None)
             state.pop(f"qmap{number}", None)
 
-    def _is_there(self, found: Sequence[torch.Tensor], live: torch.Tensor) -> bool:
+    def _fills_in_place(self, moments: Sequence[torch.Tensor], live: torch.Tensor) -> bool:
         """Return whether the live rows themselves were filled."""
-        rows = [live] if len(found) == 1 else list(live)
-        pairs = zip(found, rows, strict=True)
+        rows = [live] if len(moments) == 1 else list(live)
+        pairs = zip(moments, rows, strict=True)
         return all(a.data_ptr() == b.data_ptr() and a.dtype == b.dtype for a, b in pairs)
 
 
@@ -158,10 +158,10 @@ def _encode(codes: Codes, values: torch.Tensor) -> None:
     """Quantize float32 values into live codes, as bitsandbytes' own step does."""
     from bitsandbytes import functional
 
-    made, state = functional.quantize_blockwise(
+    quantized, state = functional.quantize_blockwise(
         values.contiguous(), code=codes.qmap, blocksize=codes.block_size
     )
-    codes.codes.copy_(made.view(codes.codes.shape))
+    codes.codes.copy_(quantized.view(codes.codes.shape))
     codes.scale.copy_(state.absmax)
 
 

@@ -42,8 +42,8 @@ class Codes:
     @property
     def parts(self) -> dict[str, torch.Tensor]:
         """The tensors by the names under which they are stored."""
-        found = {"codes": self.codes, "scale": self.scale}
-        return found if self.qmap is None else {**found, "qmap": self.qmap}
+        parts = {"codes": self.codes, "scale": self.scale}
+        return parts if self.qmap is None else {**parts, "qmap": self.qmap}
 
 
 Moment: TypeAlias = "torch.Tensor | Codes"
@@ -86,8 +86,8 @@ class OptimizerParam:
 
     @property
     def state(self) -> Mapping[str, object]:
-        found: Mapping[str, object] = self.optimizer.state.get(self.param, {})
-        return found
+        state: Mapping[str, object] = self.optimizer.state.get(self.param, {})
+        return state
 
 
 class OptimizerFamily:

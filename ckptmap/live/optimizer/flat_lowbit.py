@@ -1,8 +1,8 @@
 """Quantized moments of FSDP1's flat shards, saved as they are beside their decoded values.
 
 A block of codes in a flat shard may span two parameters, so that a moment by FQN is stored decoded, in
-float32. Quantizing that again gives other codes. To go on bit for bit a rank needs its own codes,
-which are saved under its number, and used where the rank holds the same elements again:
+float32. Quantizing that again gives other codes. To continue bit for bit a rank needs its own codes.
+They are saved under its number, and are used if the rank holds the same elements again:
 
     extra.flat_state.rank0.<FQN>.exp_avg.form     ["adam8bit", 256, true, numel]
     extra.flat_state.rank0.<FQN>.exp_avg.codes    u8 [numel], with .scale and .qmap
@@ -44,14 +44,14 @@ class FlatCodes:
     parts: Mapping[str, LazyTensor]
 
 
-def held(owners: Sequence[ParamOwner]) -> dict[str, dict[str, dict[str, object]]]:
+def exact_entries(owners: Sequence[ParamOwner]) -> dict[str, dict[str, dict[str, object]]]:
     """Return {FQN: {entry: {part: tensor}}} for all entries of this rank that are saved decoded."""
-    found: dict[str, dict[str, dict[str, object]]] = {}
+    entries: dict[str, dict[str, dict[str, object]]] = {}
     for owner in owners:
         for name, value in owner.part.family.entries(owner.part.state).items():
             if is_decoded(value, owner):
-                found.setdefault(owner.fqn, {})[name] = _parts(value)
-    return found
+                entries.setdefault(owner.fqn, {})[name] = _parts(value)
+    return entries
 
 
 def _parts(value: Moment) -> dict[str, object]:
@@ -79,7 +79,7 @@ def _plain_form(value: torch.Tensor) -> list[object]:
 # ------------------------------------------------------------------------------- read again
 
 
-def recorded(
+def saved_entries(
     checkpoint: Checkpoint, targets: Sequence[LiveTensor], rank: int, world: int
 ) -> dict[str, dict[str, FlatCodes]] | None:
     """Return {FQN: {entry: FlatCodes}} of this rank in the checkpoint; None: no rank has any, or this
@@ -93,12 +93,12 @@ def recorded(
     for path, lazy in checkpoint.other.items():
         if path[:2] == head and len(path) == 5:
             parts.setdefault(path[2:4], {})[str(path[4])] = lazy
-    found: dict[str, dict[str, FlatCodes]] = {}
+    entries_by_fqn: dict[str, dict[str, FlatCodes]] = {}
     for path, form in checkpoint.plain.items():
         if path[:2] == head and path[-1] == FORM and isinstance(form, Sequence):
-            entries = found.setdefault(str(path[2]), {})
+            entries = entries_by_fqn.setdefault(str(path[2]), {})
             entries[str(path[3])] = FlatCodes(list(form), parts.get(path[2:4], {}))
-    return found
+    return entries_by_fqn
 
 
 def _same_layout(
@@ -113,37 +113,37 @@ def _same_layout(
     return bool(layouts[rank] == run_settings.layout_digest(targets))
 
 
-def fits(kept: Mapping[str, FlatCodes], part: OptimizerParam) -> bool:
+def fits(saved: Mapping[str, FlatCodes], part: OptimizerParam) -> bool:
     """Return whether the saved entries belong to a tensor of this size."""
     numel = local_of(part.param).numel()
-    return bool(kept) and all(one.form[-1] == numel for one in kept.values())
+    return bool(saved) and all(entry.form[-1] == numel for entry in saved.values())
 
 
-def filled(
-    kept: FlatCodes, live: Moment, part: OptimizerParam, reader: TensorReader
+def fill_entry(
+    saved: FlatCodes, live: Moment, part: OptimizerParam, reader: TensorReader
 ) -> Moment | None:
     """Return the live entry filled with the saved one, in its form; None: the optimizer has another."""
     import torch
 
     codes = codes_of(live)
-    if PLAIN in kept.parts:
-        dtype: torch.dtype = getattr(torch, str(kept.form[0]))
+    if PLAIN in saved.parts:
+        dtype: torch.dtype = getattr(torch, str(saved.form[0]))
         if codes is None and isinstance(live, torch.Tensor) and local_of(live).dtype == dtype:
             plain = live
         else:
             plain = part.family.plain(part, dtype)
         if plain.dtype != dtype:
             return None
-        _copy(kept.parts[PLAIN], local_of(plain), reader)
+        _copy(saved.parts[PLAIN], local_of(plain), reader)
         return plain
-    if codes is None or list(kept.form) != _coded_form(codes):
+    if codes is None or list(saved.form) != _coded_form(codes):
         return None
-    if any(name not in kept.parts for name in codes.parts):
+    if any(name not in saved.parts for name in codes.parts):
         return None
-    if codes.qmap is not None and not torch.equal(_read(kept.parts[QMAP], codes.qmap), codes.qmap):
+    if codes.qmap is not None and not torch.equal(_read(saved.parts[QMAP], codes.qmap), codes.qmap):
         return None
     for name, tensor in _without_table(codes):
-        _copy(kept.parts[name], tensor, reader)
+        _copy(saved.parts[name], tensor, reader)
     return live
 
 

@@ -30,12 +30,12 @@ def described(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str
 
 def _averagers(model: torch.nn.Module) -> list[str]:
     """Return the wrappers that average over replicas; those of FSDP show in how tensors are cut."""
-    found = {
+    names = {
         type(module).__name__
         for module in model.modules()
         if _is_ddp(module) and module.process_group.size() > 1  # type: ignore[operator]
     }
-    return sorted(found)
+    return sorted(names)
 
 
 def _is_ddp(module: torch.nn.Module) -> bool:
@@ -57,9 +57,11 @@ def _policies(module: torch.nn.Module) -> list[str]:
         policy = module._get_fsdp_state()._mp_policy
     if policy is None:
         return []
-    plain = type(policy)()
-    found = {field.name: getattr(policy, field.name) for field in fields(policy)}
-    texts = [f"{name}={value}" for name, value in found.items() if value != getattr(plain, name)]
+    default = type(policy)()
+    settings = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    texts = [
+        f"{name}={value}" for name, value in settings.items() if value != getattr(default, name)
+    ]
     return [" ".join(texts)] if texts else []
 
 

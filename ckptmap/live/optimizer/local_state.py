@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.flat_params import FlatParamTensor
@@ -84,7 +84,7 @@ def info_of(shape: Sequence[int], values: torch.Tensor) -> TensorInfo:
 # ------------------------------------------------------------------------------- the model
 
 
-def hold_model(held: LocalState, targets: Sequence[LiveTensor]) -> None:
+def hold_model(state: LocalState, targets: Sequence[LiveTensor]) -> None:
     """Add the boxes of every tensor of the model. Raises LoadError CKM505 for one on meta."""
     for target in targets:
         if target.local.is_meta and not target.is_flat:
@@ -92,21 +92,23 @@ def hold_model(held: LocalState, targets: Sequence[LiveTensor]) -> None:
                 "CKM505", f"model: {target.fqn} is on meta and has no values", "load it first"
             )
         for fqn in target.names:
-            hold_tensor(held, target, ("model", fqn))
+            hold_tensor(state, target, ("model", fqn))
 
 
-def hold_tensor(held: LocalState, target: LiveTensor, path: Path) -> None:
+def hold_tensor(state: LocalState, target: LiveTensor, path: Path) -> None:
     """Add the boxes of one tensor; of a quantized weight, those of its codes and scales."""
     stored = stored_form(target, str(path[-1]))
     if stored is None:
-        held.holdings.append(_dense(target, path, target.local))
+        state.holdings.append(_dense(target, path, target.local))
         return
     for part in stored.parts:
         primary = None if part.everywhere else _primary(target)
         piece = LocalShard(part.box, part.values)
-        held.holdings.append(LocalTensor((*path[:-1], part.key), part.info, [piece], primary, True))
+        state.holdings.append(
+            LocalTensor((*path[:-1], part.key), part.info, [piece], primary, True)
+        )
     if stored.record is not None:
-        held.records[".".join(map(str, path))] = stored.record
+        state.records[".".join(map(str, path))] = stored.record
 
 
 def _dense(target: LiveTensor, path: Path, local: torch.Tensor) -> LocalTensor:
@@ -126,24 +128,30 @@ def _primary(target: LiveTensor) -> bool | None:
 # ------------------------------------------------------------------------------- the optimizer
 
 
+class ParamMember(NamedTuple):
+    """A tensor of the model, and its offset in the flat parameter that holds it (None: no flat one)."""
+
+    target: LiveTensor
+    offset: int | None
+
+
 @dataclass(frozen=True, eq=False)
 class ParamOwner:
-    """A parameter of the optimizer, and the tensors of the model that it holds: one, or those of a flat
-    parameter, each with its offset there."""
+    """A parameter of the optimizer, and the tensors of the model in it: one, or those of a flat parameter."""
 
     part: OptimizerParam
-    members: Sequence[tuple[LiveTensor, int | None]]
+    members: Sequence[ParamMember]
 
     def windows(
         self, local: torch.Tensor
     ) -> Iterator[tuple[LiveTensor, list[tuple[Box, torch.Tensor]]]]:
         """Yield each tensor with the (box, view) pairs of `local`, which is this rank's shard of the
         parameter or of a moment of it."""
-        for target, at in self.members:
-            mine = local
-            if at is not None and isinstance(target, FlatParamTensor):
-                mine = local.reshape(-1).narrow(0, at, target.count)
-            yield target, target.windows(mine)
+        for target, offset in self.members:
+            part = local
+            if offset is not None and isinstance(target, FlatParamTensor):
+                part = local.reshape(-1).narrow(0, offset, target.count)
+            yield target, target.windows(part)
 
     @property
     def is_flat(self) -> bool:
@@ -151,7 +159,7 @@ class ParamOwner:
 
     @property
     def fqn(self) -> str:
-        return self.members[0][0].fqn
+        return self.members[0].target.fqn
 
 
 def owners(optimizer: object, targets: Sequence[LiveTensor]) -> list[ParamOwner]:
@@ -159,41 +167,41 @@ def owners(optimizer: object, targets: Sequence[LiveTensor]) -> list[ParamOwner]
 
     Raises LoadError CKM508 for a parameter that is not the model's.
     """
-    by_id: dict[int, list[tuple[LiveTensor, int | None]]] = {}
+    by_id: dict[int, list[ParamMember]] = {}
     for target in targets:
         if isinstance(target, FlatParamTensor):
             if target.param is not None:
                 for module, name in target.places:
-                    live = getattr(module, name, None)
-                    by_id.setdefault(id(live), [(target, 0)])
-                by_id.setdefault(id(target.param), [(target, 0)])
-            flat = by_id.setdefault(id(target.handle.flat_param), [])
-            flat.append((target, target.at))
+                    named_param = getattr(module, name, None)
+                    by_id.setdefault(id(named_param), [ParamMember(target, 0)])
+                by_id.setdefault(id(target.param), [ParamMember(target, 0)])
+            members_of_flat = by_id.setdefault(id(target.handle.flat_param), [])
+            members_of_flat.append(ParamMember(target, target.at))
         else:
-            by_id[id(target.tensor)] = [(target, None)]
-    found = []
-    for number, part in enumerate(parts_of(optimizer)):
-        members = by_id.get(id(part.model))
+            by_id[id(target.tensor)] = [ParamMember(target, None)]
+    param_owners = []
+    for number, param in enumerate(parts_of(optimizer)):
+        members = by_id.get(id(param.model))
         if members is None:
             raise LoadError(
                 "CKM508",
-                f"optimizer: parameter {number} {tuple(part.model.shape)} is not the model's",
+                f"optimizer: parameter {number} {tuple(param.model.shape)} is not the model's",
                 "build the optimizer after wrapping the model, from model.parameters()",
             )
-        found.append(ParamOwner(part, members))
-    return found
+        param_owners.append(ParamOwner(param, members))
+    return param_owners
 
 
-def hold_optimizer(held: LocalState, mine: Sequence[ParamOwner]) -> None:
+def hold_optimizer(state: LocalState, param_owners: Sequence[ParamOwner]) -> None:
     """Add the state of every parameter, entry by entry."""
-    for owner in mine:
+    for owner in param_owners:
         if owner.is_flat and not owner.part.param.numel():
-            continue  # all of it is on other ranks: this rank counts no step
+            continue  # other ranks hold all of it: this rank counts no step
         for name, value in owner.part.family.entries(owner.part.state).items():
-            _hold_entry(held, owner, name, value)
+            _hold_entry(state, owner, name, value)
 
 
-def _hold_entry(held: LocalState, owner: ParamOwner, name: str, value: object) -> None:
+def _hold_entry(state: LocalState, owner: ParamOwner, name: str, value: object) -> None:
     """Add one entry of a parameter's state, under the FQN of every tensor in it."""
     import torch
 
@@ -204,21 +212,21 @@ def _hold_entry(held: LocalState, owner: ParamOwner, name: str, value: object) -
         elif isinstance(value, torch.Tensor):
             value = value.float()
         codes = None
-        held.decoded.append(f"{owner.fqn}.{name}")
+        state.decoded.append(f"{owner.fqn}.{name}")
     if codes is not None:
-        _hold_codes(held, owner, name, codes)
+        _hold_codes(state, owner, name, codes)
     elif not isinstance(value, torch.Tensor):
         _refuse_nested(owner, name, value)
-        held.values |= {path: value for path in _paths(owner, name)}
+        state.values |= {path: value for path in _paths(owner, name)}
     elif _is_like_param(owner, value):
         for target, views in owner.windows(local_of(value)):
             pieces = [LocalShard(box, view) for box, view in views]
             info = info_of(target.tensor.shape, value)
             for fqn in target.names:
                 path = (*STATE, fqn, name)
-                held.holdings.append(LocalTensor(path, info, pieces, _primary(target), True))
+                state.holdings.append(LocalTensor(path, info, pieces, _primary(target), True))
     else:
-        held.holdings += [_apart(value, path) for path in _paths(owner, name)]
+        state.holdings += [_own_shape_entry(value, path) for path in _paths(owner, name)]
 
 
 def _refuse_nested(owner: ParamOwner, name: str, value: object) -> None:
@@ -268,7 +276,7 @@ def _is_like_param(owner: ParamOwner, value: torch.Tensor) -> bool:
     return bool(value.shape == owner.part.model.shape)
 
 
-def _apart(value: torch.Tensor, path: Path) -> LocalTensor:
+def _own_shape_entry(value: torch.Tensor, path: Path) -> LocalTensor:
     """Return the boxes of an entry with a shape and mesh of its own: a step, a row of a matrix."""
     local = local_of(value)
     info = info_of(value.shape, local)
@@ -284,7 +292,7 @@ def _apart(value: torch.Tensor, path: Path) -> LocalTensor:
     )
 
 
-def _hold_codes(held: LocalState, owner: ParamOwner, name: str, codes: Codes) -> None:
+def _hold_codes(state: LocalState, owner: ParamOwner, name: str, codes: Codes) -> None:
     ((target, _),) = owner.members
     info = TensorInfo(tuple(target.tensor.shape), LOGICAL)
     boxes = local_boxes(target)
@@ -296,7 +304,7 @@ def _hold_codes(held: LocalState, owner: ParamOwner, name: str, codes: Codes) ->
         )
     piece = LocalCodes(boxes[0][0], codes)
     for path in _paths(owner, name):
-        held.holdings.append(LocalTensor(path, info, [piece], _primary(target), True))
+        state.holdings.append(LocalTensor(path, info, [piece], _primary(target), True))
 
 
 def decoded(codes: Codes) -> torch.Tensor:

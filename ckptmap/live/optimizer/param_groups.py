@@ -1,7 +1,7 @@
-"""Sets the hyper-parameters of a live optimizer and its scheduler to the checkpoint's.
+"""Set the hyper-parameters of a live optimizer and its scheduler to those of the checkpoint.
 
-Each keeps the type of the live value: torchao's `lr` stays a tensor, bitsandbytes' a number. Choices
-of implementation (foreach, fused, ...) are not loaded.
+A value keeps the type of the live one: `lr` stays a tensor for torchao, a number for bitsandbytes.
+Choices of implementation (foreach, fused, ...) are not loaded.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ParamGroups:
         self.settings: list[str] = []
         self.choices: list[str] = []
         self.inexact: list[str] = []
-        self._set: list[Callable[[], None]] = []
-        self._of = {fqn: group for group in stored for fqn in group["params"]}
+        self._setters: list[Callable[[], None]] = []
+        self._group_of = {fqn: group for group in stored for fqn in group["params"]}
         live: dict[int, list[ParamOwner]] = {}
         for owner in owners:
             live.setdefault(id(owner.part.group), []).append(owner)
@@ -57,8 +57,8 @@ class ParamGroups:
     def betas(self, owner: ParamOwner) -> Sequence[float]:
         """Return the betas of the checkpoint's group that has the parameter; () where it has none."""
         group = self._group(owner)
-        found = None if group is None else plain(group.get("betas"))
-        return found if isinstance(found, list | tuple) else ()
+        stored_betas = None if group is None else plain(group.get("betas"))
+        return stored_betas if isinstance(stored_betas, list | tuple) else ()
 
     def why_momentum_differs(self, owner: ParamOwner) -> str:
         """Return why the checkpoint's momentum_buffer cannot be this optimizer's; empty: it can. SGD's is
@@ -66,45 +66,48 @@ class ParamGroups:
         name, stored = "momentum_buffer", self._group(owner)
         if stored is None or name not in owner.part.family.needs(owner.part):
             return ""
-        theirs, ours = self._kind(stored), self._live_kind(owner.part, (stored,))
-        own = theirs == ours or name not in self._kept_of(stored)
-        return "" if own else f"{ours} has another {name} than the checkpoint's {theirs}"
+        stored_kind, live_kind = self._kind(stored), self._live_kind(owner.part, (stored,))
+        fits = stored_kind == live_kind or name not in self._state_names(stored)
+        return "" if fits else f"{live_kind} has another {name} than the checkpoint's {stored_kind}"
 
     def apply(self) -> None:
-        for setter in self._set:
+        for setter in self._setters:
             setter()
 
     def _group(self, owner: ParamOwner) -> Mapping[str, object] | None:
         names = [name for target, _ in owner.members for name in target.known]
-        return next((self._of[name] for name in names if name in self._of), None)
+        return next((self._group_of[name] for name in names if name in self._group_of), None)
 
     def _match(self, number: int, members: Sequence[ParamOwner]) -> None:
-        found = {id(g): g for owner in members if (g := self._group(owner)) is not None}
+        stored_groups = {id(g): g for owner in members if (g := self._group(owner)) is not None}
         self._note_unlisted(number, members)
-        if not found:
+        if not stored_groups:
             return
         live, part = members[0].part.group, members[0].part
-        kinds = {self._kind(group) for group in found.values()}
-        if kinds != {self._live_kind(part, found.values())}:
+        kinds = {self._kind(group) for group in stored_groups.values()}
+        if kinds != {self._live_kind(part, stored_groups.values())}:
             self.settings.append(
                 f"group {number}: kept as is, the checkpoint's are those of {', '.join(sorted(kinds))}"
             )
             return
-        self.inexact += _forms(number, live, found.values())
+        self.inexact += _forms(number, live, stored_groups.values())
         (kind,) = kinds
-        before = [{k: plain(v) for k, v in g.items() if k not in NAMES} for g in found.values()]
-        values = [by_live_names(kind, group, live) for group in before]
+        stored_values = [
+            {k: plain(v) for k, v in g.items() if k not in NAMES} for g in stored_groups.values()
+        ]
+        values = [by_live_names(kind, group, live) for group in stored_values]
         self.settings += [
-            f"group {number} {text}" for text in settings_without_live_name(kind, before[0], live)
+            f"group {number} {text}"
+            for text in settings_without_live_name(kind, stored_values[0], live)
         ]
         for key, value in values[0].items():
-            others = [other.get(key) for other in values[1:]]
-            if all(other == value for other in others):
+            other_values = [values_of_other.get(key) for values_of_other in values[1:]]
+            if all(values_of_other == value for values_of_other in other_values):
                 self._setting(f"group {number} {key}", live, key, value)
             elif key in live:
-                shown = ", ".join(map(str, [value, *others]))
+                all_values = ", ".join(map(str, [value, *other_values]))
                 self.settings.append(
-                    f"group {number} {key}: its parameters had {shown}; kept {plain(live[key])}"
+                    f"group {number} {key}: its parameters had {all_values}; kept {plain(live[key])}"
                 )
                 self.inexact.append(self.settings[-1])
 
@@ -113,7 +116,7 @@ class ParamGroups:
         the groups of one rank, which has one stage."""
         names = [target.fqn for owner in members for target, _ in owner.members
                  if any(self._state.get(name) for name in target.known)
-                 and not any(name in self._of for name in target.known)]  # fmt: skip
+                 and not any(name in self._group_of for name in target.known)]  # fmt: skip
         if names:
             self.settings.append(
                 f"group {number}: what was set for {len(names)} of its parameters is not in the"
@@ -122,9 +125,9 @@ class ParamGroups:
             self.inexact.append(self.settings[-1])
 
     def _kind(self, group: Mapping[str, object]) -> str:
-        return algorithm(group, self._kept_of(group))
+        return algorithm(group, self._state_names(group))
 
-    def _kept_of(self, group: StoredGroup) -> Collection[str]:
+    def _state_names(self, group: StoredGroup) -> Collection[str]:
         states = (self._state.get(fqn, ()) for fqn in group["params"])
         return next(filter(None, states), ())
 
@@ -142,16 +145,16 @@ class ParamGroups:
             return
         if key not in live:
             if key == "initial_lr":  # from a scheduler, which starts from it
-                self._set.append(lambda: live.__setitem__(key, value))
+                self._setters.append(lambda: live.__setitem__(key, value))
             else:
                 self.inexact.append(f"{title}: was {value}, is not there")
             return
         if isinstance(plain(live[key]), list | tuple) != isinstance(value, list | tuple):
             return  # another hyper-parameter of the same name
-        made = fitted(live[key], value)
-        if plain(live[key]) != plain(made):
-            self.settings.append(f"{title}: was {plain(live[key])} here, now {plain(made)}")
-        self._set.append(lambda: self._put(live, key, made))
+        value_to_set = in_live_type(live[key], value)
+        if plain(live[key]) != plain(value_to_set):
+            self.settings.append(f"{title}: was {plain(live[key])} here, now {plain(value_to_set)}")
+        self._setters.append(lambda: self._put(live, key, value_to_set))
 
     def _put(self, group: ParamGroup, key: str, value: Any) -> None:
         """Set a value, of a tensor in place: a compiled step and a scheduler hold the object. A tensor
@@ -159,7 +162,7 @@ class ParamGroups:
         of the last group."""
         import torch
 
-        shared = any(one.get(key) is group[key] for one in self._groups if one is not group)
+        shared = any(other.get(key) is group[key] for other in self._groups if other is not group)
         if isinstance(group[key], torch.Tensor) and not shared:
             with torch.no_grad():
                 group[key].fill_(float(value))
@@ -219,7 +222,7 @@ def _shortest(number: float) -> float:
     return number
 
 
-def fitted(live: object, stored: object) -> object:
+def in_live_type(live: object, stored: object) -> object:
     """Return the checkpoint's value in the type of the live one."""
     import torch
 
@@ -227,14 +230,14 @@ def fitted(live: object, stored: object) -> object:
     if isinstance(live, torch.Tensor) and not isinstance(value, list | tuple):
         return torch.full_like(live, float(value))
     if isinstance(live, list | tuple) and isinstance(value, list | tuple):
-        joined = [*value, *live[len(value) :]][: len(live)] if live else value
-        items = [fitted(a, b) for a, b in zip(live, joined, strict=False)]
+        padded = [*value, *live[len(value) :]][: len(live)] if live else value
+        items = [in_live_type(a, b) for a, b in zip(live, padded, strict=False)]
         items += list(value[len(items) :]) if not live else []
         return type(live)(items)
     if isinstance(live, Mapping) and isinstance(value, Mapping):
-        made = {key: fitted(live.get(key), item) for key, item in value.items()}
+        entries = {key: in_live_type(live.get(key), item) for key, item in value.items()}
         kind: Any = type(live)  # a Counter stays one
-        return kind(made)
+        return kind(entries)
     return value
 
 
@@ -243,14 +246,14 @@ def load_scheduler(scheduler: Scheduler, state: Mapping[str, object]) -> None:
 
     Raises LoadError CKM508 where it is another scheduler's."""
     live = scheduler.state_dict()
-    made = {key: fitted(live.get(key), value) for key, value in state.items()}
-    strange = sorted(map(str, made.keys() ^ live.keys()))
+    new_state = {key: in_live_type(live.get(key), value) for key, value in state.items()}
+    not_in_both = sorted(map(str, new_state.keys() ^ live.keys()))
     try:
-        scheduler.load_state_dict(made)
+        scheduler.load_state_dict(new_state)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise LoadError(
             "CKM508",
             f"{type(scheduler).__name__} cannot take the saved scheduler's state: {error!r}"
-            f" (not in both: {', '.join(strange) or 'nothing'})",
+            f" (not in both: {', '.join(not_in_both) or 'nothing'})",
             "build the scheduler that was saved, or load without one",
         ) from error

@@ -1,7 +1,7 @@
-"""Checks the order by which numbered optimizer state got its FQNs against the live optimizer.
+"""Check the order that gave FQNs to optimizer state keyed by index, against the live optimizer.
 
-Mostly the same program built the optimizer of the file. Where its groups are not in the order of the
-model (names that were sorted, 10 before 2), those of the file may not be either.
+Usually the same program built the optimizer whose state is in the file. If the live groups are not in
+the order of the model (sorted names put 10 before 2), those of the file may not be in it either.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def refuse_other_order(
 ) -> None:
     """Raise LoadError CKM506 where the state got its FQNs by the order of the model's state dict, and
     the live optimizer has another order."""
-    other = _other(checkpoint, owners)
-    if other is None or not _of_its_own(owners, targets):
+    difference = _first_difference(checkpoint, owners)
+    if difference is None or not _is_not_in_model_order(owners, targets):
         return
-    number, there, here = other
+    number, model_fqn, live_fqn = difference
     raise LoadError(
         "CKM506",
-        f"{checkpoint.path}: parameter {number} of the optimizer is {there} by {MODEL_ORDER}, and"
-        f" {here} in the order of the live optimizer; the file has no names",
+        f"{checkpoint.path}: parameter {number} of the optimizer is {model_fqn} by {MODEL_ORDER}, and"
+        f" {live_fqn} in the order of the live optimizer; the file has no names",
         "say which parameter is which: ckptmap.open(path, param_order=...)",
     )
 
@@ -37,32 +37,34 @@ def refuse_other_order(
 def says_others(checkpoint: Checkpoint, owners: Sequence[ParamOwner]) -> bool:
     """Return whether the order of the live optimizer gives other FQNs than that of the model's state
     dict."""
-    return _other(checkpoint, owners) is not None
+    return _first_difference(checkpoint, owners) is not None
 
 
-def _other(checkpoint: Checkpoint, owners: Sequence[ParamOwner]) -> tuple[int, str, str] | None:
+def _first_difference(
+    checkpoint: Checkpoint, owners: Sequence[ParamOwner]
+) -> tuple[int, str, str] | None:
     """Return (number, FQN by the model's order, live FQN) of the first difference, where all shapes fit."""
     if checkpoint.optimizer_order != MODEL_ORDER or any(owner.is_flat for owner in owners):
         return None
-    live = _grouped(owners)
+    live = _by_group(owners)
     stored = checkpoint.optimizer_groups
     counts = [len(group["params"]) for group in stored if group["params"]]
     if counts != [len(group) for group in live]:
         return None
-    there = [fqn for group in stored for fqn in group["params"]]
-    here = [owner.members[0][0] for group in live for owner in group]
-    pairs = list(zip(there, here, strict=True))
+    model_fqns = [fqn for group in stored for fqn in group["params"]]
+    live_targets = [owner.members[0][0] for group in live for owner in group]
+    pairs = list(zip(model_fqns, live_targets, strict=True))
     if not all(_fits(checkpoint.optimizer.get(fqn, {}), target) for fqn, target in pairs):
         return None
     differ = ((n, f, t.fqn) for n, (f, t) in enumerate(pairs) if f not in t.known)
     return next(differ, None)
 
 
-def _grouped(owners: Sequence[ParamOwner]) -> list[list[ParamOwner]]:
-    found: dict[int, list[ParamOwner]] = {}
+def _by_group(owners: Sequence[ParamOwner]) -> list[list[ParamOwner]]:
+    by_group: dict[int, list[ParamOwner]] = {}
     for owner in owners:
-        found.setdefault(id(owner.part.group), []).append(owner)
-    return list(found.values())
+        by_group.setdefault(id(owner.part.group), []).append(owner)
+    return list(by_group.values())
 
 
 def _fits(state: Mapping[str, LazyTensor], target: LiveTensor) -> bool:
@@ -70,8 +72,10 @@ def _fits(state: Mapping[str, LazyTensor], target: LiveTensor) -> bool:
     return all(fits(name, shape, tuple(target.tensor.shape)) for name, shape in shapes)
 
 
-def _of_its_own(owners: Sequence[ParamOwner], targets: Sequence[LiveTensor]) -> bool:
+def _is_not_in_model_order(owners: Sequence[ParamOwner], targets: Sequence[LiveTensor]) -> bool:
     """Return whether a live group is not in the order of the model."""
-    place = {id(target): at for at, target in enumerate(targets)}
-    groups = [[place[id(owner.members[0][0])] for owner in group] for group in _grouped(owners)]
+    number_of = {id(target): at for at, target in enumerate(targets)}
+    groups = [
+        [number_of[id(owner.members[0][0])] for owner in group] for group in _by_group(owners)
+    ]
     return any(a > b for group in groups for a, b in pairwise(group))

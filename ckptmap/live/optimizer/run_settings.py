@@ -33,9 +33,9 @@ def describe(
     """Return the settings of this rank as plain values."""
     import torch
 
-    elsewhere = fallback_device(targets)  # for tensors that are on meta until they are loaded
-    devices = sorted({device_for(target, elsewhere).type for target in targets})
-    found: Settings = {
+    fallback = fallback_device(targets)  # for tensors that are on meta until they are loaded
+    devices = sorted({device_for(target, fallback).type for target in targets})
+    settings: Settings = {
         "version": VERSION,
         "world_size": world,
         "mesh": meshes(targets),
@@ -46,12 +46,12 @@ def describe(
         "gradients": gradients.described(model, targets),
     }
     if devices == ["cpu"]:
-        found["threads"] = torch.get_num_threads()
+        settings["threads"] = torch.get_num_threads()
     if any(form.has_rounded_scales(target) for form in live_forms() for target in targets):
-        found["rounded_scales"] = True
+        settings["rounded_scales"] = True
     if optimizer is not None:
-        found["optimizer"] = describe_optimizer(optimizer)
-    return found
+        settings["optimizer"] = describe_optimizer(optimizer)
+    return settings
 
 
 def describe_optimizer(optimizer: object) -> dict[str, object]:
@@ -61,18 +61,20 @@ def describe_optimizer(optimizer: object) -> dict[str, object]:
     first = inner[0]
     family = family_of(first)
     cls = type(outer)
-    found = {
+    settings = {
         "class": cls.__name__,
         "module": cls.__module__,
         "flags": family.flags(first),
-        "rounds": any(family_of(one).rounds(one) for one in inner),
+        "rounds": any(
+            family_of(inner_optimizer).rounds(inner_optimizer) for inner_optimizer in inner
+        ),
     }
     if is_offloaded(outer):
-        found["inner"] = type(first).__name__
+        settings["inner"] = type(first).__name__
     library = cls.__module__.split(".")[0]
     if library != "torch":
-        found["library"] = f"{library} {_version(library)}"
-    return found
+        settings["library"] = f"{library} {_version(library)}"
+    return settings
 
 
 def _version(library: str) -> str:
@@ -122,12 +124,12 @@ def compile_mode(model: torch.nn.Module) -> dict[str, object]:
     import torch
 
     names = [name for name, module in model.named_modules() if _is_compiled(module)]
-    found: dict[str, object] = {"modules": names, "stance": _stance()}
+    settings: dict[str, object] = {"modules": names, "stance": _stance()}
     inductor = getattr(torch, "_inductor", None)
     config = getattr(inductor, "config", None)
     if config is not None:
-        found["fallback_random"] = bool(config.fallback_random)
-    return found
+        settings["fallback_random"] = bool(config.fallback_random)
+    return settings
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
@@ -152,28 +154,32 @@ def _stance() -> str:
 
 def differences(saved: Mapping[str, Any], live: Settings) -> list[str]:
     """Return a phrase for every setting that differs: its name, the recorded value, the live value."""
-    found = []
+    phrases = []
     titles = {
         "world_size": "world size", "mesh": "mesh", "layout": "how tensors are cut",
         "devices": "devices", "torch": "torch", "threads": "CPU threads",
     }  # fmt: skip
     for key, title in titles.items():
         if key in saved and saved[key] != live.get(key):
-            found.append(_phrase(title, saved[key], live.get(key)))
-    found += _inside("compile mode", saved.get("compile"), live.get("compile"))
+            phrases.append(_phrase(title, saved[key], live.get(key)))
+    phrases += _differing_entries("compile mode", saved.get("compile"), live.get("compile"))
     if "gradients" in saved:
-        found += _inside("gradients", saved["gradients"], live.get("gradients"))
-    mine, theirs = saved.get("optimizer"), live.get("optimizer")
-    if theirs is not None:
-        mine = mine or {}
+        phrases += _differing_entries("gradients", saved["gradients"], live.get("gradients"))
+    saved_optimizer, live_optimizer = saved.get("optimizer"), live.get("optimizer")
+    if live_optimizer is not None:
+        saved_optimizer = saved_optimizer or {}
         for key in ("class", "inner", "library", "rounds"):
-            if mine.get(key) != theirs.get(key):
-                found.append(_phrase(f"optimizer {key}", mine.get(key), theirs.get(key)))
-        found += _inside("optimizer", mine.get("flags"), theirs.get("flags"))
-    return found
+            if saved_optimizer.get(key) != live_optimizer.get(key):
+                phrases.append(
+                    _phrase(f"optimizer {key}", saved_optimizer.get(key), live_optimizer.get(key))
+                )
+        phrases += _differing_entries(
+            "optimizer", saved_optimizer.get("flags"), live_optimizer.get("flags")
+        )
+    return phrases
 
 
-def _inside(title: str, saved: Settings | None, live: Settings | None) -> list[str]:
+def _differing_entries(title: str, saved: Settings | None, live: Settings | None) -> list[str]:
     saved, live = saved or {}, live or {}
     keys = [key for key in {**saved, **live} if saved.get(key) != live.get(key)]
     return [_phrase(f"{title} {key}", saved.get(key), live.get(key)) for key in keys]

@@ -1,4 +1,4 @@
-"""Loads one parameter's optimizer state, entry by entry.
+"""Load the optimizer state of one parameter, entry by entry.
 
 checkpoint exp_avg (any encoding, any sharding)  ->  exp_avg in the live optimizer's class
     codes     scheme and block boundaries agree: codes and scales are copied
@@ -17,7 +17,7 @@ from ckptmap.live.model.live_tensor import cut, is_dtensor, local_boxes
 from ckptmap.live.model.load_report import CastTensor, Recoded
 from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.live.optimizer.family import STEP, Codes, Moment, codes_of, local_of
-from ckptmap.live.optimizer.flat_lowbit import FlatCodes, filled
+from ckptmap.live.optimizer.flat_lowbit import FlatCodes, fill_entry
 from ckptmap.live.optimizer.local_state import ParamOwner, decoded
 from ckptmap.live.optimizer.stored_state import Source, derivation, most_stepped, step_like, step_of
 from ckptmap.optim import lowbit_codes
@@ -59,14 +59,14 @@ class StateLoader:
 
     def __init__(
         self, owner: ParamOwner, sources: Sequence[Source], policy: Policy, notes: StateNotes,
-        betas: Sequence[float] = (), kept: Mapping[str, FlatCodes] | None = None,
+        betas: Sequence[float] = (), exact: Mapping[str, FlatCodes] | None = None,
     ) -> None:  # fmt: skip
         self.owner = owner
         self.sources = sources
         self.policy = policy
         self.notes = notes
         self.betas = betas
-        self.kept = kept or {}
+        self.exact = exact or {}
         self.lead = most_stepped(sources)
 
     def __call__(self, reader: TensorReader) -> None:
@@ -88,40 +88,40 @@ class StateLoader:
         if not isinstance(live, torch.Tensor | Codes):
             return live
         if isinstance(live, torch.Tensor) and not self._has_shape_of_param(live):
-            return self._apart(name, live, reader)
-        if name in self.kept:
-            found = self._as_it_was(name, live, reader)
-            if found is not None:
-                return found
-        live = self._form(name, live)
+            return self._load_own_shape(name, live, reader)
+        if name in self.exact:
+            saved_moment = self._load_exact_codes(name, live, reader)
+            if saved_moment is not None:
+                return saved_moment
+        live = self._choose_form(name, live)
         with torch.no_grad():
             codes = codes_of(live)
             if codes is not None:
                 if not self._copy(name, codes, reader):
                     self._recode(name, live, codes, reader)
             elif isinstance(live, torch.Tensor):
-                self._plain(name, live, reader)
+                self._load_plain(name, live, reader)
         return live
 
     def _has_shape_of_param(self, live: torch.Tensor) -> bool:
         return tuple(live.shape) == tuple(self.owner.part.model.shape)
 
-    def _as_it_was(self, name: str, live: Moment, reader: TensorReader) -> Moment | None:
+    def _load_exact_codes(self, name: str, live: Moment, reader: TensorReader) -> Moment | None:
         """Return the live entry with the codes that this flat shard had; None: the optimizer's form is
         another."""
         import torch
 
         with torch.no_grad():
-            found = filled(self.kept[name], live, self.owner.part, reader)
-        if found is not None:
+            moment = fill_entry(self.exact[name], live, self.owner.part, reader)
+        if moment is not None:
             titles = [f"{target.fqn}.{name}" for target, _ in self.owner.members]
             self.notes.loaded += titles
-            self.notes.copied += titles if codes_of(found) is not None else ()
-        return found
+            self.notes.copied += titles if codes_of(moment) is not None else ()
+        return moment
 
     # ------------------------------------------------------------------ which form
 
-    def _form(self, name: str, live: Moment) -> Moment:
+    def _choose_form(self, name: str, live: Moment) -> Moment:
         """Return the live entry in the form that `precision` asks for: the optimizer's own, or another
         that it can step with."""
         import torch
@@ -138,10 +138,10 @@ class StateLoader:
         stored = self._stored_form(name)
         if codes is None:
             if isinstance(stored, str):  # quantized in the checkpoint, and not by this optimizer
-                again = family.coded(part, stored, name != "exp_avg_sq" and "max" not in name)
-                if again is None or not self._places(name, _codes(again)):
+                quantized = family.coded(part, stored, name != "exp_avg_sq" and "max" not in name)
+                if quantized is None or not self._places(name, _codes(quantized)):
                     return family.plain(part, torch.float32)
-                return again
+                return quantized
             return live if stored is None else family.plain(part, stored)
         if codes.scheme in self.policy.schemes and isinstance(stored, torch.dtype):
             return family.plain(part, stored)  # it was too small to be quantized
@@ -173,13 +173,13 @@ class StateLoader:
         return next(iter(forms), None)
 
     def _lazy(self, name: str, source: Source) -> LazyTensor | None:
-        found, _ = derivation(name, source, self.betas)
-        value = source.get(found)
+        origin, _ = derivation(name, source, self.betas)
+        value = source.get(origin)
         return value if isinstance(value, LazyTensor) else None
 
     # ------------------------------------------------------------------ filling
 
-    def _plain(self, name: str, live: torch.Tensor, reader: TensorReader) -> None:
+    def _load_plain(self, name: str, live: torch.Tensor, reader: TensorReader) -> None:
         local = local_of(live)
         for (target, boxes), source in zip(self.owner.windows(local), self.sources, strict=True):
             lazy, title = self._lazy(name, source), f"{target.fqn}.{name}"
@@ -268,7 +268,7 @@ class StateLoader:
                 form = lazy.dtype if lazy.encoding == "dense" else lazy.encoding
                 self.notes.recoded.append(Recoded(title, form, codes.scheme, error))
 
-    def _apart(self, name: str, live: torch.Tensor, reader: TensorReader) -> torch.Tensor:
+    def _load_own_shape(self, name: str, live: torch.Tensor, reader: TensorReader) -> torch.Tensor:
         """Load a tensor of a shape of its own, a step or a row, cut as the live one."""
         lazy = self._lazy(name, self.lead)
         title = f"{self.owner.fqn}.{name}"
@@ -309,16 +309,16 @@ def code_places(
     box = boxes[0][0]
     for number, cell in enumerate(encoding.cells):
         if cell.quantized and cell.box.intersect(box) == box:
-            inside = _run(cell.box.sizes, box.relative_to(cell.box.offsets), encoding)
+            inside = _whole_blocks(cell.box.sizes, box.relative_to(cell.box.offsets), encoding)
             base = encoding.place(number)
             return inside and {
                 part: Box((base[part].offsets[0] + run.offsets[0],), run.sizes)
                 for part, run in inside.items()
             }
-    return None if encoding.cells else _run(lazy.shape, box, encoding)
+    return None if encoding.cells else _whole_blocks(lazy.shape, box, encoding)
 
 
-def _run(shape: Sequence[int], box: Box, encoding: LowBit) -> Mapping[str, Box] | None:
+def _whole_blocks(shape: Sequence[int], box: Box, encoding: LowBit) -> Mapping[str, Box] | None:
     """Return the boxes of codes and scales of a box that is a run of whole blocks; None: it is not."""
     start, stop = flat_span(shape, box)
     block, packed = encoding.block_size, encoding.kind.packed
@@ -339,8 +339,8 @@ def encode(live: Moment, codes: Codes, values: torch.Tensor) -> None:
     if codes.encoder is not None:
         codes.encoder(codes, values)
         return
-    made = values.to(codes.codes.device)
-    if not lowbit_codes.encode(made, codes.block_size, codes.qmap, codes.codes, codes.scale):
+    on_device = values.to(codes.codes.device)
+    if not lowbit_codes.encode(on_device, codes.block_size, codes.qmap, codes.codes, codes.scale):
         assert isinstance(live, torch.Tensor), "Codes without a tensor bring their own encoder"
         local_of(live).copy_(values)
 
@@ -351,7 +351,7 @@ def _codes(value: object) -> Codes:
     return codes
 
 
-def relative_error(values: torch.Tensor, found: torch.Tensor) -> float:
+def relative_error(values: torch.Tensor, approximation: torch.Tensor) -> float:
     """Return the root mean square of the difference, divided by that of the values."""
-    whole = values.norm()
-    return float((found - values).norm() / whole) if float(whole) else 0.0
+    norm = values.norm()
+    return float((approximation - values).norm() / norm) if float(norm) else 0.0

@@ -1,4 +1,4 @@
-"""Matches a checkpoint's optimizer state with a live optimizer, parameter by parameter."""
+"""Match the optimizer state of a checkpoint with a live optimizer, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class StateMatcher:
         self._policy = Policy(precision, schemes)
         flat = precision == "keep" and any(owner.is_flat for owner in self._owners)
         place = rank_and_world()
-        self._kept = flat_lowbit.recorded(checkpoint, targets, *place) if flat else None
-        self._used_kept: set[str] = set()
+        self._exact = flat_lowbit.saved_entries(checkpoint, targets, *place) if flat else None
+        self._used_exact: set[str] = set()
         self._plan = StatePlan()
 
     def plan(self) -> StatePlan:
@@ -116,7 +116,7 @@ class StateMatcher:
         refuse_other_order(self._checkpoint, self._owners, self._targets)
         stored = self._checkpoint.optimizer_groups
         groups = ParamGroups(self._owners, stored, self._tensors)
-        listed_there = {fqn for group in stored for fqn in group["params"]}
+        grouped_fqns = {fqn for group in stored for fqn in group["params"]}
         used: set[str] = set()
         # First, since amsgrad and momentum decide which entries the state of a parameter has.
         plan.steps.append(lambda reader: groups.apply())
@@ -125,48 +125,52 @@ class StateMatcher:
         for owner in self._owners:
             family = owner.part.family
             sources = [family.named(self._source(target, used)) for target, _ in owner.members]
-            self._decide(owner, sources, groups, listed_there)
+            self._decide(owner, sources, groups, grouped_fqns)
         plan.unexpected = [fqn for fqn in (*self._tensors, *self._values) if fqn not in used]
         plan.unexpected = list(dict.fromkeys(plan.unexpected))
         plan.settings = [*self._by_order(), *groups.settings, *plan.settings]
         plan.choices = groups.choices
         plan.lossy += groups.inexact
-        plan.kept = self._kept is not None and self._used_kept == self._kept.keys()
+        plan.kept = self._exact is not None and self._used_exact == self._exact.keys()
         return plan
 
     def _by_order(self) -> list[str]:
         """Return the order by which numbered parameters got their FQNs, where no caller stated it."""
         order = self._checkpoint.optimizer_order
-        said = order in ("", AS_GIVEN, BY_GROUPS)
-        return [] if said else [f"parameters are named by {order}: the file has no names"]
+        is_stated = order in ("", AS_GIVEN, BY_GROUPS)
+        return [] if is_stated else [f"parameters are named by {order}: the file has no names"]
 
     def _refuse_unnamed(self) -> None:
         reader = self._checkpoint.optimizer_reader
         if self._tensors or self._values or self._checkpoint.optimizer_groups:
             return
-        why = reader.why or "it has none"
+        reason = reader.why or "it has none"
         raise LoadError(
             "CKM506",
-            f"{self._checkpoint.path}: no optimizer state can be loaded from it: {why}",
+            f"{self._checkpoint.path}: no optimizer state can be loaded from it: {reason}",
             "load the model alone, or say which parameter is which: ckptmap.open(path,"
             " param_order=...)",
         )
 
     def _source(self, target: LiveTensor, used: set[str]) -> Source:
         """Return the checkpoint's state of one parameter, under the first of its names."""
-        found: dict[str, object] = {}
+        first_state: dict[str, object] = {}
         for name in target.known:
             state = {**self._values.get(name, {}), **self._tensors.get(name, {})}
             if state:
                 used.add(name)
-                found = found or state
-        return found
+                first_state = first_state or state
+        return first_state
 
     def _decide(
-        self, owner: ParamOwner, sources: Sequence[Source], groups: ParamGroups, known: set[str]
+        self,
+        owner: ParamOwner,
+        sources: Sequence[Source],
+        groups: ParamGroups,
+        grouped_fqns: set[str],
     ) -> None:
         plan = self._plan
-        plan.missing += _unlisted(owner, sources, known)
+        plan.missing += _unlisted(owner, sources, grouped_fqns)
         if not any(sources):
             plan.steps.append(lambda reader: _forget(owner))
             return
@@ -181,15 +185,15 @@ class StateMatcher:
             return
         _require_replicas(owner, sources)
         self._foresee(owner, sources)
-        kept = self._kept_of(owner)
-        plan.steps.append(StateLoader(owner, sources, self._policy, plan.notes, betas, kept))
+        exact = self._exact_entries_of(owner)
+        plan.steps.append(StateLoader(owner, sources, self._policy, plan.notes, betas, exact))
 
-    def _kept_of(self, owner: ParamOwner) -> Mapping[str, flat_lowbit.FlatCodes]:
-        kept = (self._kept or {}).get(owner.fqn, {}) if owner.is_flat else {}
-        if not flat_lowbit.fits(kept, owner.part):
+    def _exact_entries_of(self, owner: ParamOwner) -> Mapping[str, flat_lowbit.FlatCodes]:
+        exact = (self._exact or {}).get(owner.fqn, {}) if owner.is_flat else {}
+        if not flat_lowbit.fits(exact, owner.part):
             return {}
-        self._used_kept.add(owner.fqn)
-        return kept
+        self._used_exact.add(owner.fqn)
+        return exact
 
     def _unfit(self, owner: ParamOwner, sources: Sequence[Source], betas: Sequence[float]) -> str:
         """Return why this optimizer cannot use the state; empty: it can. Notes shapes that differ."""
@@ -226,12 +230,14 @@ class StateMatcher:
 
     def _foresee_shared(self, owner: ParamOwner, sources: Sequence[Source]) -> None:
         """Note step counts that differ between the tensors of a flat parameter, which counts once."""
-        found = sorted({number for number in map(step_of, sources) if number is not None})
-        if len(found) > 1:
-            seen = ", ".join(f"{number:g}" for number in found)
-            why = f"{owner.fqn}.step: its flat parameter counts one, the checkpoint has {seen}"
-            self._plan.settings.append(f"{why}; is {found[-1]:g}")
-            self._plan.lossy.append(why)
+        counts = sorted({number for number in map(step_of, sources) if number is not None})
+        if len(counts) > 1:
+            counts_text = ", ".join(f"{number:g}" for number in counts)
+            problem = (
+                f"{owner.fqn}.step: its flat parameter counts one, the checkpoint has {counts_text}"
+            )
+            self._plan.settings.append(f"{problem}; is {counts[-1]:g}")
+            self._plan.lossy.append(problem)
 
     def _refresh_copies(self, reader: TensorReader) -> None:
         """Copy the loaded weights to CPUOffloadOptimizer's own copies, which it steps."""
@@ -242,24 +248,26 @@ class StateMatcher:
                 host.copy_(device)
 
 
-def _unlisted(owner: ParamOwner, sources: Sequence[Source], known: set[str]) -> list[str]:
+def _unlisted(owner: ParamOwner, sources: Sequence[Source], grouped_fqns: set[str]) -> list[str]:
     """Return the tensors without state that are in no group of the checkpoint; a tensor that is in one
     had no state yet when it was saved."""
     if not owner.part.model.requires_grad:
         return []
     members = zip(owner.members, sources, strict=True)
     return [
-        target.fqn for (target, _), source in members if not source and not known & {*target.known}
+        target.fqn
+        for (target, _), source in members
+        if not source and not grouped_fqns & {*target.known}
     ]
 
 
 def _require_replicas(owner: ParamOwner, sources: Sequence[Source]) -> None:
     """Raise RunError CKM310 where ranks saved different values of one entry."""
     for (target, _), source in zip(owner.members, sources, strict=True):
-        like = tuple(target.tensor.shape)
+        shape = tuple(target.tensor.shape)
         for lazy in source.values():
             if isinstance(lazy, LazyTensor):
-                boxes = (box for box, _ in local_boxes(target)) if lazy.shape == like else None
+                boxes = (box for box, _ in local_boxes(target)) if lazy.shape == shape else None
                 lazy.require_replicas(boxes)
 
 

@@ -1,7 +1,6 @@
 """torch.optim's own optimizers: Adam and AdamW, SGD, Adafactor.
 
-`blank` makes the state that the optimizer itself would begin with, so that loading fills what the
-optimizer goes on with.
+`blank` makes the state with which the optimizer itself would begin. Loading fills it in place.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ class TorchAdam(OptimizerFamily):
         import torch
 
         names = {STEP, *self.needs(part)}
-        found = self.entries(part.state)
-        fits = found.keys() == names and all(
+        state = self.entries(part.state)
+        fits = state.keys() == names and all(
             isinstance(value, torch.Tensor)
             and value.dtype == part.param.dtype
             and not value.is_meta
-            for name, value in found.items()
+            for name, value in state.items()
             if name != STEP
         )
-        return found if fits else {}
+        return state if fits else {}
 
     def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
         import torch
@@ -39,10 +38,10 @@ class TorchAdam(OptimizerFamily):
         group = part.group
         on_device = group.get("capturable") or group.get("fused")
         device = part.param.device if on_device else torch.device("cpu")
-        found: dict[str, object] = {STEP: torch.zeros((), dtype=step_dtype(group), device=device)}
+        state: dict[str, object] = {STEP: torch.zeros((), dtype=step_dtype(group), device=device)}
         for name in self.needs(part):
-            found[name] = self.plain(part, part.param.dtype)
-        return found
+            state[name] = self.plain(part, part.param.dtype)
+        return state
 
 
 class TorchSgd(OptimizerFamily):
@@ -76,10 +75,10 @@ class TorchAdafactor(OptimizerFamily):
         import torch
 
         param = part.param
-        found: dict[str, object] = {STEP: torch.zeros((), dtype=step_dtype(part.group))}
+        state: dict[str, object] = {STEP: torch.zeros((), dtype=step_dtype(part.group))}
         if param.dim() < 2:
-            return {**found, "variance": self.plain(part, param.dtype)}
+            return {**state, "variance": self.plain(part, param.dtype)}
         row, column = list(param.shape), list(param.shape)
         row[-1], column[-2] = 1, 1
         with torch.no_grad():
-            return {**found, "row_var": param.new_zeros(row), "col_var": param.new_zeros(column)}
+            return {**state, "row_var": param.new_zeros(row), "col_var": param.new_zeros(column)}

@@ -64,22 +64,22 @@ class TorchaoAdam(OptimizerFamily):
 
         optimizer: TorchaoOptimizer = part.optimizer
         with torch.no_grad():
-            found: dict[str, object] = {STEP: torch.zeros((), dtype=_stored_step(part, source))}
-            found["exp_avg"] = optimizer._new_buffer(part.param, True)
-            found["exp_avg_sq"] = optimizer._new_buffer(part.param, False)
+            state: dict[str, object] = {STEP: torch.zeros((), dtype=_stored_step(part, source))}
+            state["exp_avg"] = optimizer._new_buffer(part.param, True)
+            state["exp_avg_sq"] = optimizer._new_buffer(part.param, False)
             if part.group.get("amsgrad"):
-                found["max_exp_avg_sq"] = optimizer._new_buffer(part.param, False)
-        return found
+                state["max_exp_avg_sq"] = optimizer._new_buffer(part.param, False)
+        return state
 
     def coded(self, part: OptimizerParam, scheme: str, signed: bool) -> torch.Tensor | None:
         optimizer: TorchaoOptimizer = part.optimizer
         local, block = local_of(part.param), optimizer.block_size
         if block == float("inf") or not local.numel() or local.numel() % block:
             return None
-        made = optimizer._subclass_zeros(local, signed, block)
-        if KINDS.get(type(made).__name__) != scheme:
+        quantized = optimizer._subclass_zeros(local, signed, block)
+        if KINDS.get(type(quantized).__name__) != scheme:
             return None
-        return like(part.param, made).to(part.param.device)
+        return like(part.param, quantized).to(part.param.device)
 
 
 def _stored_step(part: OptimizerParam, source: Mapping[str, object]) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The parameters of a live optimizer, inside of its wrappers and by family."""
+"""Find the parameters of a live optimizer inside its wrappers, and the family that the optimizer is of."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def _held(
     hold_model(held, targets)
     if optimizer is not None:
         hold_optimizer(held, mine)
-        for fqn, kept in flat_lowbit.held(mine).items():
+        for fqn, kept in flat_lowbit.exact_entries(mine).items():
             _values(held, ("extra", flat_lowbit.KEY, f"rank{peers.rank}", fqn), kept, private=True)
         if peers.rank == 0:
             _values(held, ("optimizer", "param_groups"), _groups(mine))
