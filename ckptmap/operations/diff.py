@@ -1,4 +1,4 @@
-"""diff(): compare two checkpoints of any setups by plain FQN, and plain values beside them."""
+"""diff(): compare the tensors of two checkpoints of any setup by plain FQN, and their other values."""
 
 from __future__ import annotations
 
@@ -57,33 +57,37 @@ class DiffReport:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        what = "shape, dtype, encoding and values" if self.values else "shape, dtype and encoding"
-        lines = [f"only in {self.a}: {name}{times}" for name, times, _ in _alike(self.only_a)]
-        lines += [f"only in {self.b}: {name}{times}" for name, times, _ in _alike(self.only_b)]
-        changed = _alike(list(self.changed), list(self.changed.values()))
-        lines += [f"{name}: {why}{times}" for name, times, why in changed]
+        compared = (
+            "shape, dtype, encoding and values" if self.values else "shape, dtype and encoding"
+        )
+        lines = [f"only in {self.a}: {name}{times}" for name, times, _ in _fold_names(self.only_a)]
+        lines += [f"only in {self.b}: {name}{times}" for name, times, _ in _fold_names(self.only_b)]
+        changed = _fold_names(list(self.changed), list(self.changed.values()))
+        lines += [f"{name}: {reason}{times}" for name, times, reason in changed]
         lines += self._settings()
         verdict = "the same" if self.equal else "different"
-        beside = f", {self.same_settings} plain values agree" if self.same_settings else ""
-        agree = f"{counted(self.same, 'tensor')} agree{'s' * (self.same == 1)} in {what}{beside}"
+        settings_text = f", {self.same_settings} plain values agree" if self.same_settings else ""
+        agree = f"{counted(self.same, 'tensor')} agree{'s' * (self.same == 1)} in {compared}{settings_text}"
         return as_lines([*lines, f"{verdict}: {agree}"])
 
     def _settings(self) -> list[str]:
         if not self.settings:
             return []
-        lines = [f"  {name}: {why}" for name, why in islice(self.settings.items(), SHOWN)]
+        lines = [f"  {name}: {reason}" for name, reason in islice(self.settings.items(), SHOWN)]
         more = len(self.settings) - len(lines)
         lines += [f"  and {more} more (all of them with --json)"] if more else []
         return ["what is no tensor:", *lines]
 
 
-def _alike(names: Sequence[str], whys: Sequence[str] = ()) -> Iterator[tuple[str, str, str]]:
+def _fold_names(
+    names: Sequence[str], reasons: Sequence[str] = ()
+) -> Iterator[tuple[str, str, str]]:
     """Yield pattern, count and reason of names that differ only in numbers and share a reason.
 
     A whole optimizer that is missing then takes a screen, not a thousand lines.
     """
-    looks = {why: TensorSummary(why, (), (), "", 0) for why in {"", *whys}}
-    for pattern in fold(names, [looks[why] for why in whys or [""] * len(names)]):
+    summary_of = {reason: TensorSummary(reason, (), (), "", 0) for reason in {"", *reasons}}
+    for pattern in fold(names, [summary_of[reason] for reason in reasons or [""] * len(names)]):
         yield pattern.pattern, f"  {pattern.count}x" if pattern.count > 1 else "", pattern.look.role
 
 
@@ -98,35 +102,41 @@ def diff(
     Values stream in bounded memory. Other entries are compared where both checkpoints have them; a
     plain value inside such an entry that only one has is a difference.
     """
-    with ExitStack() as opened:
-        one, two = (
-            x if isinstance(x, Checkpoint) else opened.enter_context(open(x)) for x in (a, b)
+    with ExitStack() as stack:
+        first, second = (
+            x if isinstance(x, Checkpoint) else stack.enter_context(open(x)) for x in (a, b)
         )
-        for ckpt in (one, two):
-            opened.enter_context(origins_in_errors(ckpt.files.mounts))
-        return _diff(one, two, values)
+        for ckpt in (first, second):
+            stack.enter_context(origins_in_errors(ckpt.files.mounts))
+        return _diff(first, second, values)
 
 
-def _diff(one: Checkpoint, two: Checkpoint, values: bool) -> DiffReport:
-    mine, theirs = _tensors(one), _tensors(two)
-    beside, others = map(_beside, (one, two), match_extra_state(one, two))
-    both_hold = beside.keys() & others.keys()
-    mine.update({name: lazy for name, lazy in beside.items() if name in both_hold})
-    theirs.update({name: lazy for name, lazy in others.items() if name in both_hold})
+def _diff(first: Checkpoint, second: Checkpoint, values: bool) -> DiffReport:
+    first_tensors, second_tensors = _tensors(first), _tensors(second)
+    first_others, second_others = map(
+        _other_tensors, (first, second), match_extra_state(first, second)
+    )
+    common_others = first_others.keys() & second_others.keys()
+    first_tensors.update(
+        {name: lazy for name, lazy in first_others.items() if name in common_others}
+    )
+    second_tensors.update(
+        {name: lazy for name, lazy in second_others.items() if name in common_others}
+    )
     changed: dict[str, str] = {}
-    for name in mine:
-        if name in theirs:
-            why = _changed(mine[name], theirs[name], values)
-            if why is not None:
-                changed[name] = why
-    common = sum(name in theirs for name in mine)
-    agree, unequal = unequal_values(one, two)
-    settings = {name: f"{a!r:.60} and {b!r:.60}" for name, (a, b) in unequal.items()}
+    for name in first_tensors:
+        if name in second_tensors:
+            reason = _difference_of(first_tensors[name], second_tensors[name], values)
+            if reason is not None:
+                changed[name] = reason
+    common = sum(name in second_tensors for name in first_tensors)
+    equal_count, unequal_pairs = unequal_values(first, second)
+    settings = {name: f"{a!r:.60} and {b!r:.60}" for name, (a, b) in unequal_pairs.items()}
     return DiffReport(
-        one.shown, two.shown, common - len(changed),
-        tuple(name for name in mine if name not in theirs),
-        tuple(name for name in theirs if name not in mine),
-        changed, values, settings, agree,
+        first.shown, second.shown, common - len(changed),
+        tuple(name for name in first_tensors if name not in second_tensors),
+        tuple(name for name in second_tensors if name not in first_tensors),
+        changed, values, settings, equal_count,
     )  # fmt: skip
 
 
@@ -137,7 +147,7 @@ def _tensors(ckpt: Checkpoint) -> dict[str, LazyTensor]:
     return tensors
 
 
-def _beside(ckpt: Checkpoint, names: Mapping[Path, Path]) -> dict[str, LazyTensor]:
+def _other_tensors(ckpt: Checkpoint, names: Mapping[Path, Path]) -> dict[str, LazyTensor]:
     """Return the tensors that are neither weights nor optimizer state."""
     return {
         f"other:{join(names[path]) if path in names else lazy.fqn}": lazy
@@ -145,7 +155,7 @@ def _beside(ckpt: Checkpoint, names: Mapping[Path, Path]) -> dict[str, LazyTenso
     }
 
 
-def _changed(a: LazyTensor, b: LazyTensor, values: bool) -> str | None:
+def _difference_of(a: LazyTensor, b: LazyTensor, values: bool) -> str | None:
     if a.shape != b.shape:
         return f"shape {list(a.shape)} and {list(b.shape)}"
     reasons = []

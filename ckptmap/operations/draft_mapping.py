@@ -128,15 +128,15 @@ def draft(
     no tensors can be paired.
     """
     with open(source) as hub, open(target) as other:
-        drafting = _Drafting(groups_of(hub), groups_of(other), values)
-        drafted = drafting.run()
-    if not drafted.rules:
+        drafter = _Drafter(groups_of(hub), groups_of(other), values)
+        result = drafter.run()
+    if not result.rules:
         raise PlanError(
             "CKM615",
             f"{source} and {target}: no two tensors could be the same",
             "give two checkpoints of one model; `ckptmap diff A B` shows what they hold",
         )
-    return drafted
+    return result
 
 
 def groups_of(ckpt: Checkpoint) -> list[KeyGroup]:
@@ -159,7 +159,7 @@ def row_digests(lazy: LazyTensor) -> list[bytes]:
     return [xxhash.xxh3_64_digest(data[i * step : (i + 1) * step]) for i in range(count)]
 
 
-class _Drafting:
+class _Drafter:
     def __init__(self, left: list[KeyGroup], right: list[KeyGroup], values: bool) -> None:
         self.values = values
         self.extents: dict[str, set[int]] = {}
@@ -167,34 +167,36 @@ class _Drafting:
         self.draft = Draft(left=left, right=right)
 
     def run(self) -> Draft:
-        self._pairs()
-        self._stacks()
-        self._joins()
+        self._draft_pairs()
+        self._draft_stacks()
+        self._draft_joins()
         for letter, (count, *others) in self.extents.items():
             if count and not others:
                 self.draft.dims.setdefault(letter, str(count))
         return self.draft
 
-    def _count(self, group: KeyGroup) -> None:
+    def _record_extents(self, group: KeyGroup) -> None:
         """Record how many numbers each capture of the group has.
 
         The draft lists them as dims: without them a mapping file cannot be tested alone.
         """
-        for letter, seen in zip(LETTERS, zip(*group.numbers, strict=True), strict=False):
-            whole = set(seen) == set(range(len(set(seen))))
-            self.extents.setdefault(letter, set()).add(len(set(seen)) if whole else 0)
+        for letter, numbers in zip(LETTERS, zip(*group.numbers, strict=True), strict=False):
+            is_dense = set(numbers) == set(range(len(set(numbers))))
+            self.extents.setdefault(letter, set()).add(len(set(numbers)) if is_dense else 0)
 
-    def _rule(self, hub: str, other: str, guessed: bool, *groups: KeyGroup) -> None:
-        why = "several have these contents" if self.values else "shapes alone"
-        note = f"# a guess: {why}\n" if guessed else ""
+    def _add_rule(self, hub: str, other: str, guessed: bool, *groups: KeyGroup) -> None:
+        reason = "several have these contents" if self.values else "shapes alone"
+        note = f"# a guess: {reason}\n" if guessed else ""
         self.draft.rules.append(f"{note}[[rule]]\nhf   = {hub}\nmine = {other}\n")
         self.draft.guessed += guessed
         for side in (self.draft.left, self.draft.right):
-            side[:] = [group for group in side if all(group is not used for used in groups)]
+            side[:] = [
+                group for group in side if all(group is not used_group for used_group in groups)
+            ]
 
     # ------------------------------------------------------------------ one to one
 
-    def _pairs(self) -> None:
+    def _draft_pairs(self) -> None:
         """Add a rule for each pair of groups that match one to one.
 
         The best pairs come first: those with equal values, then those with similar names.
@@ -204,7 +206,7 @@ class _Drafting:
             for i, a in enumerate(self.draft.left)
             for j, b in enumerate(self.draft.right)
             if a.uniform and b.uniform and a.numbers == b.numbers
-            for score, axes in self._alike(a, b)
+            for score, axes in self._match_scores(a, b)
         ]
         equal = Counter(id(group) for row in scored if row[0] >= 2 for group in row[3:5])
         used: set[int] = set()
@@ -213,11 +215,11 @@ class _Drafting:
                 continue
             used |= {id(a), id(b)}
             hub, other = (f" :: {side}" if side else "" for side in axes)
-            self._count(a)
+            self._record_extents(a)
             certain = score >= 2 and equal[id(a)] == equal[id(b)] == 1
-            self._rule(_quoted(a.name + hub), _quoted(b.name + other), not certain, a, b)
+            self._add_rule(_quote(a.name + hub), _quote(b.name + other), not certain, a, b)
 
-    def _alike(self, a: KeyGroup, b: KeyGroup) -> Iterator[tuple[float, tuple[str, str]]]:
+    def _match_scores(self, a: KeyGroup, b: KeyGroup) -> Iterator[tuple[float, tuple[str, str]]]:
         likeness = SequenceMatcher(None, a.pattern, b.pattern, autojunk=False).ratio()
         if not self.values:
             if a.shape == b.shape:
@@ -225,13 +227,13 @@ class _Drafting:
         elif a.shape == b.shape and a.rows == b.rows:
             yield 3 + likeness, ("", "")
         elif a.shape == b.shape and sorted(a.rows) == sorted(b.rows):
-            axes = self._rotary(a, b)
+            axes = self._rotary_axes(a, b)
             if axes is not None:
                 yield 2 + likeness, axes
-        elif a.shape == b.shape[::-1] and len(a.shape) == 2 and self._transposed(a, b):
+        elif a.shape == b.shape[::-1] and len(a.shape) == 2 and self._is_transposed(a, b):
             yield 2 + likeness, ("a b", "b a")
 
-    def _rotary(self, a: KeyGroup, b: KeyGroup) -> tuple[str, str] | None:
+    def _rotary_axes(self, a: KeyGroup, b: KeyGroup) -> tuple[str, str] | None:
         """Return the axes of a rule for rows in the two orders of rotary embeddings, or None.
 
         The rows of a head are two halves on one side and pairs of neighbours on the other. The head
@@ -245,30 +247,30 @@ class _Drafting:
                 for r in range(half)
                 for two in range(2)
             ]
-            rest = " i" if len(a.shape) > 1 else ""
+            tail_axes = " i" if len(a.shape) > 1 else ""
             for first, second, forward in (("two r", "r two", True), ("r two", "two r", False)):
-                one, other = (a.rows, b.rows) if forward else (b.rows, a.rows)
-                if half > 1 and [one[at] for at in order] == other:
-                    axis = self._dim(half)
-                    mine, theirs = (side.replace("r", axis) for side in (first, second))
-                    return f"(h {mine}){rest}", f"(h {theirs}){rest}"
+                source_rows, target_rows = (a.rows, b.rows) if forward else (b.rows, a.rows)
+                if half > 1 and [source_rows[at] for at in order] == target_rows:
+                    axis = self._axis_of_size(half)
+                    hub_axes, other_axes = (side.replace("r", axis) for side in (first, second))
+                    return f"(h {hub_axes}){tail_axes}", f"(h {other_axes}){tail_axes}"
         return None
 
-    def _dim(self, half: int) -> str:
+    def _axis_of_size(self, half: int) -> str:
         """Return the name of an axis of size `half`: r for the first size, then r2 and r3."""
         for axis in ("r", "r2", "r3"):
             if self.draft.dims.setdefault(axis, str(half)) == str(half):
                 return axis
         return "r"
 
-    def _transposed(self, a: KeyGroup, b: KeyGroup) -> bool:
+    def _is_transposed(self, a: KeyGroup, b: KeyGroup) -> bool:
         import torch
 
         return torch.equal(a.first.read().t(), b.first.read())
 
     # ------------------------------------------------------------------ many to one
 
-    def _stacks(self) -> None:
+    def _draft_stacks(self) -> None:
         """Add rules for tensors of numbered modules (experts) that the other side stacks."""
         for a in list(self.draft.left):
             for b in list(self.draft.right):
@@ -276,67 +278,67 @@ class _Drafting:
                 experts = {n[-1] for n in a.tensors if n}
                 if not (a.uniform and b.uniform and experts) or numbers != b.numbers:
                     continue
-                axes = self._stacked(a, b, len(experts))
+                axes = self._stack_axes(a, b, len(experts))
                 if axes is not None and a in self.draft.left:
                     letter = LETTERS[len(next(iter(a.tensors))) - 1]
                     hub, other = (side.replace("E", letter) for side in axes)
                     guessed = not self.values
-                    self._rule(
-                        _quoted(f"{a.name} :: {hub}"),
-                        _quoted(f"{b.name} :: {other}"),
+                    self._add_rule(
+                        _quote(f"{a.name} :: {hub}"),
+                        _quote(f"{b.name} :: {other}"),
                         guessed,
                         a,
                         b,
                     )
                     break
 
-    def _stacked(self, a: KeyGroup, b: KeyGroup, count: int) -> tuple[str, str] | None:
+    def _stack_axes(self, a: KeyGroup, b: KeyGroup, count: int) -> tuple[str, str] | None:
         if len(a.shape) != 2 or len(b.shape) != 3 or b.shape[0] != count:
             return None
         for order, other in (((0, 1), "E a b"), ((1, 0), "E b a")):
             if tuple(a.shape[d] for d in order) != b.shape[1:]:
                 continue
-            if not self.values or self._same_slice(a, b, order):
+            if not self.values or self._is_slice_equal(a, b, order):
                 return "a b", other
         return None
 
-    def _same_slice(self, a: KeyGroup, b: KeyGroup, order: tuple[int, ...]) -> bool:
+    def _is_slice_equal(self, a: KeyGroup, b: KeyGroup, order: tuple[int, ...]) -> bool:
         import torch
 
         last = max(a.tensors)
-        mine = a.tensors[last].read().permute(order)
-        theirs = b.tensors[last[:-1]]
-        box = theirs.read((last[-1], 0, 0), (1, *theirs.shape[1:]))
-        return torch.equal(mine, box[0])
+        part = a.tensors[last].read().permute(order)
+        stack = b.tensors[last[:-1]]
+        box = stack.read((last[-1], 0, 0), (1, *stack.shape[1:]))
+        return torch.equal(part, box[0])
 
-    def _joins(self) -> None:
+    def _draft_joins(self) -> None:
         """Add rules for tensors of one module that the other side concatenates along dim 0."""
         for b in list(self.draft.right):
-            parts = self._joined(b)
+            parts = self._find_parts(b)
             if parts is not None:
-                stop, texts = 0, []
-                rest = " i" if len(b.shape) > 1 else ""
+                start, texts = 0, []
+                tail_axes = " i" if len(b.shape) > 1 else ""
                 for part in parts:
                     texts.append(
-                        _quoted(f"{part.name} :: s{rest} @ s[{stop}:{stop + part.shape[0]}]")
+                        _quote(f"{part.name} :: s{tail_axes} @ s[{start}:{start + part.shape[0]}]")
                     )
-                    stop += part.shape[0]
+                    start += part.shape[0]
                 hub = "[\n  " + ",\n  ".join(texts) + ",\n]"
-                self._rule(hub, _quoted(f"{b.name} :: s{rest}"), not self.values, b, *parts)
+                self._add_rule(hub, _quote(f"{b.name} :: s{tail_axes}"), not self.values, b, *parts)
 
-    def _joined(self, b: KeyGroup) -> Sequence[KeyGroup] | None:
-        near = [
+    def _find_parts(self, b: KeyGroup) -> Sequence[KeyGroup] | None:
+        candidates = [
             a
             for a in self.draft.left
             if a.uniform and a.shape and a.numbers == b.numbers and a.shape[1:] == b.shape[1:]
         ]
         by_module: dict[str, list[KeyGroup]] = {}
-        for a in near:
+        for a in candidates:
             module = a.pattern.rsplit(".", 2)[0]
             by_module.setdefault(module, []).append(a)
-        for alike in by_module.values():
+        for groups_of_module in by_module.values():
             for count in range(2, MAX_PARTS + 1):
-                for parts in permutations(alike, count):
+                for parts in permutations(groups_of_module, count):
                     if sum(part.shape[0] for part in parts) != b.shape[0]:
                         continue
                     if not self.values or [r for p in parts for r in p.rows] == b.rows:
@@ -344,5 +346,5 @@ class _Drafting:
         return None
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return json_text(json.dumps(text, ensure_ascii=False))  # TOML has the same escapes

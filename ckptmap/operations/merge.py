@@ -107,16 +107,18 @@ def merge(
     Optimizer state of the base is left behind. Raises SourceError CKM320 to CKM322 where base and
     adapter do not fit, PlanError CKM323 without `force`, and as `convert` does.
     """
-    of_run = {name: value for name, value in keywords.items() if name in RUN_OPTION_NAMES}
-    of_plan: Any = {name: value for name, value in keywords.items() if name not in of_run}
-    how = run_options_from(of_run, "merge()")
-    made = plan_merge(
-        base, adapter, to, force=force, adapter_config=adapter_config, leave=leave, **of_plan
+    run_keywords = {name: value for name, value in keywords.items() if name in RUN_OPTION_NAMES}
+    plan_keywords: Any = {
+        name: value for name, value in keywords.items() if name not in run_keywords
+    }
+    run_options = run_options_from(run_keywords, "merge()")
+    merge_plan = plan_merge(
+        base, adapter, to, force=force, adapter_config=adapter_config, leave=leave, **plan_keywords
     )
     if isinstance(base, Checkpoint):
-        return with_survival(made, run(made, dst, how))
-    with made.ckpt:
-        return with_survival(made, run(made, dst, how))
+        return with_survival(merge_plan, run(merge_plan, dst, run_options))
+    with merge_plan.ckpt:
+        return with_survival(merge_plan, run(merge_plan, dst, run_options))
 
 
 def plan_merge(
@@ -140,18 +142,18 @@ def plan_merge(
     ckpt = base if isinstance(base, Checkpoint) else open(base)
     try:
         to = to or own_setup(ckpt)
-        whole = merge_adapter(
+        merged = merge_adapter(
             ckpt, adapter, to, adapter_config, leave, config_from=options.get("config_from")
         )
-        made = plan(whole, to, optimizer="drop", **options)
-        again = [step for step in _gridded(made) if step.tensor.quantized]
-        if again and not force:
-            raise _refused(again, to)
+        merge_plan = plan(merged, to, optimizer="drop", **options)
+        quantized_again = [step for step in _quantizing_steps(merge_plan) if step.tensor.quantized]
+        if quantized_again and not force:
+            raise _refuse_quantizing(quantized_again, to)
     except BaseException:
         if ckpt is not base:
             ckpt.close()
         raise
-    return made
+    return merge_plan
 
 
 def own_setup(ckpt: Checkpoint) -> str:
@@ -162,28 +164,28 @@ def own_setup(ckpt: Checkpoint) -> str:
     return name if name in setups.names() else "hf"
 
 
-def _gridded(made: Plan) -> list[Encode]:
+def _quantizing_steps(merge_plan: Plan) -> list[Encode]:
     """Return the steps that quantize merged matrices."""
     return [
         step
-        for step in made.encodes
+        for step in merge_plan.encodes
         if step.encoding.name != "dense" and isinstance(step.tensor.encoding_, Merged)
     ]
 
 
-def _refused(again: Sequence[Encode], to: str) -> PlanError:
-    tried = again[:: max(1, len(again) // TRIED)][:TRIED]
+def _refuse_quantizing(quantized_again: Sequence[Encode], to: str) -> PlanError:
+    sampled_steps = quantized_again[:: max(1, len(quantized_again) // TRIED)][:TRIED]
     with one_torch_thread(True):
         estimates = [
-            (step.tensor.fqn, estimated) for step in tried if (estimated := _estimate(step))
+            (step.tensor.fqn, estimated) for step in sampled_steps if (estimated := _estimate(step))
         ]
-    told = "".join(f"; {fqn}: {survival}" for fqn, survival in estimates)
-    grid = again[0].encoding.name
+    estimates_text = "".join(f"; {fqn}: {survival}" for fqn, survival in estimates)
+    grid = quantized_again[0].encoding.name
     plain = setups.parse(to).setup.name
     return PlanError(
         "CKM323",
-        f"--to {to}: {len(again)} merged tensors would be rounded to the {grid} grid again, which"
-        f" can undo what the adapter adds{told}",
+        f"--to {to}: {len(quantized_again)} merged tensors would be rounded to the {grid} grid again, which"
+        f" can undo what the adapter adds{estimates_text}",
         f"--to {plain}-bf16 keeps it, or say --force",
     )
 
@@ -191,20 +193,20 @@ def _refused(again: Sequence[Encode], to: str) -> PlanError:
 # --------------------------------------------------------------------------------- survival
 
 
-def with_survival(made: Plan, report: Report) -> MergeReport:
+def with_survival(merge_plan: Plan, report: Report) -> MergeReport:
     """Return the report with the survival of each quantized matrix, measured in the output."""
     survival: dict[str, Survival] = {}
-    steps = _gridded(made)
+    steps = _quantizing_steps(merge_plan)
     if steps:
         with open(report.dst) as ckpt, one_torch_thread(True):
             for step in steps:
                 fqn = step.tensor.fqn
-                survival[fqn] = measured(step, _stored(ckpt[fqn]))
-    kept = {item.name: getattr(report, item.name) for item in fields(Report)}
-    return MergeReport(**kept, survival=survival)
+                survival[fqn] = measure_survival(step, _reader_of(ckpt[fqn]))
+    report_fields = {item.name: getattr(report, item.name) for item in fields(Report)}
+    return MergeReport(**report_fields, survival=survival)
 
 
-def _stored(out: LazyTensor) -> Callable[[Box, torch.Tensor], torch.Tensor]:
+def _reader_of(out: LazyTensor) -> Callable[[Box, torch.Tensor], torch.Tensor]:
     return lambda box, _: out.read(box.offsets, box.sizes)
 
 
@@ -217,23 +219,27 @@ def _estimate(step: Encode) -> Survival | None:
     )
     if any(refusals):
         return None
-    return measured(step, lambda _, values: _encoded(step.encoding, values, tensor.dtype))
+    return measure_survival(
+        step, lambda _, values: _round_trip(step.encoding, values, tensor.dtype)
+    )
 
 
-def measured(step: Encode, written: Callable[[Box, torch.Tensor], torch.Tensor]) -> Survival:
-    """Return the survival on a sample; `written(box, merged)` gives the written values of a box."""
+def measure_survival(
+    step: Encode, read_written: Callable[[Box, torch.Tensor], torch.Tensor]
+) -> Survival:
+    """Return the survival on a sample; `read_written(box, merged)` returns the written values of a box."""
     tensor, base = step.tensor, without_adapter(step.tensor)
-    squares = errors = along = 0.0
+    squares = errors = projected = 0.0
     for box in _sample(tensor.shape):
         before = base.read(box.offsets, box.sizes).double()
         merged = tensor.read(box.offsets, box.sizes)
-        wanted, got = merged.double() - before, written(box, merged).double() - before
-        squares += float((wanted * wanted).sum())
-        errors += float((got - wanted).square().sum())
-        along += float((got * wanted).sum())
+        delta, written_delta = merged.double() - before, read_written(box, merged).double() - before
+        squares += float((delta * delta).sum())
+        errors += float((written_delta - delta).square().sum())
+        projected += float((written_delta * delta).sum())
     if not squares:
         return Survival(0.0, 1.0)
-    return Survival((errors / squares) ** 0.5, along / squares)
+    return Survival((errors / squares) ** 0.5, projected / squares)
 
 
 def _sample(shape: tuple[int, ...]) -> Iterator[Box]:
@@ -248,7 +254,7 @@ def _sample(shape: tuple[int, ...]) -> Iterator[Box]:
         yield Box((start, *(0 for _ in shape[1:])), (count, *shape[1:]))
 
 
-def _encoded(encoding: Encoding, values: torch.Tensor, dtype: str) -> torch.Tensor:
+def _round_trip(encoding: Encoding, values: torch.Tensor, dtype: str) -> torch.Tensor:
     """Return the values, encoded and decoded again."""
     import torch
 

@@ -1,7 +1,7 @@
-"""Prove an output before it is published: our own readers open it, every tensor lies where planned.
+"""Prove an output before it is published: open it with our own readers, and compare it with the plan.
 
-What was quantized is decoded on a sample, for the error that the report states and to refuse values
-that became NaN or infinite.
+A sample of each quantized tensor is decoded: the report states its error, and values that became NaN
+or infinite are refused.
 """
 
 from __future__ import annotations

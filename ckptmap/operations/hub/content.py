@@ -83,17 +83,17 @@ class Content:
     @property
     def id(self) -> str:
         """An id of the content, the same on every machine."""
-        seen = hashlib.sha256()
+        digest = hashlib.sha256()
         for item in sorted(self.items, key=lambda item: item.path):
-            seen.update(f"{item.path} {item.nbytes} {item.sha256}\n".encode())
-        return seen.hexdigest()[:12]
+            digest.update(f"{item.path} {item.nbytes} {item.sha256}\n".encode())
+        return digest.hexdigest()[:12]
 
     @property
     def change(self) -> str:
         """The id, extended by the deletions: a pull request that began before a file was there
         cannot delete it."""
-        gone = hashlib.sha256("\n".join(sorted(self.deleted)).encode()).hexdigest()[:6]
-        return f"{self.id}-{gone}" if self.deleted else self.id
+        deletions = hashlib.sha256("\n".join(sorted(self.deleted)).encode()).hexdigest()[:6]
+        return f"{self.id}-{deletions}" if self.deleted else self.id
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +179,7 @@ def _item(file: Path, name: str, folder: str, sha256: Mapping[str, str]) -> Uplo
     return UploadItem(_in(folder, name), file.stat().st_size, digest, file)
 
 
-def written(folder: str, name: str, content: bytes) -> UploadItem:
+def content_item(folder: str, name: str, content: bytes) -> UploadItem:
     """Return an item with the given content."""
     digest = hashlib.sha256(content).hexdigest()
     return UploadItem(_in(folder, name), len(content), digest, content=content)
@@ -189,9 +189,11 @@ def _in(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def replaced(tree: Iterable[str], items: Sequence[UploadItem], folder: str) -> list[str]:
+def replaced_paths(tree: Iterable[str], items: Sequence[UploadItem], folder: str) -> list[str]:
     """Return old weights in `folder` that a loader could take in place of the new ones."""
-    mine = {item.path for item in items}
+    own_paths = {item.path for item in items}
     below = _in(folder, "")
     names = {path: path.removeprefix(below) for path in tree if path.startswith(below)}
-    return [path for path, name in names.items() if path not in mine and WEIGHTS.fullmatch(name)]
+    return [
+        path for path, name in names.items() if path not in own_paths and WEIGHTS.fullmatch(name)
+    ]

@@ -97,83 +97,85 @@ def _pull(
     started = time.monotonic()
     mirror, place = mirrored(parse(src), files.mounts)
     ckpt = open_in(files, src)
-    wanted, left = _chosen(ckpt, mirror, place)
-    said = unread_note(
+    entries, skipped = _choose_files(ckpt, mirror, place)
+    unread = unread_note(
         ckpt.index.unread_files
     )  # what is fetched is no longer left, the rest is told below
     notes = [
-        *(note for note in ckpt.notes if note not in said),
-        *([f"left on the Hub: {', '.join(left[:6])}"] if left else []),
+        *(note for note in ckpt.notes if note not in unread),
+        *([f"left on the Hub: {', '.join(skipped[:6])}"] if skipped else []),
     ]
     one_file, target = place.is_file(), named_place(dst)
-    nbytes = sum(entry.nbytes for entry in wanted.values())
-    if _has(target, wanted, one_file):
+    nbytes = sum(entry.nbytes for entry in entries.values())
+    if _is_complete(target, entries, one_file):
         notes.append("was complete already")
         if sync:
             sync_tree(target)
-        notes += clear_published(target, _digest(ckpt.origin, wanted), sync)
+        notes += clear_published(target, _digest(ckpt.origin, entries), sync)
     else:
         if overwrite and not is_pending(target):
-            refuse_stranger(target, wanted)
+            refuse_stranger(target, entries)
         with WorkDirectory.open(
-            target, _digest(ckpt.origin, wanted), one_file=one_file, overwrite=overwrite,
+            target, _digest(ckpt.origin, entries), one_file=one_file, overwrite=overwrite,
             nbytes=nbytes,
         ) as work:  # fmt: skip
-            _fetch(mirror, wanted, work)
+            _fetch(mirror, entries, work)
             _prove(work.out_dir / target.name if one_file else work.out_dir, ckpt)
-            work.publish([target.name] if one_file else wanted, sync)
+            work.publish([target.name] if one_file else entries, sync)
             notes += work.notes
     seconds = time.monotonic() - started
-    return PullReport(ckpt.origin, str(target), len(wanted), nbytes, seconds, notes)
+    return PullReport(ckpt.origin, str(target), len(entries), nbytes, seconds, notes)
 
 
-def _chosen(ckpt: Checkpoint, mirror: Mirror, place: Path) -> tuple[dict[str, Entry], list[str]]:
+def _choose_files(
+    ckpt: Checkpoint, mirror: Mirror, place: Path
+) -> tuple[dict[str, Entry], list[str]]:
     """Return the files by their names in the destination, and the names left on the Hub."""
-    mine = {*ckpt.index.files, *(str(place / name) for name in ckpt.index.missing_weights)}
+    index_files = {*ckpt.index.files, *(str(place / name) for name in ckpt.index.missing_weights)}
     if place.is_file():
         return {place.name: mirror.entry(str(place))}, []
     of_transformers = ckpt.index.container in ("hf", "hf-bin")
-    wanted, left = {}, []
+    entries, skipped = {}, []
     for file, entry in mirror.entries():
         name = Path(file).relative_to(place).as_posix()
-        if file not in mine and name.startswith(GIT):
+        if file not in index_files and name.startswith(GIT):
             continue
-        if file in mine or not name.endswith(OTHER_WEIGHTS) or not of_transformers:
-            wanted[name] = entry
+        if file in index_files or not name.endswith(OTHER_WEIGHTS) or not of_transformers:
+            entries[name] = entry
         else:
-            left.append(name)
-    return wanted, left
+            skipped.append(name)
+    return entries, skipped
 
 
-def _digest(origin: str, wanted: Mapping[str, Entry]) -> str:
-    lines = [origin, *(f"{name} {entry.digest}" for name, entry in sorted(wanted.items()))]
+def _digest(origin: str, entries: Mapping[str, Entry]) -> str:
+    lines = [origin, *(f"{name} {entry.digest}" for name, entry in sorted(entries.items()))]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _has(target: Path, wanted: Mapping[str, Entry], one_file: bool) -> bool:
+def _is_complete(target: Path, entries: Mapping[str, Entry], one_file: bool) -> bool:
     """Return whether the destination is complete: a run may have been killed after it published."""
-    files = {target if one_file else target / name: entry for name, entry in wanted.items()}
+    files = {target if one_file else target / name: entry for name, entry in entries.items()}
     return all(file.is_file() and entry.is_in(file) for file, entry in files.items())
 
 
-def _fetch(mirror: Mirror, wanted: Mapping[str, Entry], work: WorkDirectory) -> None:
+def _fetch(mirror: Mirror, entries: Mapping[str, Entry], work: WorkDirectory) -> None:
     """Download each file to where it is published from; keep those of an earlier run."""
-    coming = work.path / "coming"
-    for name, entry in wanted.items():
+    downloads = work.path / "coming"
+    for name, entry in entries.items():
         file = work.out_dir / (work.dst.name if work.one_file else name)
         if file.is_file() and entry.is_in(file):
             continue
-        came = mirror.repo.download(entry, coming)
+        download = mirror.repo.download(entry, downloads)
         file.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(came, file)
-    shutil.rmtree(coming, ignore_errors=True)
+        os.replace(download, file)
+    shutil.rmtree(downloads, ignore_errors=True)
 
 
-def _prove(written: Path, ckpt: Checkpoint) -> None:
+def _prove(path: Path, ckpt: Checkpoint) -> None:
     """Check that the download opens, and holds the tensors that the headers on the Hub listed."""
     try:
-        with open(written) as mine:
-            same = {fqn: mine.group(fqn).info for fqn in mine} == {
+        with open(path) as pulled:
+            is_equal = {fqn: pulled.group(fqn).info for fqn in pulled} == {
                 fqn: ckpt.group(fqn).info for fqn in ckpt
             }
     except CkptmapError as error:
@@ -182,7 +184,7 @@ def _prove(written: Path, ckpt: Checkpoint) -> None:
             f"{ckpt.origin}: what was fetched does not open: {error}",
             "run the same command again",
         ) from error
-    if not same:
+    if not is_equal:
         raise RunError(
             "CKM709",
             f"{ckpt.origin}: what was fetched holds other tensors",

@@ -1,7 +1,7 @@
 """push(): publish a checkpoint on the Hub.
 
-It is converted first where `to` says so, uploaded to a ref that nobody loads from, and checked
-there. Then all files appear at once.
+The checkpoint is converted first if `to` names a setup. Its files are uploaded to a ref that nobody
+loads from, and checked there. Then all of them appear at once.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ckptmap.operations.hub import model_card as cards
 from ckptmap.operations.hub.content import (
     Content,
     UploadItem,
+    content_item,
     items_of,
     manifest_of,
     names_of,
-    replaced,
-    written,
+    replaced_paths,
 )
 from ckptmap.operations.hub.staging import (
     MAIN,
     Stage,
     Target,
     advance_branch,
-    found_or_made,
+    find_or_create,
     merge_pull,
     open_branch,
     open_pull,
@@ -90,7 +90,7 @@ class PushReport:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _LocalCheckpoint:
     """A local checkpoint to publish; `fresh` where this push has just converted it."""
 
     path: Path
@@ -131,35 +131,41 @@ def push(
     PlanError or DestinationError before anything is written, RunError after that.
     """
     started = time.monotonic()
-    name = _name(repo, revision, pr)
+    name = _parse_name(repo, revision, pr)
     if not has_token():
         raise DestinationError(
             "CKM707", f"{name}: there is no token to push with", "log in first: hf auth login"
         )
-    source, made_plan = str(src) if is_hub(src) else src, None
+    source, new_plan = str(src) if is_hub(src) else src, None
     if to is not None:
-        made_plan = plan(source, to, **options)
-        made_plan.require_resolved()
+        new_plan = plan(source, to, **options)
+        new_plan.require_resolved()
     elif is_hub(src) or options:
-        raise _needs_to(src)
+        raise _missing_to(src)
     else:
         with open(src) as ckpt:  # raises before a repository is created
             names_of(Path(ckpt.path))
-    at = found_or_made(name, private)
-    made = _Made(Path(src), "", fresh=False)
-    if made_plan is not None:
-        shown = progress(made_plan.nbytes_out) if progress is not None else False
-        how = RunOptions(
-            device=device, max_memory=max_memory, low_disk=low_disk, digest="sha256", progress=shown
+    repository = find_or_create(name, private)
+    local = _LocalCheckpoint(Path(src), "", fresh=False)
+    if new_plan is not None:
+        on_bytes = progress(new_plan.nbytes_out) if progress is not None else False
+        run_options = RunOptions(
+            device=device,
+            max_memory=max_memory,
+            low_disk=low_disk,
+            digest="sha256",
+            progress=on_bytes,
         )
-        made = _converted(made_plan, at.id, work, how)
-    done = _publish(made, HubName(at.id, name.revision, name.path), to, pr, base_model, started)
-    if work is None and made.fresh:
-        shutil.rmtree(made.path.parent, ignore_errors=True)
-    return done
+        local = _convert(new_plan, repository.id, work, run_options)
+    report = _publish(
+        local, HubName(repository.id, name.revision, name.path), to, pr, base_model, started
+    )
+    if work is None and local.fresh:
+        shutil.rmtree(local.path.parent, ignore_errors=True)
+    return report
 
 
-def _name(repo: str, revision: str, pr: bool) -> HubName:
+def _parse_name(repo: str, revision: str, pr: bool) -> HubName:
     name = parse(repo if is_hub(repo) else SCHEME + repo)
     if revision and name.revision not in ("", revision):
         raise DestinationError(
@@ -187,7 +193,7 @@ def _name(repo: str, revision: str, pr: bool) -> HubName:
     return HubName(name.repo, branch, name.path)
 
 
-def _needs_to(src: str | os.PathLike[str]) -> DestinationError:
+def _missing_to(src: str | os.PathLike[str]) -> DestinationError:
     return DestinationError(
         "CKM715",
         f"{src}: is published as it is, expected a local checkpoint and no options of a conversion",
@@ -195,35 +201,42 @@ def _needs_to(src: str | os.PathLike[str]) -> DestinationError:
     )
 
 
-def _converted(
-    made: Plan, repo: str, work: str | os.PathLike[str] | None, how: RunOptions
-) -> _Made:
+def _convert(
+    new_plan: Plan, repo: str, work: str | os.PathLike[str] | None, run_options: RunOptions
+) -> _LocalCheckpoint:
     """Convert into a directory that the next run of the same plan finds again."""
     from huggingface_hub import cached_assets_path
 
-    place = (
-        Path(work) if work is not None else cached_assets_path("ckptmap", "push", made.digest[:16])
+    folder = (
+        Path(work)
+        if work is not None
+        else cached_assets_path("ckptmap", "push", new_plan.digest[:16])
     )
-    dst = place / (f"{repo.split('/')[1]}.pt" if made.one_file else "out")
-    report = run(made, dst, how)
-    return _Made(dst, made.ckpt.origin, fresh=True, notes=report.notes)
+    dst = folder / (f"{repo.split('/')[1]}.pt" if new_plan.one_file else "out")
+    report = run(new_plan, dst, run_options)
+    return _LocalCheckpoint(dst, new_plan.ckpt.origin, fresh=True, notes=report.notes)
 
 
 def _publish(
-    made: _Made, name: HubName, to: str | None, pr: bool, base: str | None, started: float
+    local: _LocalCheckpoint,
+    name: HubName,
+    to: str | None,
+    pr: bool,
+    base: str | None,
+    started: float,
 ) -> PushReport:
-    with open(made.path) as ckpt:
-        items, notes = items_of(ckpt, name.path, made.fresh)
+    with open(local.path) as ckpt:
+        items, notes = items_of(ckpt, name.path, local.fresh)
         target = Target.look(name.repo, name.revision)
-        items, more = _with_card(items, target, ckpt, made, name, to, base)
-    content = Content(items, replaced(target.tree, items, name.path))
-    notes = [*made.notes, *notes, *more, *_leftover_note(target, content)]
+        items, card_notes = _with_card(items, target, ckpt, local, name, to, base)
+    content = Content(items, replaced_paths(target.tree, items, name.path))
+    notes = [*local.notes, *notes, *card_notes, *_leftover_note(target, content)]
     if target.exists and content.is_in(target.tree):
         sweep(target)
         notes.append("was published already")
         return _report(target.repo, target, content, 0, started, notes)
-    what = f"Upload {to or ckpt.setup}"
-    stage = _stage(target, content, what, pr)
+    summary = f"Upload {to or ckpt.setup}"
+    stage = _stage(target, content, summary, pr)
     sent = stage.write()
     stage.check()
     notes += stage.notes
@@ -233,24 +246,26 @@ def _publish(
     if target.exists:
         _refuse_rivals(Target.look(name.repo, name.revision), content, name)
     (merge_pull if stage.pull is not None else advance_branch)(stage)
-    after = Target.look(name.repo, name.revision)
-    if not content.is_in(after.tree):
+    published = Target.look(name.repo, name.revision)
+    if not content.is_in(published.tree):
         raise RunError(
             "CKM713",
             f"{name}: does not hold the files of this push; somebody may have written at the same time",
             "look at its history on the Hub, then run the same command again",
         )
-    _refuse_rivals(after, content, name)
-    return _report(target.repo, after, content, sent, started, notes, stage)
+    _refuse_rivals(published, content, name)
+    return _report(target.repo, published, content, sent, started, notes, stage)
 
 
-def _refuse_rivals(now: Target, content: Content, name: HubName) -> None:
+def _refuse_rivals(target: Target, content: Content, name: HubName) -> None:
     """Raise RunError CKM714 where somebody has published other weights meanwhile.
 
     After a merge both would be there, and a loader might take either.
     """
     rivals = [
-        path for path in replaced(now.tree, content.items, name.path) if path not in content.deleted
+        path
+        for path in replaced_paths(target.tree, content.items, name.path)
+        if path not in content.deleted
     ]
     if rivals:
         raise RunError(
@@ -261,17 +276,17 @@ def _refuse_rivals(now: Target, content: Content, name: HubName) -> None:
         )
 
 
-def _stage(target: Target, content: Content, what: str, pr: bool) -> Stage:
+def _stage(target: Target, content: Content, summary: str, pr: bool) -> Stage:
     """Return a pull request; a work branch where the target is not main, or where the repository
     takes no pull requests."""
     if target.revision != MAIN:
-        return open_branch(target, content, what)
+        return open_branch(target, content, summary)
     try:
-        return open_pull(target, content, what)
+        return open_pull(target, content, summary)
     except RunError as error:
         if pr or error.code != "CKM707":
             raise
-        stage = open_branch(target, content, what)
+        stage = open_branch(target, content, summary)
         stage.notes.append(f"through a branch, not a pull request: {error.message}")
         return stage
 
@@ -280,27 +295,27 @@ def _with_card(
     items: list[UploadItem],
     target: Target,
     ckpt: Checkpoint,
-    made: _Made,
+    local: _LocalCheckpoint,
     name: HubName,
     to: str | None,
     base: str | None,
 ) -> tuple[list[UploadItem], list[str]]:
     """Add a model card where neither the repository nor the source has one; return notes, too."""
-    mine = {item.path: item for item in items}
+    by_path = {item.path: item for item in items}
     path = f"{name.path}/{cards.NAME}" if name.path else cards.NAME
     if path in target.tree:
-        if path not in mine:
+        if path not in by_path:
             return items, []
-        kept = [item for item in items if item.path != path]
-        same = mine[path].equals(target.tree[path])
-        return kept, [] if same else [f"{path}: the repository's own is kept"]
-    if path in mine:
+        others = [item for item in items if item.path != path]
+        is_equal = by_path[path].equals(target.tree[path])
+        return others, [] if is_equal else [f"{path}: the repository's own is kept"]
+    if path in by_path:
         return items, []
     manifest = manifest_of(ckpt)
-    origin = made.origin or (manifest or {}).get("source", {}).get("origin", "")
-    base_model = base or cards.base_of(origin, made.path)
-    text = cards.card(name.repo, base_model, to or ckpt.setup, manifest, _library(made.path))
-    return [*items, written(name.path, cards.NAME, text)], [f"{path}: a stub was written"]
+    origin = local.origin or (manifest or {}).get("source", {}).get("origin", "")
+    base_model = base or cards.base_of(origin, local.path)
+    text = cards.card(name.repo, base_model, to or ckpt.setup, manifest, _library(local.path))
+    return [*items, content_item(name.path, cards.NAME, text)], [f"{path}: a stub was written"]
 
 
 def _library(folder: Path) -> str | None:
@@ -314,15 +329,19 @@ def _library(folder: Path) -> str | None:
 
 def _leftover_note(target: Target, content: Content) -> list[str]:
     """Return a note on weights of the repository that this push does not replace."""
-    mine = {item.path for item in content.items} | set(content.deleted)
+    own_paths = {item.path for item in content.items} | set(content.deleted)
     kinds = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
-    left = [path for path in target.tree if path.endswith(kinds) and path not in mine]
-    return [f"left in the repository, perhaps other weights: {', '.join(left[:4])}"] if left else []
+    leftovers = [path for path in target.tree if path.endswith(kinds) and path not in own_paths]
+    return (
+        [f"left in the repository, perhaps other weights: {', '.join(leftovers[:4])}"]
+        if leftovers
+        else []
+    )
 
 
 def _report(
     url: str,
-    at: Target,
+    target: Target,
     content: Content,
     sent: int,
     started: float,
@@ -332,7 +351,7 @@ def _report(
 ) -> PushReport:
     deleted: Mapping[str, object] = {} if stage is None else stage.target.tree
     return PushReport(
-        at.repo, at.revision, at.head, url, len(content.items), content.nbytes, sent,
+        target.repo, target.revision, target.head, url, len(content.items), content.nbytes, sent,
         time.monotonic() - started, merged, stage.pull if stage else None,
         [path for path in content.deleted if path in deleted], notes,
     )  # fmt: skip

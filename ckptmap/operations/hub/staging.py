@@ -1,4 +1,4 @@
-"""Where a push uploads files before they are visible, and how they become visible all at once.
+"""The ref to which a push uploads files before they are visible, and the step that publishes them.
 
     to main            a pull request, found again by its title, merged once it is checked
     to another branch  a work branch; then one commit, or the branch itself where it is new
@@ -49,9 +49,9 @@ class Target:
     @classmethod
     def look(cls, repo: str, revision: str) -> Target:
         """Return the branch as it is; one that does not exist yet begins as main is."""
-        at = _at(repo, revision)
-        if at is not None:
-            return cls(repo, revision, at.commit, at.tree(kind=RunError))
+        branch = _at(repo, revision)
+        if branch is not None:
+            return cls(repo, revision, branch.commit, branch.tree(kind=RunError))
         main = _at(repo, MAIN)
         assert main is not None, f"{repo}: a repository has a main branch"
         return cls(repo, revision, main.commit, main.tree(kind=RunError), exists=False)
@@ -71,35 +71,35 @@ class Stage:
     # ------------------------------------------------------------------ writing
 
     def tree(self) -> tuple[str, Tree]:
-        at = _at(self.target.repo, self.ref)
-        assert at is not None, f"{self.ref}: was there a moment ago"
-        return at.commit, at.tree(kind=RunError)
+        branch = _at(self.target.repo, self.ref)
+        assert branch is not None, f"{self.ref}: was there a moment ago"
+        return branch.commit, branch.tree(kind=RunError)
 
     def write(self) -> int:
         """Upload what is not there yet, in batches; return its bytes."""
         head, tree = self.tree()
-        left, nbytes = self.content.left(tree), 0
-        gone = [path for path in self.content.deleted if path in tree]
-        while left or gone:
-            batch = [left.pop(0)] if left else []
-            while left and len(batch) < BATCH_FILES:
-                if sum(item.nbytes for item in (*batch, left[0])) > BATCH_NBYTES:
+        pending, nbytes = self.content.left(tree), 0
+        deletions = [path for path in self.content.deleted if path in tree]
+        while pending or deletions:
+            batch = [pending.pop(0)] if pending else []
+            while pending and len(batch) < BATCH_FILES:
+                if sum(item.nbytes for item in (*batch, pending[0])) > BATCH_NBYTES:
                     break
-                batch.append(left.pop(0))
+                batch.append(pending.pop(0))
             adds = [_addition(item) for item in batch]
-            head = self._commit(adds, [] if left else gone, head)
+            head = self._commit(adds, [] if pending else deletions, head)
             nbytes += sum(item.nbytes for item in batch)
-            gone = gone if left else []
+            deletions = deletions if pending else []
         return nbytes
 
-    def _commit(self, adds: list[CommitOperationAdd], gone: list[str], head: str) -> str:
+    def _commit(self, adds: list[CommitOperationAdd], deletions: list[str], head: str) -> str:
         with hub_errors(self.target.repo, RunError, "uploading"):
             api().preupload_lfs_files(self.target.repo, adds, revision=self.ref)
-            done = api().create_commit(
-                self.target.repo, [*adds, *_deletions(gone)], commit_message=self.title,
+            commit = api().create_commit(
+                self.target.repo, [*adds, *_deletions(deletions)], commit_message=self.title,
                 revision=self.ref, parent_commit=head,
             )  # fmt: skip
-        return done.oid
+        return commit.oid
 
     def check(self) -> None:
         """Raise RunError CKM713 where the ref does not hold exactly what it should."""
@@ -107,35 +107,36 @@ class Stage:
         wrong = [item.path for item in self.content.left(tree)]
         wrong += [path for path in self.content.deleted if path in tree]
         if wrong:
-            there = tree.get(wrong[0])
+            stored = tree.get(wrong[0])
+            digest = "nothing" if stored is None else stored.digest[:12]
             raise RunError(
                 "CKM713",
                 f"hf://{self.target.repo}@{self.ref}: {wrong[0]} is not what was sent"
-                f" ({len(wrong)} such), found {'nothing' if there is None else there.digest[:12]}",
+                f" ({len(wrong)} such), found {digest}",
                 f"{self.target.revision} is as it was; run the same command again",
             )
-        strange = self.foreign(tree)
-        if strange:
+        foreign = self.foreign(tree)
+        if foreign:
             raise RunError(
                 "CKM713",
-                f"hf://{self.target.repo}@{self.ref}: {strange[0]} differs from"
-                f" {self.target.revision}, which this push does not change ({len(strange)} such)",
+                f"hf://{self.target.repo}@{self.ref}: {foreign[0]} differs from"
+                f" {self.target.revision}, which this push does not change ({len(foreign)} such)",
                 f"{self.target.revision} is as it was; see who wrote there, then run again",
             )
 
     def foreign(self, tree: Tree) -> list[str]:
         """Return paths outside the content in which the ref differs from its target."""
-        mine = {item.path for item in self.content.items} | set(self.content.deleted)
-        paths = {*tree, *self.target.tree} - mine
+        own_paths = {item.path for item in self.content.items} | set(self.content.deleted)
+        paths = {*tree, *self.target.tree} - own_paths
         return sorted(path for path in paths if tree.get(path) != self.target.tree.get(path))
 
 
 # --------------------------------------------------------------------------- pull requests
 
 
-def open_pull(target: Target, content: Content, what: str) -> Stage:
+def open_pull(target: Target, content: Content, summary: str) -> Stage:
     """Return the pull request of an earlier run of this push, or a new one as a draft."""
-    title = f"{what} (ckptmap {content.change})"
+    title = f"{summary} (ckptmap {content.change})"
     with hub_errors(target.repo, RunError, "looking for its pull request"):
         pulls = [d for d in api().get_repo_discussions(target.repo) if _is_ours(d, content)]
     notes = []
@@ -144,14 +145,16 @@ def open_pull(target: Target, content: Content, what: str) -> Stage:
             notes.append(f"pull request {pull.num} began from another main: close it")
             continue
         stage = Stage(target, content, f"refs/pr/{pull.num}", title, pull.num)
-        strange = stage.foreign(stage.tree()[1])
-        if not strange:
+        foreign = stage.foreign(stage.tree()[1])
+        if not foreign:
             stage.notes.append(f"continued pull request {pull.num}")
             return stage
-        notes.append(f"pull request {pull.num} is not continued: {strange[0]} differs from main")
+        notes.append(f"pull request {pull.num} is not continued: {foreign[0]} differs from main")
     with hub_errors(target.repo, RunError, "opening a pull request"):
-        made = api().create_pull_request(target.repo, title, description=_description(content))
-    return Stage(target, content, f"refs/pr/{made.num}", title, made.num, notes)
+        pull_request = api().create_pull_request(
+            target.repo, title, description=_description(content)
+        )
+    return Stage(target, content, f"refs/pr/{pull_request.num}", title, pull_request.num, notes)
 
 
 def _is_ours(discussion: Discussion, content: Content) -> bool:
@@ -210,16 +213,16 @@ def page(stage: Stage) -> str:
 # -------------------------------------------------------------------------------- branches
 
 
-def open_branch(target: Target, content: Content, what: str) -> Stage:
+def open_branch(target: Target, content: Content, summary: str) -> Stage:
     """Return a work branch that begins at the target; an older one is replaced."""
     ref = f"ckptmap-{content.id}"
-    stage = Stage(target, content, ref, f"{what} (ckptmap {content.id})")
-    at = _at(target.repo, ref)
+    stage = Stage(target, content, ref, f"{summary} (ckptmap {content.id})")
+    branch = _at(target.repo, ref)
     with hub_errors(target.repo, RunError, "making a branch"):
-        if at is not None and stage.foreign(at.tree(kind=RunError)):
+        if branch is not None and stage.foreign(branch.tree(kind=RunError)):
             api().delete_branch(target.repo, branch=ref)
-            at = None
-        if at is None:
+            branch = None
+        if branch is None:
             api().create_branch(target.repo, branch=ref, revision=target.head)
         else:
             stage.notes.append(f"continued branch {ref}")
@@ -234,11 +237,11 @@ def advance_branch(stage: Stage) -> None:
             head, _ = stage.tree()
             api().create_branch(target.repo, branch=target.revision, revision=head)
         else:
-            left = content.left(target.tree)
-            gone = [path for path in content.deleted if path in target.tree]
-            adds = [_addition(item) for item in left]
+            pending = content.left(target.tree)
+            deletions = [path for path in content.deleted if path in target.tree]
+            adds = [_addition(item) for item in pending]
             api().create_commit(
-                target.repo, [*adds, *_deletions(gone)], commit_message=stage.title,
+                target.repo, [*adds, *_deletions(deletions)], commit_message=stage.title,
                 revision=target.revision, parent_commit=target.head,
             )  # fmt: skip
         api().delete_branch(target.repo, branch=stage.ref)
@@ -274,10 +277,10 @@ def _addition(item: UploadItem) -> CommitOperationAdd:
     from huggingface_hub import CommitOperationAdd
 
     with item.reading():
-        made = CommitOperationAdd(item.path, item.file or item.content)
+        operation = CommitOperationAdd(item.path, item.file or item.content)
     # It is known already, which saves reading the file once more.
-    made.upload_info.sha256 = bytes.fromhex(item.sha256)
-    return made
+    operation.upload_info.sha256 = bytes.fromhex(item.sha256)
+    return operation
 
 
 def _deletions(paths: list[str]) -> list[CommitOperationDelete]:
@@ -286,7 +289,7 @@ def _deletions(paths: list[str]) -> list[CommitOperationDelete]:
     return [CommitOperationDelete(path, is_folder=False) for path in paths]
 
 
-def found_or_made(name: HubName, private: bool) -> Repo:
+def find_or_create(name: HubName, private: bool) -> Repo:
     """Return the repository to push into; create it where there is none.
 
     Raises DestinationError CKM707 without a token, CKM711 where it was renamed, CKM712 where it is
