@@ -42,14 +42,14 @@ def expect(holds: object, message: str) -> None:
 
 
 @contextmanager
-def required(what: str) -> Iterator[None]:
+def required(title: str) -> Iterator[None]:
     """Turn any other exception of the block into an AssertionError that says what was being checked."""
     try:
         yield
     except AssertionError:
         raise
     except Exception as error:
-        raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+        raise AssertionError(f"{title}: {type(error).__name__}: {error}") from error
 
 
 def run_all(kit: Any) -> None:
@@ -77,24 +77,26 @@ def registered(*adapters: Adapter) -> Iterator[None]:
 
     This changes the registry of the whole process, so only one thread may use it at a time.
     """
-    mine: dict[str, list[Any]] = {}
+    own_adapters: dict[str, list[Any]] = {}
     for adapter in adapters:
-        mine.setdefault(group_of(adapter), []).append(adapter)
-    everything = registry._all
+        own_adapters.setdefault(group_of(adapter), []).append(adapter)
+    registered_adapters = registry._all
 
-    def with_mine(specs: Iterable[str], group: str) -> Iterator[object]:
-        first = mine.get(group, [])
+    def own_first(specs: Iterable[str], group: str) -> Iterator[object]:
+        first = own_adapters.get(group, [])
         yield from first
-        taken = {adapter.name for adapter in first}
+        own_names = {adapter.name for adapter in first}
         yield from (
-            other for other in everything(specs, group) if getattr(other, "name", "") not in taken
+            other
+            for other in registered_adapters(specs, group)
+            if getattr(other, "name", "") not in own_names
         )
 
-    registry._all = with_mine
+    registry._all = own_first
     try:
         yield
     finally:
-        registry._all = everything
+        registry._all = registered_adapters
 
 
 @contextmanager
@@ -104,20 +106,20 @@ def bytes_read() -> Iterator[list[int]]:
     Without /proc it counts only the reads of `Files`.
     """
     counter = [0]
-    before, plain = _rchar(), Files.read_into
+    read_before, original = _rchar(), Files.read_into
 
     def counted(
         self: Files, file: str, offset: int, buffers: Sequence[memoryview], has_gaps: bool = False
     ) -> None:
         counter[0] += sum(buffer.nbytes for buffer in buffers)
-        plain(self, file, offset, buffers, has_gaps)
+        original(self, file, offset, buffers, has_gaps)
 
     Files.read_into = counted  # type: ignore[method-assign]
     try:
         yield counter
     finally:
-        Files.read_into = plain  # type: ignore[method-assign]
-        counter[0] = max(counter[0], _rchar() - before)
+        Files.read_into = original  # type: ignore[method-assign]
+        counter[0] = max(counter[0], _rchar() - read_before)
 
 
 def _rchar() -> int:

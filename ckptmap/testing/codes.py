@@ -21,7 +21,7 @@ MAX_ERROR = 0.05
 """Largest relative rms error of values whose codes are kept and whose scales are rounded."""
 
 
-def check_codes(what: str, encoding: Encoding, info: TensorInfo, parts: Parts) -> None:
+def check_codes(title: str, encoding: Encoding, info: TensorInfo, parts: Parts) -> None:
     """Raise AssertionError unless the codes of an encoding can be kept.
 
     Codes read by boxes must equal those of the whole tensor, scales must fit the grid, and an encoding that
@@ -32,22 +32,22 @@ def check_codes(what: str, encoding: Encoding, info: TensorInfo, parts: Parts) -
     grid = encoding.grid(info)
     if grid is None:
         return
-    expect(grid == encoding.grid(info), f"{what}: another grid when asked again")
-    whole = _codes(what, encoding, info, parts, grid, Box.whole(grid.codes.shape))
+    expect(grid == encoding.grid(info), f"{title}: another grid when asked again")
+    whole = _codes(title, encoding, info, parts, grid, Box.whole(grid.codes.shape))
     draw = random.Random(info.numel)
     for _ in range(BOXES):
         box = random_box(grid.codes.shape, draw)
-        part = _codes(what, encoding, info, parts, grid, box)
-        expect(same(part, cut(whole, box)), f"{what}: other codes at {box} than the whole has")
+        part = _codes(title, encoding, info, parts, grid, box)
+        expect(same(part, cut(whole, box)), f"{title}: other codes at {box} than the whole has")
     scales = encoding.scales(info, {name: parts[name] for name in encoding.scale_parts(info)})
-    expect(info_of(scales) == TensorInfo(grid.scales, "float32"), f"{what}: scales {scales.shape}")
-    expect(bool(scales.isfinite().all()), f"{what}: scales of finite values are not finite")
+    expect(info_of(scales) == TensorInfo(grid.scales, "float32"), f"{title}: scales {scales.shape}")
+    expect(bool(scales.isfinite().all()), f"{title}: scales of finite values are not finite")
     if isinstance(encoding, Recodes):
-        _check_taken(what, encoding, info, parts, grid, whole, scales)
+        _check_own_codes(title, encoding, info, parts, grid, whole, scales)
 
 
 def _codes(
-    what: str, encoding: Coded, info: TensorInfo, parts: Parts, grid: CodeGrid, box: Box
+    title: str, encoding: Coded, info: TensorInfo, parts: Parts, grid: CodeGrid, box: Box
 ) -> torch.Tensor:
     import torch
 
@@ -61,8 +61,8 @@ def _codes(
     return out
 
 
-def _check_taken(
-    what: str,
+def _check_own_codes(
+    title: str,
     encoding: Encoding,
     info: TensorInfo,
     parts: Parts,
@@ -75,12 +75,12 @@ def _check_taken(
 
     assert isinstance(encoding, Recodes)
     recoder = encoding.recoder(info, grid, "cpu")
-    expect(recoder is not None, f"{what}: does not take its own codes")
+    expect(recoder is not None, f"{title}: does not take its own codes")
     described = encoding.parts(info)
     assert recoder is not None and not isinstance(described, Refusal)
     fidelities = ("codes", "exact")
-    expect(recoder.fidelity in fidelities, f"{what}: fidelity {recoder.fidelity!r}")
-    assembly, flat, step = Assembly(what, described, in_order=True), codes.view(-1), recoder.step
+    expect(recoder.fidelity in fidelities, f"{title}: fidelity {recoder.fidelity!r}")
+    assembly, flat, step = Assembly(title, described, in_order=True), codes.view(-1), recoder.step
     for at in range(0, flat.numel(), 3 * step):
         for write in recoder.feed(at, flat[at : at + 3 * step], scales):
             assembly.take(write)
@@ -88,13 +88,13 @@ def _check_taken(
         assembly.take(write)
     before, after = (_decoded(encoding, info, parts_of) for parts_of in (parts, assembly.parts()))
     if recoder.fidelity == "exact":
-        expect(same(before, after), f"{what}: says exact, but its own codes decode differently")
+        expect(same(before, after), f"{title}: says exact, but its own codes decode differently")
         return
     difference = (before.double() - after.double()).square().mean().sqrt()
     size = before.double().square().mean().sqrt()
     error = float(difference / size) if before.numel() and float(size) else 0.0
-    expect(error <= MAX_ERROR, f"{what}: an error of {error:.3f} by its own codes")
-    expect(torch.isfinite(after).all().item() is True, f"{what}: values that are not finite")
+    expect(error <= MAX_ERROR, f"{title}: an error of {error:.3f} by its own codes")
+    expect(torch.isfinite(after).all().item() is True, f"{title}: values that are not finite")
 
 
 def _decoded(encoding: Encoding, info: TensorInfo, parts: Parts) -> torch.Tensor:

@@ -83,46 +83,54 @@ class ContainerKit(Workbench):
         """Check that slots do not overlap, lie inside their files, and hold every element; files stay in the destination."""
         for world_size in (1, 2, 3) if self.setup.sharded else (1,):
             options = {"world_size": world_size} if self.setup.sharded else {}
-            made = self.planned(self.source, **options)
-            state, name, files = self.seen(made)
+            plan = self.planned(self.source, **options)
+            state, name, files = self.writer_call(plan)
             check_files(files, self.setup.name)
             expect(
                 not self.writer.one_file or len(files) == 1,
                 f"{self.setup.name}: one_file, but {len(files)} files",
             )
-            again = self.writer.files(state, name)
-            for a, b in zip(files, again, strict=True):
-                same = (a.name, a.nbytes, list(a.slots)) == (b.name, b.nbytes, list(b.slots))
+            files_again = self.writer.files(state, name)
+            for a, b in zip(files, files_again, strict=True):
+                is_equal = (a.name, a.nbytes, list(a.slots)) == (b.name, b.nbytes, list(b.slots))
                 expect(
-                    same, f"{self.setup.name}: {a.name} is laid out differently when asked again"
+                    is_equal,
+                    f"{self.setup.name}: {a.name} is laid out differently when asked again",
                 )
 
     def seals(self) -> None:
         """Check that slots and seal together write every byte of a file, and the file has the announced size."""
-        made = self.planned(self.source)
-        _, _, files = self.seen(made)
-        tensors = self.held(made)
+        plan = self.planned(self.source)
+        _, _, files = self.writer_call(plan)
+        tensors = self.expected_tensors(plan)
         for out in files:
             for manifest in (None, b'{"kit": 1}') if out.holds_manifest else (None,):
-                dark = image(out, tensors, 0xAA, manifest)
-                again = image(out, tensors, 0xAA, manifest)
-                expect(again == dark, f"{self.setup.name}: {out.name}: sealed again, other bytes")
-                light = image(out, tensors, 0x55, manifest)
-                left = [i for i, (a, b) in enumerate(zip(dark, light, strict=True)) if a != b]
+                zeroed_image = image(out, tensors, 0xAA, manifest)
+                sealed_again = image(out, tensors, 0xAA, manifest)
                 expect(
-                    not left,
-                    f"{self.setup.name}: {out.name}: nothing writes byte {left[:1]} ({len(left)} such)",
+                    sealed_again == zeroed_image,
+                    f"{self.setup.name}: {out.name}: sealed again, other bytes",
+                )
+                filled_image = image(out, tensors, 0x55, manifest)
+                unwritten = [
+                    i
+                    for i, (a, b) in enumerate(zip(zeroed_image, filled_image, strict=True))
+                    if a != b
+                ]
+                expect(
+                    not unwritten,
+                    f"{self.setup.name}: {out.name}: nothing writes byte {unwritten[:1]} ({len(unwritten)} such)",
                 )
                 expect(
-                    manifest is not None or len(dark) == out.nbytes,
-                    f"{self.setup.name}: {out.name}: {len(dark)} bytes, {out.nbytes} were said",
+                    manifest is not None or len(zeroed_image) == out.nbytes,
+                    f"{self.setup.name}: {out.name}: {len(zeroed_image)} bytes, {out.nbytes} were said",
                 )
 
     def round_trips(self) -> None:
         """Check that tensors, names, ties and plain values are read back; the files hold the planned bytes."""
-        made = self.planned(self.source)
-        _, _, files = self.seen(made)
-        tensors = self.held(made)
+        plan = self.planned(self.source)
+        _, _, files = self.writer_call(plan)
+        tensors = self.expected_tensors(plan)
         with opened(self.output, self.container) as ckpt:
             manifest = None if ckpt.index.manifest is None else ckpt.index.manifest()
             for out in files:
@@ -170,29 +178,29 @@ class ContainerKit(Workbench):
         """Check that a second run writes the same bytes, with any number of threads."""
         first = contents(self.output)
         for threads in (1, 4):
-            again = contents(self.converted(self.source, f"threads_{threads}", threads=threads))
-            differ = [name for name in first | again if first.get(name) != again.get(name)]
-            expect(not differ, f"{self.setup.name}: {threads} threads: {differ[:1]} differs")
+            files = contents(self.converted(self.source, f"threads_{threads}", threads=threads))
+            differing = [name for name in first | files if first.get(name) != files.get(name)]
+            expect(not differing, f"{self.setup.name}: {threads} threads: {differing[:1]} differs")
 
     def names(self) -> None:
         """Check that an odd name is stored, or refused by PlanError before a byte is written."""
-        wrong = {}
+        failures = {}
         for number, key in enumerate(samples.ODD_KEYS):
-            tensors = {key: samples.bits((2, 3), "float32", number), "other": self.one}
+            tensors = {key: samples.bits((2, 3), "float32", number), "other": self.small_tensor}
             try:
                 self._round_trip(f"odd_{number}", tensors)
             except (SourceError, PlanError):
                 continue
             except Exception as error:
-                wrong[key] = f"{type(error).__name__}: {error}"
-        for key, text in wrong.items():
-            expect(False, f"{self.setup.name}: {key!r:.40} ({len(wrong)} such names): {text}")
+                failures[key] = f"{type(error).__name__}: {error}"
+        for key, text in failures.items():
+            expect(False, f"{self.setup.name}: {key!r:.40} ({len(failures)} such names): {text}")
 
     def empties(self) -> None:
         """Check that tensors without elements, and without dims, keep their shapes."""
         shapes = ((), (0,), (0, 3), (3, 0), (1, 0, 2))
         tensors = {f"e{i}.weight": samples.bits(s, "float32", i) for i, s in enumerate(shapes)}
-        self._round_trip("empties", {**tensors, "other": self.one})
+        self._round_trip("empties", {**tensors, "other": self.small_tensor})
 
     def records(self) -> None:
         """Check that records of encodings are read back from the files, without a manifest.
@@ -201,21 +209,21 @@ class ContainerKit(Workbench):
         """
         if self.setup.dense:
             return
-        state, name, _ = self.seen(self.planned(self.source))
+        state, name, _ = self.writer_call(self.planned(self.source))
         key = ".".join(map(str, state.tensors[0].path))
         records = {key: {"scheme": "kit", "version": 1, "shape": [2, 3], "größe": None}}
         state = replace(state, extra={}, records=records)
         try:
-            outs = self.writer.files(state, name)
+            files = self.writer.files(state, name)
         except PlanError:
             return
-        tensors = self.held(self.planned(self.source))
+        tensors = self.expected_tensors(self.planned(self.source))
         folder = self.tmp_path / "records"
         folder.mkdir()
-        for out in outs:
+        for out in files:
             (folder / out.name).parent.mkdir(parents=True, exist_ok=True)
             (folder / out.name).write_bytes(image(out, tensors))
-        path = folder / outs[0].name if self.writer.one_file else folder
+        path = folder / files[0].name if self.writer.one_file else folder
         expect(claims(self.container, path), f"{self.setup.name}: with records it is not claimed")
         index = indexed(self.container, path)
         expect(index.records == records, f"{self.setup.name}: records {index.records}, {records}")
@@ -224,8 +232,8 @@ class ContainerKit(Workbench):
 
     def duplicates(self) -> None:
         """Check that a tensor path that occurs twice is refused by PlanError, as is a plain value at a tensor's path."""
-        made = self.planned(self.source)
-        state, name, _ = self.seen(made)
+        plan = self.planned(self.source)
+        state, name, _ = self.writer_call(plan)
         tensor = next(t for t in state.tensors if t.alias_of is None)
         self._refused(replace(state, tensors=[*state.tensors, tensor]), name, tensor.path)
         if self.setup.holds_extra and self.setup.places is None and self.setup.filing is None:
@@ -282,13 +290,16 @@ class ContainerKit(Workbench):
         with self.together():
             convert(self.source, out, self.setup.name, **self.options)
         self._equal(contents(out), contents(self.output), name)
-        left = [path.name for path in out.parent.iterdir() if path != out]
-        expect(not left, f"{self.setup.name}: {name}, continued, and {left[:1]} is left beside it")
+        leftovers = [path.name for path in out.parent.iterdir() if path != out]
+        expect(
+            not leftovers,
+            f"{self.setup.name}: {name}, continued, and {leftovers[:1]} is left beside it",
+        )
 
     def _equal(self, files: Mapping[str, bytes], whole: Mapping[str, bytes], name: str) -> None:
-        differ = [file for file in {**files, **whole} if files.get(file) != whole.get(file)]
-        differ = [file for file in differ if file != manifests.NAME]
-        expect(not differ, f"{self.setup.name}: {name}, continued, and {differ[:1]} differs")
+        differing = [file for file in {**files, **whole} if files.get(file) != whole.get(file)]
+        differing = [file for file in differing if file != manifests.NAME]
+        expect(not differing, f"{self.setup.name}: {name}, continued, and {differing[:1]} differs")
 
     def headers_only(self) -> None:
         """Check that opening reads no more of a large checkpoint than of a small one: headers only."""

@@ -55,54 +55,57 @@ class SchemeKit:
         self.scheme = scheme
 
     @cached_property
-    def tries(self) -> list[_Try]:
+    def attempts(self) -> list[_Attempt]:
         """One try for each shape and dtype that the scheme encodes."""
         infos = (TensorInfo(shape, dtype) for dtype in DTYPES for shape in SHAPES)
         pairs = ((_encoding(self.scheme, info), info) for info in infos)
-        return [_Try(self.scheme, encoding, info) for encoding, info in pairs if encoding]
+        return [_Attempt(self.scheme, encoding, info) for encoding, info in pairs if encoding]
 
     def takes(self) -> None:
         """Check that a target takes some tensors, and refuses the others with a reason."""
         name, suffix = self.scheme.name, self.scheme.suffix
         expect(name, "a scheme needs a name")
-        expect(self.tries or not suffix, f"{name}: is a target, but refuses every tensor")
+        expect(self.attempts or not suffix, f"{name}: is a target, but refuses every tensor")
 
     def describes(self) -> None:
         """Check that the encoder writes the parts that `parts()` announces: names, shapes, dtypes, each element once."""
-        for each in self.tries:
-            for name, part in each.parts.items():
+        for attempt in self.attempts:
+            for name, part in attempt.parts.items():
                 info = info_of(part)
-                expect(info == each.described[name], f"{each.what}: part {name!r} is {info}")
+                expect(
+                    info == attempt.expected_parts[name],
+                    f"{attempt.title}: part {name!r} is {info}",
+                )
 
     def pieces(self) -> None:
         """Check that the size of the pieces in which values are fed does not change a bit."""
-        for each in self.tries:
-            each.pieces_make_no_difference()
+        for attempt in self.attempts:
+            attempt.pieces_make_no_difference()
 
     def values(self) -> None:
         """Check that decoded values equal torch's cast, or are near it where the encoding is lossy, each time."""
-        for each in self.tries:
-            each.values_survive()
+        for attempt in self.attempts:
+            attempt.values_survive()
 
     def boxes(self) -> None:
         """Check that a decoded box equals that box of the whole, given only the parts' boxes that `part_box` names."""
-        for each in self.tries:
-            each.boxes(empty=False)
+        for attempt in self.attempts:
+            attempt.boxes(empty=False)
 
     def empty_boxes(self) -> None:
         """Check that empty boxes can be decoded like any other, at the end of the tensor too."""
-        for each in self.tries:
-            each.boxes(empty=True)
+        for attempt in self.attempts:
+            attempt.boxes(empty=True)
 
     def codes(self) -> None:
         """Check that codes that another encoding could keep are as announced, and the encoding takes its own."""
-        for each in self.tries:
-            check_codes(each.what, each.encoding, each.info, each.parts)
+        for attempt in self.attempts:
+            check_codes(attempt.title, attempt.encoding, attempt.info, attempt.parts)
 
     def recognised(self) -> None:
         """Check that `group()` finds the tensor again among others, by its record after a trip through JSON."""
-        for each in self.tries:
-            each.recognised()
+        for attempt in self.attempts:
+            attempt.recognised()
 
     def strangers(self) -> None:
         """Check that the scheme leaves tensors and objects of others alone."""
@@ -140,22 +143,22 @@ def _encoding(scheme: Scheme, info: TensorInfo) -> Encoding | None:
     """Return the encoding that `encoding()` forces, None if it refuses; it must agree with `target()`."""
     forced = scheme.encoding(info)
     target = scheme.target("layers.0.fc.weight", info)
-    what = f"{scheme.name}: {info}"
+    title = f"{scheme.name}: {info}"
     if isinstance(forced, Refusal):
-        expect(forced.reason.strip(), f"{what}: refused without a reason")
-        expect(target is None, f"{what}: refused by encoding(), but target() takes it")
+        expect(forced.reason.strip(), f"{title}: refused without a reason")
+        expect(target is None, f"{title}: refused by encoding(), but target() takes it")
         return None
-    expect(target is None or target == forced, f"{what}: target() {target}, encoding() {forced}")
-    expect(scheme.encoding(info) == forced, f"{what}: another encoding when asked again")
+    expect(target is None or target == forced, f"{title}: target() {target}, encoding() {forced}")
+    expect(scheme.encoding(info) == forced, f"{title}: another encoding when asked again")
     expect(
         hash(forced) == hash(scheme.encoding(info)),
-        f"{what}: {forced} is not a frozen value with a stable hash",
+        f"{title}: {forced} is not a frozen value with a stable hash",
     )
     return forced
 
 
 @dataclass(frozen=True)
-class _Try:
+class _Attempt:
     """One encoding applied to one logical tensor of random values."""
 
     scheme: Scheme
@@ -163,11 +166,11 @@ class _Try:
     info: TensorInfo
 
     @property
-    def what(self) -> str:
+    def title(self) -> str:
         return f"{self.scheme.name}: {self.info}"
 
     @cached_property
-    def given(self) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         import torch
 
         maker = torch.Generator().manual_seed(self.info.numel)
@@ -187,16 +190,18 @@ class _Try:
     # ------------------------------------------------------------------ what it says
 
     @cached_property
-    def described(self) -> Mapping[str, TensorInfo]:
+    def expected_parts(self) -> Mapping[str, TensorInfo]:
         parts = self.encoding.parts(self.info)
-        expect(not isinstance(parts, Refusal), f"{self.what}: encoding() gives it, parts() refuses")
+        expect(
+            not isinstance(parts, Refusal), f"{self.title}: encoding() gives it, parts() refuses"
+        )
         assert not isinstance(parts, Refusal)
-        expect(parts, f"{self.what}: no parts")
+        expect(parts, f"{self.title}: no parts")
         for name, part in parts.items():
             good = part.dtype in ITEMSIZE and not name.startswith(".") and not name.endswith(".")
-            expect(good, f"{self.what}: part {name!r} of {part}")
+            expect(good, f"{self.title}: part {name!r} of {part}")
         expect(
-            self.encoding.parts(self.info) == parts, f"{self.what}: other parts when asked again"
+            self.encoding.parts(self.info) == parts, f"{self.title}: other parts when asked again"
         )
         return parts
 
@@ -205,7 +210,7 @@ class _Try:
     def encoded(self, counts: Sequence[int]) -> Parts:
         """Return the parts, encoded from feeds of `counts` elements in row-major order."""
         encoder = self.encoding.encoder(self.info, "cpu")
-        expect(encoder.step >= 1, f"{self.what}: a step of {encoder.step}")
+        expect(encoder.step >= 1, f"{self.title}: a step of {encoder.step}")
         feeds, at = [], 0
         for count in counts:
             feeds.append((at, count))
@@ -213,8 +218,8 @@ class _Try:
         return self._collected(encoder, feeds)
 
     def _collected(self, encoder: Encoder, feeds: Iterable[tuple[int, int]]) -> Parts:
-        flat = self.given.reshape(-1)
-        assembly = Assembly(self.what, self.described, in_order=not encoder.splittable)
+        flat = self.values.reshape(-1)
+        assembly = Assembly(self.title, self.expected_parts, in_order=not encoder.splittable)
         for offset, count in feeds:
             given = flat[offset : offset + count].clone()
             for write in encoder.feed(offset, given):
@@ -231,17 +236,20 @@ class _Try:
             if numel > 64 * size:
                 size = -(-numel // 64 // step) * step
             counts = [min(size, numel - at) for at in range(0, numel, size)]
-            again = self.encoded(counts)
-            self._equal(again, f"fed {size} elements at a time")
+            parts = self.encoded(counts)
+            self._equal(parts, f"fed {size} elements at a time")
         if encoder.splittable and numel:
             feeds = [(at, min(step, numel - at)) for at in range(0, numel, step)]
             feeds = feeds if len(feeds) < 64 else [(0, step), (step, numel - step)]
-            again = self._collected(encoder, reversed(feeds))
-            self._equal(again, "fed backwards")
+            parts = self._collected(encoder, reversed(feeds))
+            self._equal(parts, "fed backwards")
 
-    def _equal(self, again: Parts, how: str) -> None:
+    def _equal(self, parts_again: Parts, condition: str) -> None:
         for name, part in self.parts.items():
-            expect(same(part, again[name]), f"{self.what}: part {name!r} differs when {how}")
+            expect(
+                same(part, parts_again[name]),
+                f"{self.title}: part {name!r} differs when {condition}",
+            )
 
     # ------------------------------------------------------------------ decoding
 
@@ -251,36 +259,36 @@ class _Try:
         given = {}
         for name, part in self.parts.items():
             where = self.encoding.part_box(self.info, name, box)
-            expect(where is not None, f"{self.what}: part {name!r} cannot be cut at {box}")
+            expect(where is not None, f"{self.title}: part {name!r} cannot be cut at {box}")
             assert where is not None
-            self._inside(name, where, info_of(part))
+            self._check_inside(name, where, info_of(part))
             given[name] = cut(part, where).contiguous()
         out = torch.full(box.sizes, 1, dtype=getattr(torch, self.info.dtype))
         self.encoding.decode(self.info, given, box, out)
         return out
 
-    def _inside(self, name: str, where: Box, part: TensorInfo) -> None:
+    def _check_inside(self, name: str, where: Box, part: TensorInfo) -> None:
         good = len(where.sizes) == len(part.shape) and all(
             o >= 0 and n >= 0 and o + n <= limit
             for o, n, limit in zip(where.offsets, where.sizes, part.shape, strict=True)
         )
-        expect(good, f"{self.what}: part_box of {name!r} gives {where}, outside {part}")
+        expect(good, f"{self.title}: part_box of {name!r} gives {where}, outside {part}")
 
     def values_survive(self) -> None:
         import torch
 
-        values, parts, whole = self.given, self.parts, self.whole
-        again = self.decoded(Box.whole(self.info.shape))
-        expect(same(whole, again), f"{self.what}: decodes differently the second time")
+        values, parts, whole = self.values, self.parts, self.whole
+        decoded_again = self.decoded(Box.whole(self.info.shape))
+        expect(same(whole, decoded_again), f"{self.title}: decodes differently the second time")
         if list(parts) == [""] and parts[""].shape == values.shape:
             expected = values.to(parts[""].dtype)
-            expect(same(parts[""], expected), f"{self.what}: the part is not values.to(dtype)")
-            expect(same(whole, expected.to(values.dtype)), f"{self.what}: other values come back")
+            expect(same(parts[""], expected), f"{self.title}: the part is not values.to(dtype)")
+            expect(same(whole, expected.to(values.dtype)), f"{self.title}: other values come back")
         elif values.numel():
             wide = torch.float64
             difference = (whole.to(wide) - values.to(wide)).square().mean().sqrt()
             error = float(difference / values.to(wide).square().mean().sqrt())
-            expect(error <= MAX_ERROR, f"{self.what}: a relative rms error of {error:.3f}")
+            expect(error <= MAX_ERROR, f"{self.title}: a relative rms error of {error:.3f}")
 
     def boxes(self, empty: bool) -> None:
         draw = random.Random(self.info.numel)
@@ -290,7 +298,7 @@ class _Try:
             if None in cuts:
                 continue  # None: the tensor must be decoded whole, which is allowed and slower
             same_values = same(self.decoded(box), cut(self.whole, box))
-            expect(same_values, f"{self.what}: decoded at {box}, other values than the whole has")
+            expect(same_values, f"{self.title}: decoded at {box}, other values than the whole has")
 
     # ------------------------------------------------------------------ recognised again
 
@@ -303,19 +311,19 @@ class _Try:
             lying = on_disk(Path(folder) / "parts", self.encoding, self.parts, "a.w")
             other = {"a.bias": stored(TensorInfo((4,), "float32"))}
             groups = self.scheme.group({**other, **lying}, records)
-            expect(len(groups) == 1, f"{self.what}: stored once, group() finds {len(groups)}")
+            expect(len(groups) == 1, f"{self.title}: stored once, group() finds {len(groups)}")
             group, consumed = groups[0]
             self._check_group(group, consumed, lying)
             files = Files()
             read = LazyTensor("a.w", group, files).read()
             files.close()
-            expect(same(read, self.whole), f"{self.what}: other values when read again")
+            expect(same(read, self.whole), f"{self.title}: other values when read again")
 
     def _check_group(self, group: Group, used: Sequence[str], stored: Mapping[str, object]) -> None:
-        expect(group.fqn == "a.w", f"{self.what}: found again as {group.fqn!r}")
-        expect(group.info == self.info, f"{self.what}: found again as {group.info}")
-        expect(group.encoding == self.encoding, f"{self.what}: found again as {group.encoding}")
+        expect(group.fqn == "a.w", f"{self.title}: found again as {group.fqn!r}")
+        expect(group.info == self.info, f"{self.title}: found again as {group.info}")
+        expect(group.encoding == self.encoding, f"{self.title}: found again as {group.encoding}")
         expect(
             sorted(used) == sorted(stored),
-            f"{self.what}: consumes {sorted(used)}, expected its parts {sorted(stored)}",
+            f"{self.title}: consumes {sorted(used)}, expected its parts {sorted(stored)}",
         )

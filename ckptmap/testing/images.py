@@ -43,23 +43,23 @@ def image(
     return bytes(content)
 
 
-def check_files(outs: Sequence[OutFile], what: str) -> None:
+def check_files(outs: Sequence[OutFile], title: str) -> None:
     """Raise AssertionError for a file name that repeats or leaves the destination, or slots that overlap."""
     names = [out.name for out in outs]
-    expect(names, f"{what}: the writer plans no file")
-    expect(len(set(names)) == len(names), f"{what}: a file name occurs twice in {sorted(names)}")
+    expect(names, f"{title}: the writer plans no file")
+    expect(len(set(names)) == len(names), f"{title}: a file name occurs twice in {sorted(names)}")
     for out in outs:
         path = PurePosixPath(out.name)
         safe = not path.is_absolute() and ".." not in path.parts and path.parts
-        expect(safe and "\0" not in out.name, f"{what}: file {out.name!r} leaves the destination")
+        expect(safe and "\0" not in out.name, f"{title}: file {out.name!r} leaves the destination")
         for slot in out.slots:
             inside = slot.offset >= 0 and slot.offset + slot.nbytes <= out.nbytes
-            expect(inside, f"{what}: {out.name}: the slot of {slot.path} leaves the file")
+            expect(inside, f"{title}: {out.name}: the slot of {slot.path} leaves the file")
         filled = sorted((s for s in out.slots if s.nbytes), key=lambda slot: slot.offset)
         for before, after in pairwise(filled):
             expect(
                 before.offset + before.nbytes <= after.offset,
-                f"{what}: {out.name}: slots overlap: {before.path} and {after.path}",
+                f"{title}: {out.name}: slots overlap: {before.path} and {after.path}",
             )
 
 
@@ -76,7 +76,7 @@ class WriterProxy:
 
 
 @dataclass(frozen=True)
-class Seen:
+class WriterCall:
     """One call of a writer: its arguments and its answer."""
 
     state: OutState
@@ -89,13 +89,13 @@ class Watched(WriterProxy):
 
     def __init__(self, writer: Writer) -> None:
         super().__init__(writer)
-        self.seen: list[Seen] = []
+        self.calls: list[WriterCall] = []
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        made = self.writer.files(state, name)
-        check_files(made, self.name)
-        self.seen.append(Seen(state, name, made))
-        return made
+        files_planned = self.writer.files(state, name)
+        check_files(files_planned, self.name)
+        self.calls.append(WriterCall(state, name, files_planned))
+        return files_planned
 
 
 class Broken(WriterProxy):

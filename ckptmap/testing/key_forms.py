@@ -45,12 +45,12 @@ def check_key_form(form: KeyForm) -> None:
         for stranger in STRANGERS:
             expect(form.read(stranger) is None, f"{form.name}: claims {dict(stranger)}")
         _check_round_trip(form, form.name, plain())
-        for what, made in AWKWARD.items():
+        for case, make_optimizer in AWKWARD.items():
             try:
-                form.write(made())
+                form.write(make_optimizer())
             except PlanError:
                 continue
-            _check_round_trip(form, f"{form.name}: {what}", made())
+            _check_round_trip(form, f"{form.name}: {case}", make_optimizer())
 
 
 def plain() -> Optimizer:
@@ -68,13 +68,13 @@ def plain() -> Optimizer:
 
 
 def _nested() -> Optimizer:
-    made = plain()
-    return Optimizer([*made.leaves, StateLeaf(FIRST, ("inner", "codes"), 7)], made.groups)
+    optimizer = plain()
+    return Optimizer([*optimizer.leaves, StateLeaf(FIRST, ("inner", "codes"), 7)], optimizer.groups)
 
 
 def _of_no_group() -> Optimizer:
-    made = plain()
-    return Optimizer([*made.leaves, StateLeaf("lost.weight", ("step",), 5)], made.groups)
+    optimizer = plain()
+    return Optimizer([*optimizer.leaves, StateLeaf("lost.weight", ("step",), 5)], optimizer.groups)
 
 
 def _without_state() -> Optimizer:
@@ -93,23 +93,25 @@ def _check_round_trip(form: KeyForm, name: str, optimizer: Optimizer) -> None:
     expect(form.write(optimizer) == written, f"{name}: writes otherwise when asked again")
     leaves: dict[Path, Any] = dict(written)
     expect(len(leaves) == len(written), f"{name}: writes two values to one path")
-    whole = expanded(leaves)
-    keys = form.read(whole)
+    expanded_leaves = expanded(leaves)
+    keys = form.read(expanded_leaves)
     expect(keys is not None, f"{name}: does not read what it has written")
     assert keys is not None
-    _check_keys(name, whole, keys)
-    read_back = collect(whole, keys, lambda path, leaf: leaf)
+    _check_keys(name, expanded_leaves, keys)
+    read_back = collect(expanded_leaves, keys, lambda path, leaf: leaf)
     read_back = read_back.named(_names(name, read_back, keys))
     _compare(name, read_back, optimizer)
 
 
-def _check_keys(name: str, whole: Mapping[Path, object], keys: StateKeys) -> None:
+def _check_keys(name: str, leaves: Mapping[Path, object], keys: StateKeys) -> None:
     """Check that each leaf is state, a setting or a group's list of parameters, and only one of them."""
-    taken = [*keys.state, *keys.hyper, *keys.rest]
-    expect(len(taken) == len(set(taken)), f"{name}: a leaf is two things")
-    lists = {path for path in whole if path[0] == GROUPS and path[-1] == PARAMS}
-    lost = [p for p in whole if p not in taken and p not in lists and whole[p] not in ({}, [])]
-    expect(not lost, f"{name}: {lost[:1]} is accounted for nowhere")
+    assigned = [*keys.state, *keys.hyper, *keys.rest]
+    expect(len(assigned) == len(set(assigned)), f"{name}: a leaf is two things")
+    lists = {path for path in leaves if path[0] == GROUPS and path[-1] == PARAMS}
+    unassigned = [
+        p for p in leaves if p not in assigned and p not in lists and leaves[p] not in ({}, [])
+    ]
+    expect(not unassigned, f"{name}: {unassigned[:1]} is accounted for nowhere")
     expect(not keys.rest, f"{name}: does not know its own {list(keys.rest)[:1]}")
 
 
@@ -127,11 +129,16 @@ def _names(name: str, optimizer: Optimizer, keys: StateKeys) -> dict[str, str]:
     }
 
 
-def _compare(name: str, optimizer: Optimizer, wanted: Optimizer) -> None:
-    mine, theirs = _state(optimizer), _state(wanted)
-    expect(mine == theirs, f"{name}: reads the state {mine}, written was {theirs}")
-    groups, other = _groups(optimizer), _groups(wanted)
-    expect(groups == other, f"{name}: reads the groups {groups}, written were {other}")
+def _compare(name: str, optimizer: Optimizer, expected: Optimizer) -> None:
+    state, expected_state = _state(optimizer), _state(expected)
+    expect(
+        state == expected_state, f"{name}: reads the state {state}, written was {expected_state}"
+    )
+    groups, expected_groups = _groups(optimizer), _groups(expected)
+    expect(
+        groups == expected_groups,
+        f"{name}: reads the groups {groups}, written were {expected_groups}",
+    )
 
 
 def _state(optimizer: Optimizer) -> dict[tuple[str, Path], object]:

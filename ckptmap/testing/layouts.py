@@ -52,47 +52,49 @@ def _check(layout: Layout, parts: Parts | None) -> None:
 
 
 def check_chunks(
-    chunks: Sequence[tuple[int, Box]], info: TensorInfo, world_size: int, what: str
+    chunks: Sequence[tuple[int, Box]], info: TensorInfo, world_size: int, title: str
 ) -> None:
     """Raise AssertionError unless the (rank, box) are in rank order and tile the tensor without empty boxes."""
     ranks = [rank for rank, _ in chunks]
-    expect(ranks == sorted(ranks), f"{what}: ranks {ranks} are not in order")
-    wrong = [rank for rank in ranks if not 0 <= rank < world_size]
-    expect(not wrong, f"{what}: rank {wrong[0] if wrong else 0} of {world_size} ranks")
+    expect(ranks == sorted(ranks), f"{title}: ranks {ranks} are not in order")
+    outside = [rank for rank in ranks if not 0 <= rank < world_size]
+    expect(not outside, f"{title}: rank {outside[0] if outside else 0} of {world_size} ranks")
     boxes = [box for _, box in chunks]
     problem = prove_tiling(info.shape, boxes)
-    expect(problem is None, f"{what}: {problem}")
-    expect(boxes, f"{what}: there is no box; an empty tensor needs one, too")
+    expect(problem is None, f"{title}: {problem}")
+    expect(boxes, f"{title}: there is no box; an empty tensor needs one, too")
     empty = [box for box in boxes if not box.numel]
-    expect(not info.numel or not empty, f"{what}: an empty box {empty[:1]}")
+    expect(not info.numel or not empty, f"{title}: an empty box {empty[:1]}")
 
 
 def _check_cut(layout: Layout, info: TensorInfo, world_size: int) -> None:
-    what = f"{layout.name}: {info} over {world_size} ranks"
+    title = f"{layout.name}: {info} over {world_size} ranks"
     chunks = list(layout.cut(info, world_size))
-    check_chunks(chunks, info, world_size, what)
+    check_chunks(chunks, info, world_size, title)
     expect(
-        list(layout.cut(info, world_size)) == chunks, f"{what}: cut differently when asked again"
+        list(layout.cut(info, world_size)) == chunks, f"{title}: cut differently when asked again"
     )
 
 
 def _check_meshes(layout: MeshLayout) -> None:
     for mesh in MESHES:
-        made = layout.over(mesh, None, None, ["fc.weight", "fc.bias"])
+        mesh_layout = layout.over(mesh, None, None, ["fc.weight", "fc.bias"])
         sizes = [int(part.partition("=")[2]) for part in mesh.split(",")]
         expect(
-            made.world_size == math.prod(sizes),
-            f"{layout.name} over {mesh}: a world of {made.world_size}",
+            mesh_layout.world_size == math.prod(sizes),
+            f"{layout.name} over {mesh}: a world of {mesh_layout.world_size}",
         )  # fmt: skip
         for shape in SHAPES:
             info = TensorInfo(shape, "float32")
-            what = f"{layout.name} over {mesh}: {info}"
-            placement = made.placement("fc.weight", info, whole=False)
+            title = f"{layout.name} over {mesh}: {info}"
+            placement = mesh_layout.placement("fc.weight", info, whole=False)
             expect(
-                placement.world_size == made.world_size,
-                f"{what}: placed on {placement.world_size} ranks of {made.world_size}",
+                placement.world_size == mesh_layout.world_size,
+                f"{title}: placed on {placement.world_size} ranks of {mesh_layout.world_size}",
             )
-            check_chunks(list(made.chunks(placement, info)), info, made.world_size, what)
+            check_chunks(
+                list(mesh_layout.chunks(placement, info)), info, mesh_layout.world_size, title
+            )
     _refuses_meshes(layout)
 
 
@@ -115,22 +117,22 @@ def _check_strangers(layout: Layout) -> None:
 
 
 def _check_join(layout: Layout, parts: Parts, info: TensorInfo, world_size: int) -> None:
-    what = f"{layout.name}: {info} of {world_size} ranks, joined"
+    title = f"{layout.name}: {info} of {world_size} ranks, joined"
     values = list(parts(info, world_size))
     if not values:
         return
     joined = layout.join(values, "key")
-    expect(isinstance(joined, StoredTensor), f"{what}: is {joined!r}, expected a StoredTensor")
+    expect(isinstance(joined, StoredTensor), f"{title}: is {joined!r}, expected a StoredTensor")
     assert isinstance(joined, StoredTensor)
-    expect(joined.info == info, f"{what}: is {joined.info}")
+    expect(joined.info == info, f"{title}: is {joined.info}")
     boxes = [chunk.box for chunk in joined.chunks if chunk.box.numel]
-    wrong = prove_tiling(info.shape, boxes)
-    expect(wrong is None, f"{what}: {wrong}")
+    problem = prove_tiling(info.shape, boxes)
+    expect(problem is None, f"{title}: {problem}")
     expected = {box for _, box in layout.cut(info, world_size) if box.numel}
-    expect(set(boxes) == expected, f"{what}: boxes {boxes}, cut gave {sorted(map(str, expected))}")
+    expect(set(boxes) == expected, f"{title}: boxes {boxes}, cut gave {sorted(map(str, expected))}")
     if len(expected) == world_size > 1:
         try:
             layout.join(values[:-1], "key")
         except SourceError:
             return
-        raise AssertionError(f"{what}: took {world_size - 1} parts of {world_size} for the whole")
+        raise AssertionError(f"{title}: took {world_size - 1} parts of {world_size} for the whole")

@@ -232,10 +232,10 @@ class MappingKit:
         import torch
 
         source = self.source(dtype)
-        there = self.there(source) if self._can_hold(dtype) else {}
-        if not there:
+        mapped = self.there(source) if self._can_hold(dtype) else {}
+        if not mapped:
             return
-        back = self.back(there)
+        back = self.back(mapped)
         changed = self._changed()
         for key, tensor in source.items():
             if key not in back and key in self._dropped(source):
@@ -250,16 +250,16 @@ class MappingKit:
 
     def check_golden(self) -> None:
         """Check that the state dict under the scheme's names equals the golden table."""
-        rows, made = read_table(self.golden), table(self.there(self.source()))
+        rows, mapped = read_table(self.golden), table(self.there(self.source()))
         for key, row in rows.items():
-            expect(key in made, f"{key}: is in {self.golden.name} and is not made")
-            tensor = made[key]
+            expect(key in mapped, f"{key}: is in {self.golden.name} and is not made")
+            tensor = mapped[key]
             expect(
                 (tensor.dtype, tensor.shape, tensor.hash) == (row.dtype, row.shape, row.hash),
                 f"{key}: made {tensor.dtype}{list(tensor.shape)} {tensor.hash},"
                 f" {self.golden.name} has {row.dtype}{list(row.shape)} {row.hash}",
             )
-        for key in made:
+        for key in mapped:
             expect(key in rows, f"{key}: is made and is not in {self.golden.name}")
 
     def check_refuses(self, number: str) -> None:

@@ -22,10 +22,10 @@ Parts = dict[str, "torch.Tensor"]
 class Assembly:
     """Parts assembled from writes, which must be flat ranges, cover each element once, and keep order."""
 
-    def __init__(self, what: str, infos: Mapping[str, TensorInfo], in_order: bool) -> None:
+    def __init__(self, title: str, infos: Mapping[str, TensorInfo], in_order: bool) -> None:
         import torch
 
-        self._what, self._infos, self._in_order = what, infos, in_order
+        self._title, self._infos, self._in_order = title, infos, in_order
         self._flat = {
             name: torch.empty(info.numel, dtype=getattr(torch, info.dtype))
             for name, info in infos.items()
@@ -37,16 +37,16 @@ class Assembly:
 
     def take(self, write: Write) -> None:
         """Copy one write into its part. Raises AssertionError where it does not fit."""
-        what = f"{self._what}: a write to {write.part!r}"
-        expect(write.part in self._infos, f"{what}: parts() does not name it")
+        title = f"{self._title}: a write to {write.part!r}"
+        expect(write.part in self._infos, f"{title}: parts() does not name it")
         start, count = (write.box.offsets or (0,))[0], write.box.numel
         flat, info = self._flat[write.part], self._infos[write.part]
-        expect(len(write.box.sizes) <= 1, f"{what}: box {write.box}, expected a flat range")
-        expect(write.values.numel() == count, f"{what}: {write.values.numel()} values for {count}")
-        expect(write.values.dtype == flat.dtype, f"{what}: {write.values.dtype}, expected {info}")
-        expect(start + count <= info.numel, f"{what}: ends at {start + count} of {info.numel}")
+        expect(len(write.box.sizes) <= 1, f"{title}: box {write.box}, expected a flat range")
+        expect(write.values.numel() == count, f"{title}: {write.values.numel()} values for {count}")
+        expect(write.values.dtype == flat.dtype, f"{title}: {write.values.dtype}, expected {info}")
+        expect(start + count <= info.numel, f"{title}: ends at {start + count} of {info.numel}")
         late = self._in_order and start != self._end[write.part]
-        expect(not late, f"{what}: at {start}, expected {self._end[write.part]}: not in order")
+        expect(not late, f"{title}: at {start}, expected {self._end[write.part]}: not in order")
         self._end[write.part] = start + count
         flat[start : start + count] = write.values.reshape(-1)
         self._seen[write.part][start : start + count] += 1
@@ -57,7 +57,7 @@ class Assembly:
             once = int((seen == 1).sum())
             expect(
                 once == seen.numel(),
-                f"{self._what}: part {name!r}: {once} of {seen.numel()} elements written once",
+                f"{self._title}: part {name!r}: {once} of {seen.numel()} elements written once",
             )
         return {name: self._flat[name].reshape(info.shape) for name, info in self._infos.items()}
 

@@ -147,13 +147,13 @@ class ReaderKit:
             shutil.copy(self.path / name, target)
             content = (copy / holder).read_bytes()
             (copy / holder).write_bytes(content.replace(Path(name).name.encode(), evil.encode()))
-            what = f"{holder} names {evil!r}"
-            self._survives(copy, what)
+            title = f"{holder} names {evil!r}"
+            self._survives(copy, title)
             try:
                 with opened(copy, self.container) as ckpt:
                     files = [Path(file).resolve() for file in ckpt.index.files]
                 left = [file for file in files if copy.resolve() not in file.parents]
-                expect(not left, f"{self.name}: {what}, and it is read: {left[:1]}")
+                expect(not left, f"{self.name}: {title}, and it is read: {left[:1]}")
             except SourceError:
                 pass
             finally:
@@ -183,13 +183,15 @@ class ReaderKit:
             return Path(shutil.copy(self.path, copy))
         return Path(shutil.copytree(self.path, copy))
 
-    def _survives(self, copy: Path, what: str) -> None:
+    def _survives(self, copy: Path, title: str) -> None:
         try:
             with opened(copy, self.container) as ckpt:
-                expect(set(ckpt) == set(self.tensors), f"{self.name}: {what}: other keys, no error")
+                expect(
+                    set(ckpt) == set(self.tensors), f"{self.name}: {title}: other keys, no error"
+                )
                 for fqn, tensor in self.tensors.items():
                     good = same(ckpt[fqn].read(), tensor)
-                    expect(good, f"{self.name}: {what}: {fqn} has other values, and no error")
+                    expect(good, f"{self.name}: {title}: {fqn} has other values, and no error")
         except CkptmapError:
             return
         except AssertionError:
@@ -197,7 +199,7 @@ class ReaderKit:
         except Exception as error:
             kind = type(error).__name__
             raise AssertionError(
-                f"{self.name}: {what} raises {kind}, expected SourceError: {error}"
+                f"{self.name}: {title} raises {kind}, expected SourceError: {error}"
             ) from error
 
 

@@ -66,11 +66,11 @@ def state(seed: int = 0, dtypes: tuple[str, ...] = ("float32",)) -> dict[str, to
     keys = [*KEYS, *(f"blocks.{i}.weight" for i in range(max(0, len(dtypes) - len(KEYS))))]
     shapes = [*SHAPES, *(draw.choice(SHAPES) for _ in range(len(keys) - len(SHAPES)))]
     draw.shuffle(shapes)
-    made = {
+    tensors = {
         key: bits(shape, dtypes[i % len(dtypes)], seed + i)
         for i, (key, shape) in enumerate(zip(keys, shapes, strict=True))
     }
-    return made | strided(seed)
+    return tensors | strided(seed)
 
 
 def of_dtype(dtype: str, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -105,8 +105,8 @@ def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 def raw(tensor: torch.Tensor) -> bytes:
     """Return the row-major bytes of a tensor."""
-    held = tensor.detach().contiguous()  # outlives the view of its memory
-    return bytes(tensor_bytes(held))
+    contiguous = tensor.detach().contiguous()  # outlives the view of its memory
+    return bytes(tensor_bytes(contiguous))
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

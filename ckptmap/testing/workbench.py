@@ -68,9 +68,9 @@ class Workbench:
 
     def converted(self, source: Path, name: str, **how: Any) -> Path:
         out = self.tmp_path / name
-        made = self.planned(source)
+        plan = self.planned(source)
         with self.together():
-            made.execute(out, **how)
+            plan.execute(out, **how)
         return out
 
     @cached_property
@@ -78,17 +78,17 @@ class Workbench:
         return self.converted(self.source, "out")
 
     @cached_property
-    def one(self) -> torch.Tensor:
+    def small_tensor(self) -> torch.Tensor:
         return samples.bits((4, 2), "float32", 99)
 
-    def held(self, made: Plan) -> Tensors:
+    def expected_tensors(self, plan: Plan) -> Tensors:
         """Return the tensor that each stored path of the output must hold."""
-        return {path: self.tensors[fqn] for path, fqn in made.keys.items()}
+        return {path: self.tensors[fqn] for path, fqn in plan.keys.items()}
 
-    def seen(self, made: Plan) -> tuple[OutState, str, Sequence[OutFile]]:
-        last = self.watched.seen[-1]
+    def writer_call(self, plan: Plan) -> tuple[OutState, str, Sequence[OutFile]]:
+        call = self.watched.calls[-1]
         expect(
-            [out.name for out in last.files] == [file.out.name for file in made.files],
+            [out.name for out in call.files] == [file.out.name for file in plan.files],
             f"{self.setup.name}: the plan has other files than the writer gave",
         )
-        return last.state, last.name, last.files
+        return call.state, call.name, call.files
