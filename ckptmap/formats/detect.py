@@ -98,12 +98,12 @@ def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, t
     if is_checkpoint(place):
         return place, _one_of_many(place)
     if place.is_dir and _mark(place) is None and not adapters_in(place):
-        inside = _candidates(place, is_checkpoint)
-        if len(inside) == 1:
-            only = look(Path(place.path) / inside[0], place.mounts)
+        checkpoints = _candidates(place, is_checkpoint)
+        if len(checkpoints) == 1:
+            only = look(Path(place.path) / checkpoints[0], place.mounts)
             _refuse_part(only)
             return only, (
-                f"opened {inside[0]}, the only checkpoint in the directory",
+                f"opened {checkpoints[0]}, the only checkpoint in the directory",
                 *_one_of_many(only),
             )
     raise refuse_place(place, is_checkpoint)
@@ -120,10 +120,10 @@ def _refuse_part(place: Place) -> None:
         )
     names = place.names if place.is_dir else (path.name,)
     if any(map(ZERO_PART.fullmatch, names)):
+        kind = "a DeepSpeed checkpoint" if place.is_dir else "a part of a DeepSpeed checkpoint"
         raise SourceError(
             "CKM111",
-            f"{path}: is {'' if place.is_dir else 'a part of '}a DeepSpeed checkpoint, whose files do not"
-            " record the shapes of the whole tensors",
+            f"{path}: is {kind}, whose files do not record the shapes of the whole tensors",
             "convert it first with its own script, which is in the directory above:"
             " python zero_to_fp32.py . OUT",
         )
@@ -273,27 +273,27 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
     if mark is not None:
         hint = mark[1].format(shlex.quote(place.path))
         return SourceError("CKM111", f"{place.path}: is {mark[0]}", hint)
-    inside = _candidates(place, is_checkpoint)
+    checkpoints = _candidates(place, is_checkpoint)
     adapters = adapters_in(place)
-    if adapters and {name.partition("/")[0] for name in inside} <= set(adapters):
-        one = shlex.quote(str(Path(place.path) / adapters[-1]))
+    if adapters and {name.partition("/")[0] for name in checkpoints} <= set(adapters):
+        adapter = shlex.quote(str(Path(place.path) / adapters[-1]))
         return SourceError(
             "CKM111",
             f"{place.path}: holds peft adapters without their base weights: {', '.join(adapters[:6])}",
-            f"merge one of them: ckptmap merge BASE {one} DST",
+            f"merge one of them: ckptmap merge BASE {adapter} DST",
         )
-    if inside:
+    if checkpoints:
         return SourceError(
             "CKM111",
-            f"{place.path}: is not a checkpoint, but holds some: {', '.join(inside[:6])}",
-            f"give the path of one: {shlex.quote(str(Path(place.path) / inside[-1]))}",
+            f"{place.path}: is not a checkpoint, but holds some: {', '.join(checkpoints[:6])}",
+            f"give the path of one: {shlex.quote(str(Path(place.path) / checkpoints[-1]))}",
         )
-    shown = ", ".join(place.names[:6]) + (", ..." if len(place.names) > 6 else "")
-    what, hint = "a directory without a checkpoint", "check the path"
+    names_text = ", ".join(place.names[:6]) + (", ..." if len(place.names) > 6 else "")
+    description, hint = "a directory without a checkpoint", "check the path"
     if any(map(BESIDE_WEIGHTS.fullmatch, place.names)):
-        what = "a directory of a model's config and tokenizer without its weights"
+        description = "a directory of a model's config and tokenizer without its weights"
         hint = "give the directory that holds the weights too, or fetch them: hf download REPO"
-    return SourceError("CKM111", f"{place.path}: is {what}; it holds {shown}", hint)
+    return SourceError("CKM111", f"{place.path}: is {description}; it holds {names_text}", hint)
 
 
 def adapters_in(place: Place) -> list[str]:

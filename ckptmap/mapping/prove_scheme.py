@@ -89,10 +89,10 @@ class _RuleCheck:
         pattern = term.axes.of_sheet(sheet)
         for cut in term.slices:
             if (cut.high is None) == (cut.axis in pattern):
+                place = "in" if cut.high is None else "not in"
                 raise self._error(
-                    f"{term.names[0].text}: axis {cut.axis!r} of the slice is"
-                    f" {'in' if cut.high is None else 'not in'} its pattern: s[a:b] keeps the axis,"
-                    " s[a] removes it"
+                    f"{term.names[0].text}: axis {cut.axis!r} of the slice is {place} its pattern:"
+                    " s[a:b] keeps the axis, s[a] removes it"
                 )
         axes = {*pattern, *(cut.axis for cut in term.slices)}
         for name in stacked_captures(self.rule, hub):
@@ -140,10 +140,11 @@ def _check_disjoint(scheme: NamingScheme, hub: bool) -> None:
     for entries in by_skeleton.values():
         for (first, label, open_), (second, other_label, other_open) in combinations(entries, 2):
             if first.meets(second) and not (open_ and other_open) and not _shifted(first, second):
+                other_text = f" ({second.text})" if second.text != first.text else ""
                 raise PlanError(
                     "CKM602",
-                    f"{scheme.where}: {label} and {other_label} both match the key {first.text}"
-                    + (f" ({second.text})" if second.text != first.text else ""),
+                    f"{scheme.where}: {label} and {other_label} both match the key"
+                    f" {first.text}{other_text}",
                     "give each rule its own keys, or give both a `when` or `range`",
                 )
 

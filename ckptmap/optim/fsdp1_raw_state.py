@@ -269,12 +269,13 @@ class _Reading:
         )
         if isinstance(aligned, str):
             flat = any(meaning.is_unit for meaning in self.meanings)
-            kind = "flat parameters" if flat else "weights"
-            raise _Unresolved(
+            problem = (
                 f"its {sum(map(len, sizes))} parameters are flat shards, and {aligned} to match them"
-                f" with the {len(self.meanings)} {kind} of the model files"
-                + ("" if flat else _LISTS)
+                f" with the {len(self.meanings)} "
             )
+            if flat:
+                raise _Unresolved(f"{problem}flat parameters of the model files")
+            raise _Unresolved(f"{problem}weights of the model files{_LISTS}")
         pairs = zip(self.keys.params, aligned, strict=True)
         return {
             key: self.meanings[at].fitted(self._shard_sizes[key]) or self.meanings[at]

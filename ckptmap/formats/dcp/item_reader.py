@@ -204,9 +204,9 @@ class Items:
         item in another file than the last one is read alone: chunks of many ranks alternate."""
         if item.nbytes > SMALL_NBYTES:
             return self._files.read(file, offset, nbytes)
-        held, start, block = self._block
-        if held != file or not start <= offset <= start + len(block) - nbytes:
-            ahead = BLOCK_NBYTES if held == file else item.offset + item.nbytes - offset
+        block_file, start, block = self._block
+        if block_file != file or not start <= offset <= start + len(block) - nbytes:
+            ahead = BLOCK_NBYTES if block_file == file else item.offset + item.nbytes - offset
             end = min(offset + ahead, self._nbytes(file))
             block = self._files.read(file, offset, max(nbytes, end - offset))
             self._block = file, offset, block
@@ -271,15 +271,15 @@ def _described(value: object) -> str:
     return repr(value)[:80] if hasattr(value, "class_name") else type(value).__name__
 
 
-def _mismatch(file: str, item: Item, key: str, declared: str, held: str) -> SourceError:
-    if held is UNRESOLVED:
+def _mismatch(file: str, item: Item, key: str, declared: str, actual: str) -> SourceError:
+    if actual is UNRESOLVED:
         return SourceError(
-            "CKM112", f"{file}: item {key!r} at byte {item.offset}: is {held}", RESOLVED
+            "CKM112", f"{file}: item {key!r} at byte {item.offset}: is {actual}", RESOLVED
         )
     return SourceError(
         "CKM112",
         f"{file}: item {key!r} at byte {item.offset}: .metadata declares {declared}, "
-        f"the item holds {held}",
+        f"the item holds {actual}",
         "torch saves such directories from uneven FSDP + TP shards (_StridedShard, "
         "pytorch#161368); save again from even shards or as a full state dict",
     )

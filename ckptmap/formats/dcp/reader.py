@@ -295,12 +295,12 @@ class _Leaves:
                 f"{self._where}: tensor {key!r}: {wrong}, expected chunks that tile {info}",
                 "a rank's chunk is missing; save again, or use an earlier checkpoint",
             )
-        held = [chunk for chunk in entry.chunks if 0 not in chunk[1]]
-        parts = [(self._files[item.file], item, sizes) for _, sizes, item in held]
+        nonempty = [chunk for chunk in entry.chunks if 0 not in chunk[1]]
+        parts = [(self._files[item.file], item, sizes) for _, sizes, item in nonempty]
         located = self._items.regions(parts, key, info.dtype)
         chunks = [
             Chunk(Box(offsets, sizes), *place)
-            for (offsets, sizes, _), place in zip(held, located, strict=True)
+            for (offsets, sizes, _), place in zip(nonempty, located, strict=True)
         ]
         if not chunks and entry.chunks:  # an empty tensor: one chunk of no bytes
             offsets, sizes, item = entry.chunks[0]

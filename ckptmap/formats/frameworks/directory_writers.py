@@ -135,16 +135,16 @@ class _DirectoryWriter:
         roles: dict[str, list[OutTensor]] = {MODEL: [], OPTIMIZER: [], EXTRA: []}
         for tensor in state.tensors:
             roles[str(tensor.path[0])].append(tensor)
-        made = _placed(self.model, state, roles[MODEL], {})
+        files = _files_of_part(self.model, state, roles[MODEL], {})
         plain = {path[1:]: value for path, value in state.extra.items() if path[0] == OPTIMIZER}
         if roles[OPTIMIZER] or plain:
-            made += _placed(self.optimizer, state, roles[OPTIMIZER], plain)
+            files += _files_of_part(self.optimizer, state, roles[OPTIMIZER], plain)
         paths = (*(tensor.path for tensor in roles[EXTRA]), *state.extra)
         for key in dict.fromkeys(path[1] for path in paths if path[0] == EXTRA):
             tensors = [tensor for tensor in roles[EXTRA] if tensor.path[1] == key]
             values = {p[2:]: value for p, value in state.extra.items() if p[:2] == (EXTRA, key)}
-            made += _extra(str(key), self.filing.file_of(str(key)), state, tensors, values)
-        return made
+            files += _extra(str(key), self.filing.file_of(str(key)), state, tensors, values)
+        return files
 
 
 class AccelerateWriter(_DirectoryWriter):
@@ -182,7 +182,7 @@ class TrainerWriter(_DirectoryWriter):
         return super().files(replace(state, extra=extra), name)
 
 
-def _placed(
+def _files_of_part(
     part: _Part,
     state: OutState,
     tensors: Sequence[OutTensor],
@@ -195,8 +195,8 @@ def _placed(
     Then each slot of its files is given the full path again, by which the plan knows it.
     """
     paths = [(*part.root, *tensor.path[depth:]) for tensor in tensors]
-    inner = dict(zip(paths, (tensor.path for tensor in tensors), strict=True))
-    moved = [
+    path_of = dict(zip(paths, (tensor.path for tensor in tensors), strict=True))
+    inner_tensors = [
         tensor._replace(path=path, alias_of=None)
         for path, tensor in zip(paths, tensors, strict=True)
     ]
@@ -204,9 +204,9 @@ def _placed(
     records = _records(state, part.role, part.root)
     writer = registry.writer(part.writer)
     name = part.at.rpartition("/")[2]
-    made = writer.files(replace(state, tensors=moved, extra=extra, records=records), name)
+    files = writer.files(replace(state, tensors=inner_tensors, extra=extra, records=records), name)
     folder = part.at.removesuffix(name)
-    return [_renamed(file, folder, name, inner) for file in made]
+    return [_renamed(file, folder, name, path_of) for file in files]
 
 
 def _records(state: OutState, role: str, root: Path) -> dict[str, Mapping[str, object]]:
@@ -218,8 +218,8 @@ def _records(state: OutState, role: str, root: Path) -> dict[str, Mapping[str, o
     }
 
 
-def _renamed(file: OutFile, folder: str, name: str, inner: Mapping[Path, Path]) -> OutFile:
-    slots = [slot._replace(path=inner[slot.path]) for slot in file.slots]
+def _renamed(file: OutFile, folder: str, name: str, path_of: Mapping[Path, Path]) -> OutFile:
+    slots = [slot._replace(path=path_of[slot.path]) for slot in file.slots]
     file_name = folder + (name or file.name)
     return replace(file, name=file_name, slots=slots, holds_manifest=False)
 
@@ -238,19 +238,21 @@ def _extra(
         if () in values and isinstance(values[()], dict):
             values = {(inner,): item for inner, item in values[()].items()}
         elif () in values:
-            raise _unfit(key, f"expected a dict for {name}, found {type(values[()]).__name__}")
+            raise _refuse_value(
+                key, f"expected a dict for {name}, found {type(values[()]).__name__}"
+            )
         whole = [t._replace(chunks=[(0, Box.whole(t.info.shape))]) for t in tensors]
         part = _Part(EXTRA, "torch-zip", name)
-        return _placed(part, state, whole, values, depth=2)
+        return _files_of_part(part, state, whole, values, depth=2)
     try:
         content = (json.dumps(nest(values.items()), indent=2) + "\n").encode()
     except (TypeError, ValueError) as error:
-        raise _unfit(key, str(error)) from error
+        raise _refuse_value(key, str(error)) from error
     return [OutFile(name, len(content), (), _sealed(content))]
 
 
-def _unfit(key: str, why: str) -> PlanError:
-    return PlanError("CKM202", f"{key}: {why}", f"leave it behind with --drop {key}")
+def _refuse_value(key: str, reason: str) -> PlanError:
+    return PlanError("CKM202", f"{key}: {reason}", f"leave it behind with --drop {key}")
 
 
 def _sealed(content: bytes) -> Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]:

@@ -200,36 +200,39 @@ def _is_model(path: Path) -> bool:
     return len(path) == 2 and path[0] == "model"
 
 
-def _unknown(where: FilePath | str, what: str) -> SourceError:
-    return SourceError("CKM118", f"{where}: {what}, which is not read", _CORE)
+def _unknown(where: FilePath | str, problem: str) -> SourceError:
+    return SourceError("CKM118", f"{where}: {problem}, which is not read", _CORE)
 
 
 def _stages(root: FilePath, ranks: Mapping[tuple[int, int], _Rank]) -> list[list[_Rank]]:
     """Return the ranks of each pipeline stage, in order. Raise SourceError CKM110 if one is missing,
     if there are too many, or if they belong to several saves."""
     first = next(iter(ranks.values()))
-    held = [1 + max(at[dim] for at in ranks) for dim in (0, 1)]
-    stated = [
+    sizes_found = [1 + max(at[dim] for at in ranks) for dim in (0, 1)]
+    sizes_stated = [
         number(first.args, f"{dim}_model_parallel_size") or count
-        for dim, count in zip(("tensor", "pipeline"), held, strict=True)
+        for dim, count in zip(("tensor", "pipeline"), sizes_found, strict=True)
     ]
-    for tensor in range(max(stated[0], held[0])):
-        for stage in range(max(stated[1], held[1])):
+    for tensor in range(max(sizes_stated[0], sizes_found[0])):
+        for stage in range(max(sizes_stated[1], sizes_found[1])):
             if (tensor, stage) not in ranks:
                 raise SourceError(
                     "CKM110",
                     f"{root}: tensor-parallel rank {tensor} of pipeline stage {stage} is missing,"
-                    f" expected {stated[0]} ranks of {stated[1]} stages, found {len(ranks)} in all",
+                    f" expected {sizes_stated[0]} ranks of {sizes_stated[1]} stages, found {len(ranks)} in all",
                     _ONE_SAVE,
                 )
-    if held != stated:
+    if sizes_found != sizes_stated:
         raise SourceError(
             "CKM110",
-            f"{root}: expected {stated[0]} ranks of {stated[1]} stages, found {len(ranks)} in all",
+            f"{root}: expected {sizes_stated[0]} ranks of {sizes_stated[1]} stages, found {len(ranks)} in all",
             "move the folders of other saves to another directory",
         )
     _check_save(root, ranks)
-    return [[ranks[tensor, stage] for tensor in range(held[0])] for stage in range(held[1])]
+    return [
+        [ranks[tensor, stage] for tensor in range(sizes_found[0])]
+        for stage in range(sizes_found[1])
+    ]
 
 
 def _check_save(root: FilePath, ranks: Mapping[tuple[int, int], _Rank]) -> None:

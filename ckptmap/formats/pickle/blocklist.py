@@ -46,4 +46,6 @@ def refuse_dangerous(module: str, name: str) -> None:
         or any(".".join(parts[:n]) in _DANGEROUS_FUNCTIONS for n in range(2, len(parts) + 1))
         or any(part in _DANGEROUS_MODULES for part in name.split(".")[:-1])
     ):
-        raise Refused(f"os.{name} (as {full})" if module in ("posix", "nt") else full)
+        if module in ("posix", "nt"):
+            raise Refused(f"os.{name} (as {full})")
+        raise Refused(full)

@@ -33,10 +33,10 @@ class PieceGroup:
             return values
         return [values[i] for i in self.indices]
 
-    def are(self, place: int, wanted: Iterable[int]) -> bool:
+    def hold_numbers(self, place: int, numbers: Iterable[int]) -> bool:
         """Return True if the numbers at offset number `place` are `wanted`."""
-        given = pack(f"<{len(self.indices)}I", *wanted)
-        return all(column == given[i::4] for i, column in enumerate(self.numbers[place]))
+        packed = pack(f"<{len(self.indices)}I", *numbers)
+        return all(column == packed[i::4] for i, column in enumerate(self.numbers[place]))
 
 
 def group_pieces(

@@ -200,11 +200,11 @@ def _bytearray(*args: Any) -> bytearray:
 
 
 def _scalar(module: str, name: str) -> Callable[..., object]:
-    def made(*args: object) -> object:
+    def build(*args: object) -> object:
         value = number(args)
         return stub(module, name)(*args) if value is None else value
 
-    return made
+    return build
 
 
 def _version(text: object) -> str:

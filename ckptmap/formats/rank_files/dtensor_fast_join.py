@@ -48,20 +48,20 @@ class _Kind(NamedTuple):
 class _Tiling(NamedTuple):
     """Which rank holds which box of a tensor.
 
-    kept       (rank, box) of the first rank that holds each box
+    first      (rank, box) of the first rank that holds each box
     repeated   (rank, box) of the others: replicas
     sizes      for each kind of ranks, the shapes that their local tensors must have
     """
 
-    kept: tuple[tuple[int, Box], ...]
+    first: tuple[tuple[int, Box], ...]
     repeated: tuple[tuple[int, Box], ...]
     sizes: tuple[set[tuple[int, ...]], ...]
     bounds: tuple[int, ...]
-    """First row of each kept box, and the number of rows at the end. Empty unless every box holds
+    """First row of each box of `first`, and the number of rows at the end. Empty unless every box holds
     whole rows and follows the box before it."""
 
 
-def joined_alike(values: RankValues, key: str) -> StoredTensor | None:
+def join_regular(values: RankValues, key: str) -> StoredTensor | None:
     """Return the whole tensor; None if a value is not a DTensor of a plain tensor, or if the cut is
     irregular. Then the general join decides."""
     ranks, kinds = values.ranks, []
@@ -84,12 +84,12 @@ def joined_alike(values: RankValues, key: str) -> StoredTensor | None:
             return None
     locals_ = tuple([kind.local for kind in kinds])
     by_rows = tiling.bounds and all(local.grid.is_contiguous for local in locals_)
-    place = _Held(ranks, locals_, tiling.kept)
+    place = _PlacedBoxes(ranks, locals_, tiling.first)
     return StoredTensor(
         info,
         partial(_rows, info, place, tiling.bounds) if by_rows else place.chunks,
-        _Held(ranks, locals_, tiling.repeated).chunks(),
-        share=(ranks, tiling.kept, *((t.key, t.start, t.grid.steps) for t in locals_)),
+        _PlacedBoxes(ranks, locals_, tiling.repeated).chunks(),
+        share=(ranks, tiling.first, *((t.key, t.start, t.grid.steps) for t in locals_)),
     )
 
 
@@ -150,7 +150,7 @@ def _tiling(
 
     The result is cached for all tensors of one shape and placement.
     """
-    kept: dict[Box, int] = {}
+    first_rank: dict[Box, int] = {}
     repeated = []
     sizes: dict[int, set[tuple[int, ...]]] = {}
     for rank, (coordinate, kind) in enumerate(zip(coordinates, kind_of, strict=True)):
@@ -159,14 +159,14 @@ def _tiling(
             return None
         sizes.setdefault(kind, set()).add(geometry.sizes)
         box = geometry.pieces[0][0]
-        if box.numel and kept.setdefault(box, rank) != rank:
+        if box.numel and first_rank.setdefault(box, rank) != rank:
             repeated.append((rank, box))
     # The boxes of different coordinates are disjoint, so a count of elements proves the tiling.
-    if not kept or sum(box.numel for box in kept) != prod(shape):
+    if not first_rank or sum(box.numel for box in first_rank) != prod(shape):
         return None
-    boxes = tuple([(rank, box) for box, rank in kept.items()])
+    boxes = tuple([(rank, box) for box, rank in first_rank.items()])
     kinds = tuple([sizes[kind] for kind in sorted(sizes)])
-    return _Tiling(boxes, tuple(repeated), kinds, _bounds(list(kept), shape))
+    return _Tiling(boxes, tuple(repeated), kinds, _bounds(list(first_rank), shape))
 
 
 def _bounds(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -178,7 +178,7 @@ def _bounds(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-class _Held(NamedTuple):
+class _PlacedBoxes(NamedTuple):
     """The boxes of a tensor, the rank that holds each, and the local tensors that hold their bytes."""
 
     ranks: RankSet
@@ -199,21 +199,21 @@ class _Held(NamedTuple):
 
     def chunks(self) -> list[Chunk]:
         """Return a chunk of the ranks' files for each box."""
-        made = []
+        chunks = []
         for index, (_, box) in enumerate(self.parts):
             tree, local = self.place(index)
             info, at = local.info, tree.starts[local.key] + local.start
             region = Region(tree.records.file, at, info.shape, local.grid.steps, info.itemsize)
-            made.append(Chunk(box, region, self.crc32(index)))
-        return made
+            chunks.append(Chunk(box, region, self.crc32(index)))
+        return chunks
 
 
-def _rows(info: TensorInfo, held: _Held, bounds: tuple[int, ...]) -> RowChunks:
-    places = [held.place(index) for index in range(len(held.parts))]
+def _rows(info: TensorInfo, placed_boxes: _PlacedBoxes, bounds: tuple[int, ...]) -> RowChunks:
+    places = [placed_boxes.place(index) for index in range(len(placed_boxes.parts))]
     return RowChunks(
         info,
         bounds,
         tuple([tree.records.file for tree, _ in places]),
         array("Q", [tree.starts[local.key] + local.start for tree, local in places]),
-        held.crc32,
+        placed_boxes.crc32,
     )

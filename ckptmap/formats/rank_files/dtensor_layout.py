@@ -12,10 +12,10 @@ torch/distributed/tensor/placement_types.py (`Shard`, `_StridedShard`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple
 
 from ckptmap.errors import SourceError
-from ckptmap.formats.rank_files.dtensor_fast_join import joined_alike
+from ckptmap.formats.rank_files.dtensor_fast_join import join_regular
 from ckptmap.formats.rank_files.rank_trees import RankValues
 from ckptmap.sharding.dtensor_spec import (
     Placed,
@@ -49,7 +49,7 @@ class DTensorLayout:
         tensors do not tile the tensor, CKM113 if they differ in global shape, dtype or class.
         """
         if isinstance(values, RankValues):
-            joined = joined_alike(values, key)
+            joined = join_regular(values, key)
             if joined is not None:
                 return joined
         kinds = {_kind(value) for value in values if value is not None}
@@ -84,7 +84,7 @@ def _join_replicated(values: Sequence[Leaf], key: str) -> StoredTensor | Cut:
     infos = [(rank, tensor.info) for rank, tensor in tensors.items() if tensor.info is not None]
     info = _one_info(infos, key)
     whole = Box.whole(info.shape)
-    return _assemble(info, [(whole, tensor, None) for tensor in tensors.values()], key)
+    return _assemble(info, [Piece(whole, tensor, None) for tensor in tensors.values()], key)
 
 
 def _one_info(infos: Iterable[tuple[int, TensorInfo]], key: str) -> TensorInfo:
@@ -93,12 +93,15 @@ def _one_info(infos: Iterable[tuple[int, TensorInfo]], key: str) -> TensorInfo:
     for rank, info in infos:
         ranks.setdefault(info, []).append(rank)
     if len(ranks) > 1:
-        held = "; ".join(f"{info} on rank {_some(some)}" for info, some in list(ranks.items())[:4])
-        raise SourceError("CKM113", f"{key}: ranks hold different tensors: {held}", _ONE_SAVE)
+        infos_text = "; ".join(
+            f"{info} on rank {_first_ranks(ranks_of_info)}"
+            for info, ranks_of_info in list(ranks.items())[:4]
+        )
+        raise SourceError("CKM113", f"{key}: ranks hold different tensors: {infos_text}", _ONE_SAVE)
     return next(iter(ranks))
 
 
-def _some(ranks: Sequence[int]) -> str:
+def _first_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
 
 
@@ -113,9 +116,11 @@ def _join_parts(parts: Sequence[tuple[int, Placed]], key: str) -> StoredTensor |
         _check_local(rank, part, key)
         geometry = part.geometry
         if 0 not in geometry.sizes or not info.numel:
-            pieces += [(box, part.local, local) for box, local in geometry.pieces]
-    for mine in _by_mesh(parts):
-        _check_complete(info, mine, {box for _, part in mine for box in _boxes(part)}, key)
+            pieces += [Piece(box, part.local, local) for box, local in geometry.pieces]
+    for parts_on_mesh in _by_mesh(parts):
+        _check_complete(
+            info, parts_on_mesh, {box for _, part in parts_on_mesh for box in _boxes(part)}, key
+        )
     return _assemble(info, pieces, key)
 
 
@@ -159,12 +164,13 @@ def _check_local(rank: int, part: Placed, key: str) -> None:
     sizes = geometry.sizes
     wrong_shape = info is None or (info.shape != sizes and (info.numel or 0 not in sizes))
     if wrong_shape or not geometry.is_as_fsdp_cuts:
-        held = list(info.shape) if info is not None else "no shape"
+        shape = list(info.shape) if info is not None else "no shape"
         at = [runs[0][0] for runs in geometry.runs]
+        rows = "" if wrong_shape else ", in rows that FSDP does not assign to it"
         raise SourceError(
             "CKM112",
-            f"{key}: rank {rank} holds {held}, expected {list(sizes)} at {at} "
-            f"of {list(part.info.shape)}{'' if wrong_shape else ', in rows that FSDP does not assign to it'}",
+            f"{key}: rank {rank} holds {shape}, expected {list(sizes)} at {at} "
+            f"of {list(part.info.shape)}{rows}",
             "torch saves wrong metadata for some uneven TP + FSDP shards; save a full state dict",
         )
     if isinstance(part.local, StoredTensor) and part.local.info.dtype != part.info.dtype:
@@ -176,11 +182,11 @@ def _check_local(rank: int, part: Placed, key: str) -> None:
 
 
 def _check_complete(
-    info: TensorInfo, parts: Sequence[tuple[int, Placed]], held: set[Box], key: str
+    info: TensorInfo, parts: Sequence[tuple[int, Placed]], boxes: set[Box], key: str
 ) -> None:
     """Raise SourceError CKM110 or CKM112 if the boxes `held` do not tile the tensor. The boxes of
     different mesh coordinates are disjoint, so a count of elements proves it."""
-    if sum(box.numel for box in held) == info.numel and (held or not info.numel):
+    if sum(box.numel for box in boxes) == info.numel and (boxes or not info.numel):
         return
     world = len(parts[0][1].ranks)
     if len(parts) < world:
@@ -192,13 +198,17 @@ def _check_complete(
         )
     raise SourceError(
         "CKM112",
-        f"{key}: the ranks' parts hold {sum(box.numel for box in held)} elements of {info.numel}",
+        f"{key}: the ranks' parts hold {sum(box.numel for box in boxes)} elements of {info.numel}",
         _ONE_SAVE,
     )
 
 
-Piece: TypeAlias = tuple[Box, StoredTensor | Opaque, Box | None]
-"""(box of the whole tensor, a rank's local tensor, the box of it that fills the first; None: all)."""
+class Piece(NamedTuple):
+    """A box of the whole tensor, and the box of a rank's local tensor that fills it (None: all of it)."""
+
+    box: Box
+    local: StoredTensor | Opaque
+    within: Box | None
 
 
 def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTensor | Cut:

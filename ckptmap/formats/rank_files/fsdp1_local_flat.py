@@ -166,7 +166,7 @@ def pieces_of(flat: Flat, rank: int) -> list[FlatPiece]:
     pieces = [
         FlatPiece(piece.at, piece.nbytes, tensor.path, piece.box)
         for tensor, start in flat.members.values()
-        for piece in held(tensor, start, low, high)
+        for piece in pieces_in_range(tensor, start, low, high)
     ]
     for begin, end in flat.gaps:
         numel = max(0, min(high, end) - max(low, begin))
@@ -175,15 +175,17 @@ def pieces_of(flat: Flat, rank: int) -> list[FlatPiece]:
             pieces.append(
                 FlatPiece((max(low, begin) - low) * itemsize, len(content), content=content)
             )
-    rest = flat.shard_numel - (high - low)
-    if rest:
+    padding = flat.shard_numel - (high - low)
+    if padding:
         pieces.append(
-            FlatPiece((high - low) * itemsize, rest * itemsize, content=bytes(rest * itemsize))
+            FlatPiece(
+                (high - low) * itemsize, padding * itemsize, content=bytes(padding * itemsize)
+            )
         )
     return sorted(pieces, key=lambda piece: piece.at)
 
 
-def held(tensor: OutTensor, start: int, low: int, high: int) -> Iterator[FlatPiece]:
+def pieces_in_range(tensor: OutTensor, start: int, low: int, high: int) -> Iterator[FlatPiece]:
     """Yield the pieces of a tensor that lie in elements [low, high) of a flat vector.
 
     The tensor begins at element `start` of the vector. Offsets count from element `low`, which is

@@ -22,8 +22,8 @@ from ckptmap.formats.rank_files.fsdp1_local_flat import (
     FlatPiece,
     Storage,
     Traversal,
-    held,
     laid_out,
+    pieces_in_range,
     whole,
 )
 from ckptmap.protocols import OutFile, OutState, OutTensor
@@ -183,7 +183,7 @@ def _cut(
     pieces = [
         piece
         for member, value in zip(param.members, values, strict=True)
-        for piece in held(value, param.flat.members[member.path][1], *span)
+        for piece in pieces_in_range(value, param.flat.members[member.path][1], *span)
     ]
     filled = span[1] - span[0]
     numel = filled if param.named else param.flat.shard_numel

@@ -69,8 +69,8 @@ class Fsdp1LocalWriter:
             parts = len(weights) < len(state.tensors) or any(p[0] == OPTIMIZER for p in state.extra)
             depth = _depth(weights) if parts else 0
             ranks = range(state.world_size)
-            made = [_file(weights, flats, depth, state.world_size, rank) for rank in ranks]
-            return made + (OptimizerFiles(state, weights, flats).files() if parts else [])
+            files = [_file(weights, flats, depth, state.world_size, rank) for rank in ranks]
+            return files + (OptimizerFiles(state, weights, flats).files() if parts else [])
 
 
 def _depth(weights: Sequence[OutTensor]) -> int:

@@ -140,12 +140,12 @@ def _inside(value: object) -> Iterable[object]:
 class RankTree:
     """The leaves of one rank: a parsed tree, and the constants that this rank has in its holes."""
 
-    __slots__ = ("_made", "_own", "_starts", "_template", "parsed", "records")
+    __slots__ = ("_filled_values", "_own", "_starts", "_template", "parsed", "records")
 
     def __init__(self, parsed: Parsed, records: Records, constants: Sequence[Constant]) -> None:
         self.parsed, self.records = parsed, records
         self._template, self._own = parsed.template, constants
-        self._made: dict[int, object] = {}
+        self._filled_values: dict[int, object] = {}
         self._starts: Mapping[str, int] | None = None
 
     def get(self, path: Path) -> Leaf:
@@ -170,12 +170,12 @@ class RankTree:
         leaves share is made once, so that they share it here too."""
         if id(value) not in self.parsed.varying:
             return value
-        made = self._made.get(id(value))
-        if made is None:
-            made = self._fill(value)
+        filled = self._filled_values.get(id(value))
+        if filled is None:
+            filled = self._fill(value)
             if id(value) in self.parsed.often:
-                self._made[id(value)] = made
-        return made
+                self._filled_values[id(value)] = filled
+        return filled
 
     def _fill(self, value: Any) -> Any:
         kind = type(value)
@@ -187,9 +187,9 @@ class RankTree:
             return {key: self.filled(item) for key, item in value.items()}
         if kind in (list, tuple, Size):
             return kind([self.filled(item) for item in value])
-        made = object.__new__(kind)
-        made.__dict__.update({name: self.filled(item) for name, item in value.__dict__.items()})
-        return made
+        inert = object.__new__(kind)
+        inert.__dict__.update({name: self.filled(item) for name, item in value.__dict__.items()})
+        return inert
 
     def _constant(self, index: int) -> Constant:
         if self._template is not self.parsed.template:

@@ -172,10 +172,12 @@ def _check_ranks(group: _Group, trees: Mapping[int, RankTree]) -> None:
     if count:
         missing = list(islice((rank for rank in range(world) if rank not in trees), 4))
         names = ", ".join(group.name.replace("*", _like(group, rank), 1) for rank in missing)
+        if count > len(missing):
+            names += ", ..."
         raise SourceError(
             "CKM110",
             f"{FilePath(next(iter(group.files.values()))).parent}: rank {missing[0]} of {world} is "
-            f"missing ({names}{', ...' if count > 4 else ''})",
+            f"missing ({names})",
             f"copy {counted(count, 'missing rank file')} into this directory",
         )
     extra = [rank for rank in trees if rank >= world]

@@ -31,14 +31,14 @@ def flat_sharded(
     with the shard of `rank`, if that rank has one."""
     strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     outer = (_CLASS, DType(dtype), (numel,), (1,), 0, strided, Device(DEVICE), True)
-    listed = [_shard_metadata(each) for each in shards]
-    mine = next((each for each in shards if each[0] == rank), None)
-    held = []
-    if mine is not None:
-        state = {"tensor": local, "metadata": _shard_metadata(mine)}
-        held.append(Instance(Global(f"{_TENSOR}.shard", "Shard"), (None, state)))
-    value = (held, _metadata(dtype, numel, listed, strided), _group(rank, world),
-             _spec(numel, shards, listed), False)  # fmt: skip
+    shards_metadata = [_shard_metadata(shard) for shard in shards]
+    own_shard = next((shard for shard in shards if shard[0] == rank), None)
+    own_shards = []
+    if own_shard is not None:
+        state = {"tensor": local, "metadata": _shard_metadata(own_shard)}
+        own_shards.append(Instance(Global(f"{_TENSOR}.shard", "Shard"), (None, state)))
+    value = (own_shards, _metadata(dtype, numel, shards_metadata, strided), _group(rank, world),
+             _spec(numel, shards, shards_metadata), False)  # fmt: skip
     rebuild = Global("torch._utils", "_rebuild_wrapper_subclass")
     return Call(Global("torch._tensor", "_rebuild_from_type_v2"), (rebuild, _CLASS, outer, value))
 

@@ -51,11 +51,11 @@ class RankFilesWriter:
         """
         assert not state.records, "a setup of dense tensors has no encoding records"
         with paused_gc():
-            held = {t.path: _held(t) for t in state.tensors}
-            return [_file(state, rank, held) for rank in range(state.world_size)]
+            boxes = {t.path: _boxes_of(t) for t in state.tensors}
+            return [_file(state, rank, boxes) for rank in range(state.world_size)]
 
 
-def _held(tensor: OutTensor) -> list[Box]:
+def _boxes_of(tensor: OutTensor) -> list[Box]:
     """Return the box of the tensor that each rank holds."""
     assert tensor.placement is not None, f"{tensor.path}: has no place on a mesh"
     return boxes_by_rank(tensor.placement, tensor.info)
@@ -71,14 +71,14 @@ class _Stored:
     info: TensorInfo
 
 
-def _file(state: OutState, rank: int, held: dict[Path, list[Box]]) -> OutFile:
+def _file(state: OutState, rank: int, boxes: dict[Path, list[Box]]) -> OutFile:
     stored: dict[Path, _Stored] = {}
     leaves: list[tuple[Path, object]] = []
     meshes: dict[Placement, RankMesh] = {}
     for tensor in state.tensors:
         owner = tensor.alias_of or tensor.path
         if owner not in stored:
-            box = held[owner][rank]
+            box = boxes[owner][rank]
             info = TensorInfo(box.sizes, tensor.info.dtype)
             stored[owner] = _Stored(str(len(stored)), owner, box, info)
         local = _view(stored[owner])

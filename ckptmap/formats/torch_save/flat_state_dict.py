@@ -182,10 +182,13 @@ class _Run:
         names, keys = list(map(len, entries.name)), list(map(len, entries.key))
         first = self._counted(tails, int.from_bytes(entries.middle[0][1:5], "little"))
         holds = (
-            all(part.are(0, part.of(names)) for part in heads)
-            and all(part.are(0, part.of(first)) and part.are(1, part.of(keys)) for part in middles)
+            all(part.hold_numbers(0, part.of(names)) for part in heads)
             and all(
-                part.are(at, _shifted(part.of(first), 1 + at))
+                part.hold_numbers(0, part.of(first)) and part.hold_numbers(1, part.of(keys))
+                for part in middles
+            )
+            and all(
+                part.hold_numbers(at, _shifted(part.of(first), 1 + at))
                 for part in tails
                 for at in range(len(part.numbers))
             )

@@ -49,8 +49,8 @@ def other_zip(file: str, base: int) -> SourceError | None:
             "use an earlier checkpoint, or save again",
         )
     if names and not whole:
-        held = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        what = f"is a zip without data.pkl, not a torch.save file; it holds {held:.200}"
+        names_text = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        what = f"is a zip without data.pkl, not a torch.save file; it holds {names_text:.200}"
         return SourceError(
             "CKM105", f"{file}: {what}", "unpack it if a checkpoint is inside: unzip PATH -d DIR"
         )

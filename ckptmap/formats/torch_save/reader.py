@@ -64,7 +64,7 @@ class StorageRef(Inert):
 
     module = "torch"
     name = "TypedStorage"
-    held: tuple[_Storages, str, str, int]
+    record: tuple[_Storages, str, str, int]
     """The storages of the file, and the key, dtype and nbytes of this one."""
 
 
@@ -213,7 +213,7 @@ class _Storages:
         if numel * itemsize != nbytes:
             return self._look(pid)
         storage = object.__new__(StorageRef)
-        storage.__dict__["held"] = (self, key, dtype, nbytes)
+        storage.__dict__["record"] = (self, key, dtype, nbytes)
         return storage
 
     def _look(self, pid: object) -> StorageRef:
@@ -232,7 +232,7 @@ class _Storages:
         if dtype:
             self._classes[cls] = dtype, ITEMSIZE[dtype]
         storage = object.__new__(StorageRef)
-        storage.__dict__["held"] = (self, key, dtype, nbytes)
+        storage.__dict__["record"] = (self, key, dtype, nbytes)
         return storage
 
     def grid(self, dtype: str, size: object, stride: object) -> Grid:
@@ -259,13 +259,13 @@ def _rebuild_v2(
     """Return the tensor of a `torch._utils._rebuild_tensor_v2`. With `metadata` (a conjugate or
     negative bit) it is an Opaque."""
     if type(storage) is StorageRef and type(offset) is int and not offset and metadata is None:
-        source, key, dtype, nbytes = storage.held
+        source, key, dtype, nbytes = storage.record
         grid = source.grids.get((dtype, size, stride))
         if grid is not None and grid.end <= nbytes >= grid.nbytes:
             return ReadTensor(source.records, key, 0, grid)  # a whole storage, as nearly all are
-    if not isinstance(storage, StorageRef) or not storage.held[2] or metadata:
+    if not isinstance(storage, StorageRef) or not storage.record[2] or metadata:
         return stub("torch._utils", "_rebuild_tensor_v2")(storage, offset, size, stride, metadata)
-    return _view(storage, storage.held[2], offset, size, stride)
+    return _view(storage, storage.record[2], offset, size, stride)
 
 
 def _rebuild_v3(
@@ -290,7 +290,7 @@ def _view(
 ) -> StoredTensor:
     """Return the view of a storage; `offset` and `stride` count elements. Raise UnpicklingError if it
     does not lie in the storage, or expands it far."""
-    source, key, _, nbytes = storage.held
+    source, key, _, nbytes = storage.record
     grid = source.grid(dtype, size, stride)
     itemsize = ITEMSIZE[dtype]
     if type(offset) is not int or offset < 0:

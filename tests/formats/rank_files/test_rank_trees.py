@@ -22,7 +22,7 @@ from ckptmap.formats.detect import look
 from ckptmap.formats.pickle.reader import load as read_pickle
 from ckptmap.formats.pickle.template import Hole, Template, opcodes
 from ckptmap.formats.rank_files import rank_trees
-from ckptmap.formats.rank_files.dtensor_fast_join import joined_alike
+from ckptmap.formats.rank_files.dtensor_fast_join import join_regular
 from ckptmap.formats.rank_files.dtensor_layout import DTensorLayout
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankValues
 from ckptmap.formats.rank_files.reader import RankFiles
@@ -90,7 +90,7 @@ def test_the_quick_join_is_the_general_one(corpus: Any, name: str) -> None:
     for path, leaf in index(corpus[name].path).leaves.items():
         if not isinstance(leaf, PerRank) or not isinstance(leaf.values, RankValues):
             continue
-        mine, general = joined_alike(leaf.values, "k"), layout.join(list(leaf.values), "k")
+        mine, general = join_regular(leaf.values, "k"), layout.join(list(leaf.values), "k")
         assert isinstance(general, StoredTensor)
         if mine is not None:
             quick += 1
