@@ -81,7 +81,7 @@ class LogicalTensors(Mapping[str, Group]):
 
     def without(self, keys: Collection[str]) -> LogicalTensors:
         """Return all tensors but those of `keys`."""
-        return LogicalTensors({fqn: self.held(fqn) for fqn in self if fqn not in keys})
+        return LogicalTensors({fqn: self.dense_or_group(fqn) for fqn in self if fqn not in keys})
 
     def sharing(self) -> list[tuple[str, ...]]:
         """Return sets of names that the file itself says are one tensor."""
