@@ -78,7 +78,7 @@ def command(
             plan = _plan(src, options, plan_file)
             with plan.ckpt:
                 if not dry_run:
-                    report = executed(plan, dst, how, out, ranks)
+                    report = execute(plan, dst, how, out, ranks)
     except ShownElsewhere as stopped:
         Printer.printed = True  # that rank prints the error document
         raise typer.Exit(stopped.exit_code) from stopped
@@ -111,10 +111,10 @@ def _plan(src: str, options: Options, plan_file: str | None) -> Plan:
 
     if plan_file is None:
         return ckptmap.plan(src, options.to, options=options)
-    return _saved(src, plan_file)
+    return _load_plan(src, plan_file)
 
 
-def _saved(src: str, plan_file: str) -> Plan:
+def _load_plan(src: str, plan_file: str) -> Plan:
     from pathlib import Path
     from shlex import quote
 
@@ -123,9 +123,9 @@ def _saved(src: str, plan_file: str) -> Plan:
     from ckptmap.storage.hub.resolve import locate
 
     plan = replan(plan_file)
-    here = locate(src, plan.ckpt.files.mounts)
-    if here.origin != plan.ckpt.origin or (
-        not here.origin and here.path.resolve() != Path(plan.ckpt.path).resolve()
+    located = locate(src, plan.ckpt.files.mounts)
+    if located.origin != plan.ckpt.origin or (
+        not located.origin and located.path.resolve() != Path(plan.ckpt.path).resolve()
     ):
         raise PlanError(
             "CKM209",
@@ -135,7 +135,7 @@ def _saved(src: str, plan_file: str) -> Plan:
     return plan
 
 
-def executed(plan: Plan, dst: str, how: RunOptions, out: Printer, ranks: Ranks) -> Report:
+def execute(plan: Plan, dst: str, how: RunOptions, out: Printer, ranks: Ranks) -> Report:
     """Run the plan; rank 0 shows progress on stderr unless --quiet."""
     from dataclasses import replace
 

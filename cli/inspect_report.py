@@ -62,8 +62,8 @@ class InspectReport:
             "world_size": ckpt.world_size,
             "wrappers": list(ckpt.wrappers),
             "names": [t for entry in self._schemes() for t in (entry.title, *entry.aliases)],
-            "encodings": dict(self._counted("encoding")),
-            "dtypes": dict(self._counted("dtype")),
+            "encodings": dict(self._count_by("encoding")),
+            "dtypes": dict(self._count_by("dtype")),
             "totals": {
                 "tensors": len(self.looks),
                 "numel": self._numel(),
@@ -78,7 +78,7 @@ class InspectReport:
                 for item in ckpt.refused
             ],
             "notes": self.notes,
-            "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._listed()],
+            "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._matching_tensors()],
         }
 
     def _counts(self) -> Counter[_Look]:
@@ -109,11 +109,11 @@ class InspectReport:
     def _nbytes(self) -> int:
         return sum(look.nbytes * count for look, count in self.kinds.items())
 
-    def _counted(self, what: str) -> Counter[str]:
+    def _count_by(self, field: str) -> Counter[str]:
         """Return the number of tensors by dtype or by encoding."""
         counts: Counter[str] = Counter()
         for look, count in self.kinds.items():
-            counts[look.dtype if what == "dtype" else look.encoding] += count
+            counts[look.dtype if field == "dtype" else look.encoding] += count
         return counts
 
     def _optimizer(self) -> dict[str, Any]:
@@ -131,16 +131,16 @@ class InspectReport:
             "nbytes": sum(lazy.nbytes for lazy in self.states),
         }
 
-    def _listed(self) -> Iterator[tuple[str, LazyTensor]]:
+    def _matching_tensors(self) -> Iterator[tuple[str, LazyTensor]]:
         """Yield role and tensor of everything that `keys` matches."""
         for role, tensors in (
             ("model", self.ckpt.values()), ("optimizer", self.states), ("other", self.other)
         ):  # fmt: skip
             for lazy in tensors:
-                if self._is_listed(lazy.fqn):
+                if self._matches_keys(lazy.fqn):
                     yield role, lazy
 
-    def _is_listed(self, fqn: str) -> bool:
+    def _matches_keys(self, fqn: str) -> bool:
         return self.keys == "*" or fnmatchcase(fqn, self.keys)
 
     # ------------------------------------------------------------------ as text
@@ -154,14 +154,14 @@ class InspectReport:
     def _table(self) -> list[str]:
         """Return the lines of the table. Optimizer state, which repeats every weight two or three
         times, is listed only where `keys` is given."""
-        asked = self.looks
+        summaries = self.looks
         if self.keys != "*":
-            asked = {fqn: look for fqn, look in asked.items() if self._is_listed(fqn)}
-        names = list(asked)
-        looks = each(asked.values(), lambda look: _row("model", look))
+            summaries = {fqn: look for fqn, look in summaries.items() if self._matches_keys(fqn)}
+        names = list(summaries)
+        looks = each(summaries.values(), lambda look: _row("model", look))
         states = [("optimizer", lazy) for lazy in self.states if self.keys != "*"]
         for role, lazy in (*states, *(("other", lazy) for lazy in self.other)):
-            if self._is_listed(lazy.fqn):
+            if self._matches_keys(lazy.fqn):
                 names.append(lazy.fqn)
                 looks.append(_row(role, _look(lazy)))
         return table(names, looks)
@@ -172,18 +172,18 @@ class InspectReport:
         files = counted(len(ckpt.index.files), "file")
         yield "container", f"{ckpt.index.container}, {files}{world}"
         yield "setup", ckpt.setup
-        yield "wrappers", _some(list(ckpt.wrappers))
+        yield "wrappers", _first_items(list(ckpt.wrappers))
         yield "names", " or ".join(entry.title_with_aliases for entry in self._schemes())
         numel = self._numel()
         size = human(self._nbytes())
         yield "weights", f"{counted(len(self.looks), 'tensor')}, {numel:,} parameters, {size}"
-        yield "dtypes", _histogram(self._counted("dtype"))
-        yield "encodings", _histogram(self._counted("encoding"))
-        yield "tied", _some([" = ".join(names) for names in self.ckpt.sharing()])
+        yield "dtypes", _histogram(self._count_by("dtype"))
+        yield "encodings", _histogram(self._count_by("encoding"))
+        yield "tied", _first_items([" = ".join(names) for names in self.ckpt.sharing()])
         yield "optimizer", self._optimizer_line()
         yield "other", counted(len(self.other), "tensor") if self.other else ""
-        extra = [f"{join(path)} = {_short(value)}" for path, value in ckpt.plain.items()]
-        yield "extra", _some(extra)
+        extra = [f"{join(path)} = {_short_text(value)}" for path, value in ckpt.plain.items()]
+        yield "extra", _first_items(extra)
         for item in ckpt.refused:
             yield "refused", f"{item.key}: {item.reason}"
         for note in self.notes:
@@ -231,11 +231,11 @@ def _histogram(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common())
 
 
-def _some(items: list[str]) -> str:
+def _first_items(items: list[str]) -> str:
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more
 
 
-def _short(value: object) -> str:
+def _short_text(value: object) -> str:
     text = f"<{len(value)} bytes>" if isinstance(value, bytes) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -75,10 +75,10 @@ def command(
         _ON_FILES[action](out, what, config)
 
 
-def _list(out: Printer, what: str | None) -> None:
+def _list(out: Printer, selector: str | None) -> None:
     from ckptmap.mapping.catalog import select
 
-    entries = select(what)
+    entries = select(selector)
     if out.json:
         document = [
             {"scheme": entry.title, "models": list(entry.models), "summary": entry.summary,
@@ -88,39 +88,39 @@ def _list(out: Printer, what: str | None) -> None:
         out.document({"mappings": document})
         return
     width = max((len(entry.title) for entry in entries), default=0)
-    out.text(as_lines(f"{entry.title:<{width}}  {_described(entry)}" for entry in entries))
+    out.text(as_lines(f"{entry.title:<{width}}  {_summarize(entry)}" for entry in entries))
 
 
-def _described(entry: CatalogEntry) -> str:
+def _summarize(entry: CatalogEntry) -> str:
     return entry.summary + (f" (= {entry.family}/{entry.same_as})" if entry.same_as else "")
 
 
-def _path(what: str) -> str:
+def _find_path(scheme: str) -> str:
     from ckptmap.errors import PlanError
     from ckptmap.mapping.catalog import find
 
-    matches = find(what)
+    matches = find(scheme)
     if len({entry.family for entry in matches}) > 1:
         raise PlanError(
             "CKM604",
-            f"{what!r} could be {', '.join(entry.title for entry in matches)}",
+            f"{scheme!r} could be {', '.join(entry.title for entry in matches)}",
             f"say which, for example {matches[0].title}",
         )
     return matches[0].path
 
 
-def _show(out: Printer, what: str, config: str | None) -> None:
+def _show(out: Printer, scheme_or_file: str, config: str | None) -> None:
     from ckptmap.mapping.mapping_file import load_scheme
 
-    scheme = load_scheme(_path(what))
+    scheme = load_scheme(_find_path(scheme_or_file))
     if out.json:
-        rules = [_sides(rule) for rule in scheme.rules]
+        rules = [_rule_document(rule) for rule in scheme.rules]
         out.document({"scheme": scheme.title, "models": list(scheme.models), "rules": rules})
     else:
         out.text(scheme.text.rstrip())
 
 
-def _sides(rule: Any) -> Mapping[str, object]:
+def _rule_document(rule: Any) -> Mapping[str, object]:
     def side(terms: Any) -> list[str]:
         return [
             " | ".join(name.text for name in term.names)
@@ -131,10 +131,10 @@ def _sides(rule: Any) -> Mapping[str, object]:
     return {"hf": side(rule.hub), "other": side(rule.other), "rename": rule.is_rename}
 
 
-def _check(out: Printer, what: str, config: str | None) -> None:
+def _check(out: Printer, scheme_or_file: str, config: str | None) -> None:
     from ckptmap.mapping.mapping_file import load_scheme
 
-    scheme = load_scheme(_path(what))
+    scheme = load_scheme(_find_path(scheme_or_file))
     renames = sum(rule.is_rename for rule in scheme.rules)
     if out.json:
         out.document({"ok": True, "scheme": scheme.title, "rules": len(scheme.rules)})
@@ -145,7 +145,7 @@ def _check(out: Printer, what: str, config: str | None) -> None:
     )
 
 
-def _test(out: Printer, what: str, config: str | None) -> None:
+def _test(out: Printer, scheme_or_file: str, config: str | None) -> None:
     from contextlib import closing
 
     from ckptmap.mapping.model_config import read_config
@@ -153,7 +153,9 @@ def _test(out: Printer, what: str, config: str | None) -> None:
     from ckptmap.testing.mappings import MappingKit
 
     with closing(Mounts()) as mounts:
-        kit = MappingKit(_path(what), None if config is None else read_config(config, mounts))
+        kit = MappingKit(
+            _find_path(scheme_or_file), None if config is None else read_config(config, mounts)
+        )
     results = []
     for name, arguments in kit.checks():
         title = name + (f"[{','.join(arguments)}]" if arguments else "")
@@ -164,7 +166,7 @@ def _test(out: Printer, what: str, config: str | None) -> None:
             results.append({"check": title, "ok": False, "why": str(error)})
     failed = [result for result in results if not result["ok"]]
     if out.json:
-        out.document({"ok": not failed, "file": what, "checks": results})
+        out.document({"ok": not failed, "file": scheme_or_file, "checks": results})
     else:
         lines = [
             f"{'ok' if r['ok'] else 'FAILED':<7}{r['check']}  {r['why']}".rstrip() for r in results
@@ -179,12 +181,12 @@ def _new(out: Printer, source: str | None, to: str | None, values: bool) -> None
 
     if source is None or to is None:
         raise typer.BadParameter("new: give --from SRC and --to DST, two checkpoints of one model")
-    drafted = draft(source, to, values=values)
+    new_mapping = draft(source, to, values=values)
     if out.json:
-        out.document(drafted.to_json())
+        out.document(new_mapping.to_json())
         return
-    out.text(str(drafted).rstrip())
-    out.note(f"{drafted.summary}; prove it with: ckptmap mappings check FILE")
+    out.text(str(new_mapping).rstrip())
+    out.note(f"{new_mapping.summary}; prove it with: ckptmap mappings check FILE")
 
 
 _ON_FILES: Mapping[str, Callable[[Printer, str, str | None], None]] = {

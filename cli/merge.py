@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .convert import executed, show
+from .convert import execute, show
 from .printer import Printer
 from .shared_parameters import DryRun, Dst, Json, Quiet
 from .typed_options import TypedOptions, takes_options
@@ -94,7 +94,7 @@ def command(
     out, report = Printer(json, quiet), None
     with plan.ckpt:
         if not dry_run:
-            report = with_survival(plan, executed(plan, dst, how, out, ALONE))
+            report = with_survival(plan, execute(plan, dst, how, out, ALONE))
     show(plan, report, out)
     if report is None and plan.unresolved:
         raise typer.Exit(1)

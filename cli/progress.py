@@ -21,16 +21,16 @@ class Progress:
         self.total_nbytes = total_nbytes
         self.done_nbytes = 0
         self._live = sys.stderr.isatty()
-        self._start = self._shown = time.monotonic()
+        self._start = self._last_line_at = time.monotonic()
         self._lock = threading.Lock()
 
     def __call__(self, nbytes: int, name: str) -> None:
         with self._lock:
             self.done_nbytes += nbytes
             now = time.monotonic()
-            if now - self._shown < (EVERY_LIVE_S if self._live else EVERY_LOG_S):
+            if now - self._last_line_at < (EVERY_LIVE_S if self._live else EVERY_LOG_S):
                 return
-            self._shown = now
+            self._last_line_at = now
             self._print(self.line(now - self._start, one_line(name)))
 
     def line(self, seconds: float, name: str) -> str:

@@ -62,8 +62,8 @@ def build(args: Sequence[str]) -> typer.Typer:
     return app
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(flag: bool) -> None:
+    if flag:
         Printer().text(f"ckptmap {__version__}")
         raise typer.Exit
 

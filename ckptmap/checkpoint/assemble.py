@@ -47,7 +47,7 @@ def assemble(
     twice, and what a scheme raises for malformed parts.
     """
     refused: list[RefusedLeaf] = []
-    strings = string_records(roles.rest, roles.model_root)
+    strings = string_records(roles.others, roles.model_root)
     groups = group_parts(
         roles.model, index.records, roles.model_root, path, refused, strings, files.mounts
     )
@@ -76,7 +76,7 @@ def assemble(
         notes.append(f"optimizer state cannot be read: {reader.why}")
     other = {
         at: lazy
-        for at, leaf in roles.rest.items()
+        for at, leaf in roles.others.items()
         if is_tensor(leaf) and (lazy := read.tensor(at, leaf)) is not None
     }
     return Checkpoint(
@@ -89,7 +89,7 @@ def assemble(
         wrappers=describe_wrappers(plain),
         optimizer_reader=reader,
         other=other,
-        plain=dict(read.plain(roles.rest)),
+        plain=dict(read.plain(roles.others)),
         notes=notes,
         refused=refused,
     )

@@ -37,7 +37,7 @@ class Roles:
     model: Mapping[Path, Leaf]
     optimizer_root: Path | None
     optimizer: Mapping[Path, Leaf]
-    rest: Mapping[Path, Leaf]
+    others: Mapping[Path, Leaf]
 
 
 _TENSORS = (StoredTensor, Cut)
@@ -85,7 +85,7 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
         return Roles((), leaves, None, {}, {})
     model: dict[Path, Leaf] = {}
     optimizer: dict[Path, Leaf] = {}
-    rest: dict[Path, Leaf] = {}
+    others: dict[Path, Leaf] = {}
     depth = len(model_root)
     for path, leaf in leaves.items():
         # An "optimizer": None, at the root itself, is no state.
@@ -104,23 +104,23 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
             # Beside bare FQNs, a tensor in a dict of its own ({"w": ..., "rng": {"cpu": t}}) is none.
             model[path[depth:] if depth else path] = leaf
         else:
-            rest[path] = leaf
-    return Roles(model_root, model, optimizer_root, optimizer, _without_extra(rest))
+            others[path] = leaf
+    return Roles(model_root, model, optimizer_root, optimizer, _without_extra(others))
 
 
-def _without_extra(rest: dict[Path, Leaf]) -> dict[Path, Leaf]:
+def _without_extra(leaves: dict[Path, Leaf]) -> dict[Path, Leaf]:
     """Return the leaves with the contents of `extra` moved one level up.
 
     They stay where one value would take the place of another, as in
     {"step": 2, "extra": {"step": 1}}, which ckptmap never writes.
     """
-    cut = {path: path[1:] for path in rest if path[0] == EXTRA_KEY and len(path) > 1}
+    cut = {path: path[1:] for path in leaves if path[0] == EXTRA_KEY and len(path) > 1}
     if not cut:
-        return rest
-    others, contents = {*rest} - {*cut}, {*cut.values()}
+        return leaves
+    others, contents = {*leaves} - {*cut}, {*cut.values()}
     if others & _all_above(contents) or contents & _all_above(others):
-        return rest
-    return {cut.get(path, path): leaf for path, leaf in rest.items()}
+        return leaves
+    return {cut.get(path, path): leaf for path, leaf in leaves.items()}
 
 
 def _all_above(paths: Iterable[Path]) -> set[Path]:

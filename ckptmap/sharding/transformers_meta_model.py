@@ -77,9 +77,9 @@ def _harmless(value: object) -> Any:
     return value
 
 
-def unusable(config: Path, what: str) -> SourceError:
+def unusable(config: Path, problem: str) -> SourceError:
     return SourceError(
         "CKM101",
-        f"{config}: {what}",
+        f"{config}: {problem}",
         "give a checkpoint of the same model instead: --like PATH",
     )

@@ -93,11 +93,11 @@ class _Rows:
     """The entries of storage_data in columns.
 
     Entry i has `fqns[i]`, `offsets[i]` and `lengths[i]` (bytes). All else it has from the pair
-    (offsets of the chunk, item) number `like[i]` of `forms`.
+    (offsets of the chunk, item) number `form_of[i]` of `forms`.
     """
 
     forms: Sequence[tuple[Offsets | None, Item]]
-    like: Sequence[int]
+    form_of: Sequence[int]
     fqns: Sequence[str]
     offsets: Sequence[int]
     lengths: Sequence[int]
@@ -106,7 +106,7 @@ class _Rows:
         """Return a dict from (FQN, offsets of the chunk, or None for a value) to the item."""
         items = {}
         for fqn, at, offset, nbytes in zip(
-            self.fqns, self.like, self.offsets, self.lengths, strict=True
+            self.fqns, self.form_of, self.offsets, self.lengths, strict=True
         ):
             offsets, (file, _, _, transforms) = self.forms[at]
             items[fqn, offsets] = Item(file, offset, nbytes, transforms)
@@ -118,16 +118,16 @@ class _Rows:
         if at.keys() != infos.keys() or len(at) != len(self.fqns):
             return None
         order = list(map(at.__getitem__, infos))
-        like = [self.like[i] for i in order]
+        form_numbers = [self.form_of[i] for i in order]
         for shape, form in {
-            (info.shape, at) for info, at in zip(infos.values(), like, strict=True)
+            (info.shape, at) for info, at in zip(infos.values(), form_numbers, strict=True)
         }:
             offsets, item = self.forms[form]
             if offsets != (0,) * len(shape) or item.transforms:
                 return None
         files = [item.file for _, item in self.forms]
         entries = WholeEntries(
-            list(infos.values()), [files[i] for i in like],
+            list(infos.values()), [files[i] for i in form_numbers],
             [self.offsets[i] for i in order], [self.lengths[i] for i in order],
         )  # fmt: skip
         return Whole(list(infos), entries)

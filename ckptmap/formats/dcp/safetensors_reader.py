@@ -175,8 +175,8 @@ def _rank(file: str) -> int:
     return int(match["rank"]) - 1
 
 
-def _incomplete(what: str) -> SourceError:
-    return SourceError("CKM110", what, "copy the shards of all ranks into this directory")
+def _incomplete(problem: str) -> SourceError:
+    return SourceError("CKM110", problem, "copy the shards of all ranks into this directory")
 
 
 def _read(header: Header, file: str, parts: dict[str, list[tuple[str, Chunk]]]) -> None:
@@ -233,7 +233,7 @@ def _joined(key: str, parts: list[tuple[str, Chunk]], root: str) -> StoredTensor
     return StoredTensor(TensorInfo(shape, first_dtype), chunks)
 
 
-def _bad(file: str, what: str) -> SourceError:
+def _bad(file: str, problem: str) -> SourceError:
     return SourceError(
-        "CKM107", f"{file}: bad DCP shard: {what}", "save again, or copy the file again"
+        "CKM107", f"{file}: bad DCP shard: {problem}", "save again, or copy the file again"
     )

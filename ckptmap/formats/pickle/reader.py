@@ -349,9 +349,9 @@ def load(
         _malformed(where, f"{kind}{str(error)[:200]}")
 
 
-def _malformed(where: str, what: str) -> NoReturn:
+def _malformed(where: str, problem: str) -> NoReturn:
     raise SourceError(
         "CKM106",
-        f"{where}: malformed pickle: {what}",
+        f"{where}: malformed pickle: {problem}",
         "the file is damaged, or another program than torch.save wrote it; copy it again",
     ) from None

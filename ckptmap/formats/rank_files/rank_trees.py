@@ -83,7 +83,7 @@ class Parsed:
         except (SourceError, _Unknown):  # a constant that differs decides what the pickle holds
             return False
         self.template, self.leaves, self.is_shared = template, leaves, True
-        self.varying, self.often = {i for i, does in walk.known.items() if does}, walk.often
+        self.varying, self.often = {i for i, does in walk.differs.items() if does}, walk.repeated
         return True
 
 
@@ -91,9 +91,9 @@ class _Walk:
     """Finds the values that hold a `Hole` or a tensor, and so differ from rank to rank."""
 
     def __init__(self) -> None:
-        self.known: dict[int, bool] = {}
+        self.differs: dict[int, bool] = {}
         """`id()` of each value that was met, and whether it differs."""
-        self.often: set[int] = set()
+        self.repeated: set[int] = set()
         self._depth = 0
 
     def varies(self, value: object) -> bool:
@@ -108,22 +108,26 @@ class _Walk:
             or (type(value) is Device and type(value.text) is str)
         ):
             return False
-        known = self.known.get(id(value))
-        if known is not None:
-            self.often.add(id(value))
-            return known
+        answer = self.differs.get(id(value))
+        if answer is not None:
+            self.repeated.add(id(value))
+            return answer
         if kind in (Hole, ReadTensor):
-            does = True
+            varies_here = True
         else:
             self._depth += 1
             if self._depth > MAX_DEPTH:
                 raise _Unknown
-            does = any([self.varies(item) for item in _inside(value)])
+            varies_here = any([self.varies(item) for item in _inside(value)])
             self._depth -= 1
-            if does and kind not in (list, tuple, Size, dict) and not isinstance(value, Inert):
+            if (
+                varies_here
+                and kind not in (list, tuple, Size, dict)
+                and not isinstance(value, Inert)
+            ):
                 raise _Unknown
-        self.known[id(value)] = does
-        return does
+        self.differs[id(value)] = varies_here
+        return varies_here
 
 
 def _inside(value: object) -> Iterable[object]:

@@ -89,10 +89,10 @@ def _require_same(
         )
 
 
-def _bad_records(file: str, what: str) -> SourceError:
+def _bad_records(file: str, problem: str) -> SourceError:
     return SourceError(
         "CKM115",
-        f"{file}: the encoding records in its __metadata__[{RECORDS!r}]: {what}",
+        f"{file}: the encoding records in its __metadata__[{RECORDS!r}]: {problem}",
         "convert the original checkpoint again",
     )
 

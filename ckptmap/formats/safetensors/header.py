@@ -315,8 +315,8 @@ def _first_duplicate(pairs: Sequence[tuple[str, object]]) -> str:
     return Counter(name for name, _ in pairs).most_common(1)[0][0]
 
 
-def _bad(where: str, what: str) -> SourceError:
-    return SourceError("CKM107", f"{where}: bad safetensors header: {what}", HINT)
+def _bad(where: str, problem: str) -> SourceError:
+    return SourceError("CKM107", f"{where}: bad safetensors header: {problem}", HINT)
 
 
 def _short(value: object) -> str:

@@ -166,7 +166,7 @@ class _Run:
         self._forms: dict[tuple[bytes, bytes], int] = {}
         self.names: list[str] = []
         self.keys: list[str] = []
-        self.like: list[int] = []
+        self.first_of_form: list[int] = []
         """For each entry, the index of the first entry of its form."""
         self.samples: dict[int, bytes] = {}
         """Index -> pickled bytes of the first entry of each form."""
@@ -219,7 +219,7 @@ class _Run:
         except UnicodeDecodeError:
             return False
         self.keys += b"\n".join(entries.key).decode().split("\n")
-        self.like += map(self._forms.__getitem__, forms)
+        self.first_of_form += map(self._forms.__getitem__, forms)
         return len(self._forms) <= MAX_FORMS
 
 
@@ -262,12 +262,12 @@ def _together(records: Records, tree: Mapping[str, ReadTensor], run: _Run) -> Pl
     end = at + len(samples)
     if read[at:end] != samples:
         return None
-    like = {i: tree[run.names[i]].info for i in run.samples}
+    info_of_first = {i: tree[run.names[i]].info for i in run.samples}
     before, after = [tree[name] for name in read[:at]], [tree[name] for name in read[end:]]
     names = [*read[:at], *run.names, *read[end:]]
     keys = [*(t.key for t in before), *run.keys, *(t.key for t in after)]
     infos = [t.info for t in before]
-    infos += map(like.__getitem__, run.like)
+    infos += map(info_of_first.__getitem__, run.first_of_form)
     infos += [t.info for t in after]
     if len(set(keys)) != len(keys) or len(set(names)) != len(names):
         return None  # tied tensors, or a name that occurs twice

@@ -215,19 +215,22 @@ def _wide_field(nbytes: int, header: int) -> bytes:
 def _header(name: bytes, nbytes: int, header: int, offset: int) -> bytes:
     """Return a local header. Sizes and CRC-32 are in the data descriptor after the data. The padding
     is an extra field `FB`, as torch writes it."""
-    wide = b"" if nbytes < U32 > header else _wide_field(nbytes, header)
-    rest = offset - header - _LOCAL_NBYTES - len(name) - len(wide)
-    head, padding = _around(len(name), len(wide), rest, nbytes == 0)
-    return b"".join((head, name, wide, padding))
+    wide_field = b"" if nbytes < U32 > header else _wide_field(nbytes, header)
+    padding_nbytes = offset - header - _LOCAL_NBYTES - len(name) - len(wide_field)
+    head, padding = _around(len(name), len(wide_field), padding_nbytes, nbytes == 0)
+    return b"".join((head, name, wide_field, padding))
 
 
 @lru_cache(maxsize=4096)
-def _around(name: int, wide: int, rest: int, empty: bool) -> tuple[bytes, bytes]:
-    """Return the bytes before the name and those after the zip64 field. `name`, `wide` and `rest` are
-    the sizes of the name, of the zip64 field and of the padding."""
+def _around(
+    name_nbytes: int, wide_nbytes: int, padding_nbytes: int, empty: bool
+) -> tuple[bytes, bytes]:
+    """Return the bytes before the name and those after the zip64 field, which is `wide_nbytes` long."""
     flags = _FLAGS_EMPTY if empty else _FLAGS_DATA
-    head = _LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, name, wide + rest)
-    return head, b"FB" + (rest - 4).to_bytes(2, "little") + b"Z" * (rest - 4)
+    head = _LOCAL.pack(
+        b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, name_nbytes, wide_nbytes + padding_nbytes
+    )
+    return head, b"FB" + (padding_nbytes - 4).to_bytes(2, "little") + b"Z" * (padding_nbytes - 4)
 
 
 def _descriptor(nbytes: int, header: int, crc: int) -> bytes:
