@@ -60,8 +60,8 @@ def command(
             out.document({"holding": rows})
         else:
             out.text(as_lines(_table(rows)))
-        one = (source is not None and to is not None) or len(rows) == 1
-        if one and not all(row["holds"] for row in rows):
+        entry_point = (source is not None and to is not None) or len(rows) == 1
+        if entry_point and not all(row["holds"] for row in rows):
             raise typer.Exit(1)
         return
     document = report()
@@ -245,7 +245,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         ),
         *(["entry points that are skipped"] if facts["broken_entry_points"] else []),
         *(
-            f"  {one['distribution']}: {one['name']} = {one['value']} in {one['group']}: {one['why']}"
-            for one in facts["broken_entry_points"]
+            f"  {entry_point['distribution']}: {entry_point['name']} = {entry_point['value']} in {entry_point['group']}: {entry_point['why']}"
+            for entry_point in facts["broken_entry_points"]
         ),
     ]

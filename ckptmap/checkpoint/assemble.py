@@ -51,11 +51,13 @@ def assemble(
     groups = group_parts(
         roles.model, index.records, roles.model_root, path, refused, strings, files.mounts
     )
-    mine = records_below(index.records, roles.model_root)
+    model_records = records_below(index.records, roles.model_root)
     if roles.optimizer_root:
         inside = join(roles.optimizer_root) + "."
-        mine = {fqn: record for fqn, record in mine.items() if not fqn.startswith(inside)}
-    groups, stray_notes = without_stray_parts(groups, mine, refused, files.mounts)
+        model_records = {
+            fqn: record for fqn, record in model_records.items() if not fqn.startswith(inside)
+        }
+    groups, stray_notes = without_stray_parts(groups, model_records, refused, files.mounts)
     plain = strip_wrappers(list(groups), path)
     stripped = any(map(is_not, plain, plain.values()))
     if stripped:

@@ -1,4 +1,4 @@
-"""The catalog of mapping files: which ones exist, and which one a name means.
+"""The catalog of mapping files: list them, and find the one that a name such as `llama/meta` means.
 
 Files are `<family>/<scheme>[@era].toml`, in the directories of CKPTMAP_MAPPINGS first, then in the package
 `ckptmap_mappings`. Only the head of a file (its purpose and fingerprints) is read until its rules are

@@ -1,8 +1,8 @@
-"""Tensors that exist nowhere as stored: they are read through their sources, decoded and rearranged.
+"""Tensors that are computed when they are read: their sources are decoded and rearranged.
 
-Where the rows of a quantized tensor move and a quantization block spans two moving blocks of rows, no
-stored part can be moved as it is. If at least whole blocks of codes stay together, another encoding may
-take codes and scales without decoding them (`DerivedCodes`); otherwise values are decoded box by box.
+This is needed if rows of a quantized tensor move and a quantization block spans rows that move apart:
+then no stored part can be copied as it is. If whole blocks of codes stay together, another encoding may
+take codes and scales without decoding them (`DerivedCodes`). Otherwise values are decoded box by box.
 """
 
 from __future__ import annotations

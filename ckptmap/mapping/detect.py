@@ -122,8 +122,8 @@ def _of(entries: Sequence[CatalogEntry], source: CatalogEntry | None) -> list[Ca
     """Return the entries of the source's family, else those for its models."""
     if source is None:
         return []
-    mine = [entry for entry in entries if entry.family == source.family]
-    return mine or [entry for entry in entries if _shares(entry, source)]
+    own_family = [entry for entry in entries if entry.family == source.family]
+    return own_family or [entry for entry in entries if _shares(entry, source)]
 
 
 def choose(
@@ -221,16 +221,16 @@ class _Choosing:
 
     def _by_file(self, scheme: NamingScheme, source: CatalogEntry | None) -> SchemeChoice:
         """Return the choice for a mapping file: to its scheme, or from it where the keys are in it already."""
-        mine, hub = (self.seen.left(scheme, side) for side in (False, True))
-        if self.names_from is None and mine < hub:
+        unmatched, unmatched_by_hub = (self.seen.left(scheme, side) for side in (False, True))
+        if self.names_from is None and unmatched < unmatched_by_hub:
             return SchemeChoice(scheme, None)
         return SchemeChoice(_loaded(source), scheme)
 
     def _target(self, entries: Sequence[CatalogEntry], source: CatalogEntry | None) -> CatalogEntry:
         """Return the target in the source's family, else by the keys its hub side matches, else by model."""
-        mine = _of(entries, source)
-        if mine:
-            return mine[0]
+        candidates = _of(entries, source)
+        if candidates:
+            return candidates[0]
         if source is not None and "/" not in self.names:
             sure = source.name != HUB or self._is_for_model(source)
             if sure and model_types(self.config):

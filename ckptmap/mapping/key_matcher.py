@@ -1,4 +1,4 @@
-"""Find the rule that a key belongs to.
+"""Find the mapping rule whose name pattern matches a key of a checkpoint.
 
 A key is looked up by its skeleton (`layers.{}.w`), then its numbers, `range` and dims choose among the
 candidates. One dict lookup a key keeps 100,000 keys cheap.

@@ -192,17 +192,17 @@ class _AxisSpace:
 
     def _complete(self) -> None:
         """Raise PlanError CKM607 where a source is missing."""
-        there = {(source.term, source.stack) for source in self.sources}
+        present = {(source.term, source.stack) for source in self.sources}
         axes = stacked_captures(self.rule, not self.to_hub)
         for number, term in enumerate(self.terms[0]):
             for stack in product(*(range(self.size[axis]) for axis in axes)):
-                if (number, stack) not in there:
+                if (number, stack) not in present:
                     key = self._name(term, dict(zip(axes, stack, strict=True)))
                     total = len(self.terms[0]) * prod(self.size[axis] for axis in axes)
                     raise PlanError(
                         "CKM607",
                         f"{self.scheme.title}: {self.rule.label}: {key} is missing, found"
-                        f" {len(there)} of {total} tensors, among them {self.sources[0].key};"
+                        f" {len(present)} of {total} tensors, among them {self.sources[0].key};"
                         f" {self.dims.describe()}",
                         "the checkpoint is incomplete: get the missing file or rank",
                     )
@@ -260,15 +260,15 @@ class _AxisSpace:
         name = self._name(term, stack)
         pieces: list[Piece] = []
         for sheet in range(max(1, _axes(term).segments)):
-            mine = self._cell(term, stack, sheet)
-            if not mine.box.numel:
+            target_box = self._cell(term, stack, sheet)
+            if not target_box.box.numel:
                 continue
             met: list[Box] = []
             for source in self.sources:
-                piece = self._meet(source, mine, sheet, met)
+                piece = self._meet(source, target_box, sheet, met)
                 if piece is not None:
                     pieces.append(piece)
-            self._tiles(name, mine.box, met)
+            self._tiles(name, target_box.box, met)
         info = TensorInfo(self._shape(term, self.to_hub), self._dtype(name, pieces))
         pieces = [piece.tidy() for piece in pieces]
         return RuleTarget(
@@ -303,23 +303,31 @@ class _AxisSpace:
             )
         return next(iter(dtypes))
 
-    def _meet(self, source: RuleSource, mine: AxisBox, sheet: int, met: list[Box]) -> Piece | None:
+    def _meet(
+        self, source: RuleSource, target_box: AxisBox, sheet: int, met: list[Box]
+    ) -> Piece | None:
         """Return the piece of a target that a source supplies, None where their boxes do not meet."""
         axes = stacked_captures(self.rule, not self.to_hub)
         stack = dict(zip(axes, source.stack, strict=True))
-        theirs = self._cell(self.terms[0][source.term], stack, sheet)
-        low = {axis: max(a, theirs.low[axis]) for axis, a in mine.low.items()}
+        source_box = self._cell(self.terms[0][source.term], stack, sheet)
+        low = {axis: max(a, source_box.low[axis]) for axis, a in target_box.low.items()}
         sizes = {
-            axis: min(mine.low[axis] + mine.size[axis], theirs.low[axis] + theirs.size[axis]) - at
+            axis: min(
+                target_box.low[axis] + target_box.size[axis],
+                source_box.low[axis] + source_box.size[axis],
+            )
+            - at
             for axis, at in low.items()
         }
         if min(sizes.values(), default=1) <= 0:
             return None
-        order = tuple(mine.low)
+        order = tuple(target_box.low)
         met.append(Box(tuple(low[a] for a in order), tuple(sizes[a] for a in order)))
         moving = [axis for axis in order if sizes[axis] > 1]
         return Piece(
-            source.key, theirs.strided(low, sizes, moving), mine.strided(low, sizes, moving)
+            source.key,
+            source_box.strided(low, sizes, moving),
+            target_box.strided(low, sizes, moving),
         )
 
     def _cell(self, term: Term, stack: Mapping[str, int], sheet: int) -> AxisBox:

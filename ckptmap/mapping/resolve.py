@@ -1,4 +1,4 @@
-"""Apply the rules of a scheme to the keys and shapes of one checkpoint: what is each target made of?
+"""Apply the rules of a naming scheme to the keys and shapes of one checkpoint.
 
     infos {source key: shape, dtype}  ->  Resolution {target key: MappedTensor(pieces of sources)}
 

@@ -1,4 +1,4 @@
-"""How many rows of a tensor a rearrangement keeps together, and where their codes and scales then go.
+"""Compute how many rows of a tensor a rearrangement keeps together, and move codes and scales by them.
 
 Permuting attention heads moves blocks of head_dim rows. If a quantized tensor's blocks do not cross
 these rows, its codes and scales can be moved as bytes: each part has a fixed number of rows per block.

@@ -62,10 +62,18 @@ class Rule:
         """Whether the rule renames one tensor without rearranging it; `op` may still change values."""
         if len(self.hub) != 1 or len(self.other) != 1 or self.pad:
             return False
-        one, two = self.hub[0], self.other[0]
-        if one.slices or two.slices or set(one.captures) != set(two.captures):
+        hub_term, other_term = self.hub[0], self.other[0]
+        if (
+            hub_term.slices
+            or other_term.slices
+            or set(hub_term.captures) != set(other_term.captures)
+        ):
             return False
-        return one.axes is None or two.axes is None or one.axes.dims == two.axes.dims
+        return (
+            hub_term.axes is None
+            or other_term.axes is None
+            or hub_term.axes.dims == other_term.axes.dims
+        )
 
     def side(self, hub: bool) -> tuple[Term, ...]:
         return self.hub if hub else self.other

@@ -1,4 +1,4 @@
-"""Map names from one scheme to another through the hub's names, without doing the work twice.
+"""Map tensors from one naming scheme to another by way of Hugging Face's names, the hub.
 
 The two mappings are composed as integer index maps. `meta -> hf -> torchtune` permutes rows and then
 permutes them back, so the composition is a plain rename and the bytes are never touched.

@@ -1,4 +1,4 @@
-"""Bring optimizer state into the form that FSDP1 can hold: cut as its flat parameters are.
+"""Prepare optimizer state for FSDP1, which shards state as it shards its flat parameters.
 
 With `use_orig_params=False` a flat parameter is the optimizer's one parameter: one step count for
 all that lies in it, and one set of hyper-parameters.

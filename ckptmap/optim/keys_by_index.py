@@ -1,4 +1,4 @@
-"""The key form of `optimizer.state_dict()`: a number that counts through the groups' parameters.
+"""The key form of `optimizer.state_dict()`: each parameter is a number, counted through the groups.
 
     {"state": {0: {...}}, "param_groups": [{"params": [0, 1], ...}, {"params": [2], ...}]}
 

@@ -31,10 +31,10 @@ def encoding_remarks(
     left = encodings.left_by_shape
     empty = {} if left else _encodes_nothing(layout.steps, scheme, options)
     notes = [
-        *(f"{pattern}: {why}" for pattern, why in loose.items()),
+        *(f"{pattern}: {reason}" for pattern, reason in loose.items()),
         *listed("tied, written under each name", untied),
         *listed("stays as it is", {**left, **encodings.beside_ties}),
-        *(f"{why}: name weights with --encode GLOB" for why in empty.values()),
+        *(f"{reason}: name weights with --encode GLOB" for reason in empty.values()),
     ]
     if not options.strict:
         return Remarks(notes=notes)
@@ -48,8 +48,8 @@ def encoding_remarks(
 
 def _strictly(reasons: Mapping[str, str], hint: str) -> list[Unresolved]:
     return [
-        Unresolved(key, why, f"{hint.format(key)}, or convert without --strict")
-        for key, why in reasons.items()
+        Unresolved(key, reason, f"{hint.format(key)}, or convert without --strict")
+        for key, reason in reasons.items()
     ]
 
 
@@ -89,8 +89,8 @@ def _encodes_nothing(steps: Steps, scheme: Scheme | None, options: Options) -> d
     targets = {kind.target for kind in steps.counted() if kind.role == "model"}
     if not targets or any(target.partition("(")[0] == scheme.name for target in targets):
         return {}
-    given = [name for name in ("encode", "no_encode") if getattr(options, name)]
-    by = " and ".join(f"--{name.replace('_', '-')}" for name in given) or "default"
+    options_given = [name for name in ("encode", "no_encode") if getattr(options, name)]
+    by = " and ".join(f"--{name.replace('_', '-')}" for name in options_given) or "default"
     kinds = ", ".join(sorted(targets))
-    why = f"no weight becomes {scheme.name} by {by}, all stay as they are ({kinds})"
-    return {scheme.name: why}
+    reason = f"no weight becomes {scheme.name} by {by}, all stay as they are ({kinds})"
+    return {scheme.name: reason}

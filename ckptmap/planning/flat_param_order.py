@@ -63,19 +63,19 @@ def _require_same_tensors(ckpt: Checkpoint, model: Like, left: Collection[str]) 
             raise PlanError("CKM504", f"{names[0]}: {model.name} {what}", _NEXT)
 
 
-def _like(path: Path, mine: Checkpoint) -> Like | None:
+def _like(path: Path, converted: Checkpoint) -> Like | None:
     """Return the names and shapes of the model at `path`, in order; None: it does not tell the order.
 
-    Files of flat parameters tell their units and no order, which is then that of `mine`.
+    Files of flat parameters tell their units and no order, which is then that of `converted`.
     """
-    mounts = mine.files.mounts
+    mounts = converted.files.mounts
     if path.name == CONFIG:
         return like_config(path, mounts)
     if (path / CONFIG).is_file():
         return like_config(path / CONFIG, mounts)
     if path.is_dir() and units_of(str(path), mounts) is not None:
         written = path / MANIFEST
-        return like_manifest(written, mounts) if written.is_file() else _of(mine)
+        return like_manifest(written, mounts) if written.is_file() else _of(converted)
     with open_in(Files(mounts=mounts), path) as ckpt:
         return _of(ckpt)
 

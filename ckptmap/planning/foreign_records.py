@@ -27,13 +27,15 @@ def foreign_records(
 ) -> dict[str, Mapping[str, object]]:
     """Return the records of tensors that are not `decoded`, and whose parts are all `written` as
     bytes and under their own names."""
-    kept: dict[str, Mapping[str, object]] = {}
+    carried: dict[str, Mapping[str, object]] = {}
     if not records:  # all schemes are imported only to ask about a record
-        return kept
+        return carried
     schemes = [scheme for scheme in registry.schemes() if isinstance(scheme, KeepsRecords)]
     for fqn, record in records.items():
         answers = (scheme.kept_record(fqn, record) for scheme in schemes)
-        answer = next((one for one in answers if one is not None), None)
+        answer = next(
+            (answer_of_scheme for answer_of_scheme in answers if answer_of_scheme is not None), None
+        )
         if answer is not None and fqn not in decoded and all(key in written for key in answer[1]):
-            kept[fqn] = answer[0]
-    return kept
+            carried[fqn] = answer[0]
+    return carried

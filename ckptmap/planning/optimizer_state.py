@@ -48,14 +48,14 @@ def is_optimizer_written(request: Request) -> tuple[bool, Remarks]:
     reader = request.ckpt.optimizer_reader
     if not reader.present:
         return False, Remarks()
-    why = request.dropped("optimizer")
+    reason = request.dropped("optimizer")
     if request.options.optimizer == "drop":
-        why = "--optimizer drop"
+        reason = "--optimizer drop"
     elif not request.setup.holds_extra:
-        why = f"{request.setup.name} has no place for optimizer state"
+        reason = f"{request.setup.name} has no place for optimizer state"
     # Naming state that is keyed by index may build a model, so what is dropped is never named.
-    if why is not None:
-        return False, Remarks({"optimizer": why})
+    if reason is not None:
+        return False, Remarks({"optimizer": reason})
     state = reader.named()
     if reader.by_index or reader.form is None:
         return False, Remarks(unresolved=[_unnamed(reader)])
@@ -75,17 +75,19 @@ def optimizer_state(
     Raises PlanError CKM201 for an unknown key form, CKM207 for one that the setup cannot hold.
     """
     form, ckpt, options = _key_form(request), request.ckpt, request.options
-    kept = select_state(ckpt.optimizer_reader.named(), ckpt, dropped, request.dropped)
+    selected = select_state(ckpt.optimizer_reader.named(), ckpt, dropped, request.dropped)
     strangers = [
         Unresolved(
             f"optimizer.{fqn}",
             "its optimizer state belongs to no weight of the checkpoint",
             f"leave it behind with --drop 'optimizer.{fqn}', or all with --optimizer drop",
         )
-        for fqn in kept.strangers
+        for fqn in selected.strangers
     ]
-    optimizer, notes = arrange_for_loader(kept.optimizer, ckpt, request.setup, sharding, options)
-    remarks = Remarks(kept.dropped, strangers, notes)
+    optimizer, notes = arrange_for_loader(
+        selected.optimizer, ckpt, request.setup, sharding, options
+    )
+    remarks = Remarks(selected.dropped, strangers, notes)
     return _by_path(form, optimizer, request, remarks)
 
 

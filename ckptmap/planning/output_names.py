@@ -53,8 +53,8 @@ def output_names(request: Request, selection: Selection) -> OutputNames:
     _require_names_unlike_ddp(selection)
     weights = _weight_names(request)
     module_state = _module_state(request, weights)
-    beside = (*selection.values, *selection.others)
-    nested = selection.optimizer or any(path not in module_state for path in beside)
+    other_paths = (*selection.values, *selection.others)
+    nested = selection.optimizer or any(path not in module_state for path in other_paths)
     return OutputNames(weights, _root(request, nested), module_state)
 
 
@@ -85,26 +85,26 @@ def _module_state(request: Request, weights: Mapping[str, str]) -> States:
 
 def _root(request: Request, nested: bool) -> Path:
     """Return the path of the dict that holds the weights; `nested`: the output holds more."""
-    given, setup = request.options.root, request.setup
-    if given is None:
+    root_option, setup = request.options.root, request.setup
+    if root_option is None:
         return ("model",) if nested or setup.rooted else ()
     if setup.rooted:
         raise PlanError(
             "CKM205",
-            f"--root {given}: the setup {setup.name} has a root of its own",
+            f"--root {root_option}: the setup {setup.name} has a root of its own",
             "leave --root out",
         )
-    if given and not setup.holds_extra:
+    if root_option and not setup.holds_extra:
         raise PlanError(
             "CKM205",
-            f"--root {given}: {setup.name} holds names at its top level only, no dicts",
+            f"--root {root_option}: {setup.name} holds names at its top level only, no dicts",
             "leave --root out, or choose a setup that nests, for example --to full",
         )
-    root = tuple(given.split("/")) if given else ()
+    root = tuple(root_option.split("/")) if root_option else ()
     if reserved := next((name for name in root if is_reserved_name(name)), None):
         raise PlanError(
             "CKM205",
-            f"--root {given}: readers take no tensor below {reserved!r} for a weight",
+            f"--root {root_option}: readers take no tensor below {reserved!r} for a weight",
             "choose another name, for example --root model",
         )
     return root

@@ -107,19 +107,19 @@ class OutputSharding:
 
     def _requested_ranks(self) -> int:
         """Return --world-size, or the world size of the source."""
-        asked = self._options.world_size
-        if asked is not None and not 1 <= asked <= MAX_WORLD_SIZE:
+        world_size = self._options.world_size
+        if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
             raise PlanError(
                 "CKM204",
-                f"--world-size {asked}: expected 1 to {MAX_WORLD_SIZE}",
+                f"--world-size {world_size}: expected 1 to {MAX_WORLD_SIZE}",
                 "give the number of ranks that will load it",
             )
         if self._setup.sharded:
-            return asked or self._ckpt.world_size
-        if asked not in (None, 1):
+            return world_size or self._ckpt.world_size
+        if world_size not in (None, 1):
             raise PlanError(
                 "CKM204",
-                f"--world-size {asked}: setup {self._setup.name} is not cut over ranks",
+                f"--world-size {world_size}: setup {self._setup.name} is not cut over ranks",
                 "leave --world-size out, or choose --to fsdp1 or --to fsdp2",
             )
         return 1
@@ -135,6 +135,10 @@ class OutputSharding:
                 f"{option}: setup {self._setup.name} is not cut over ranks",
                 f"leave {option} out, or choose --to fsdp2 or --to fsdp2-ranks",
             )
-        mesh = next(one for one in (layout, *registry.layouts()) if isinstance(one, MeshLayout))
+        mesh = next(
+            candidate
+            for candidate in (layout, *registry.layouts())
+            if isinstance(candidate, MeshLayout)
+        )
         ranks = options.world_size if options.mesh is not None else self._ranks
         return mesh.over(options.mesh, options.tp_plan, ranks, list(self._ckpt))

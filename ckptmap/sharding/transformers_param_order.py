@@ -29,8 +29,12 @@ NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.
 def find_config(path: str, like: str | None) -> Path | None:
     """Return the config.json that `like` names, or that lies beside the weights; None if there is none."""
     if like is not None:
-        given = Path(like)
-        file = given if given.is_file() and given.name.endswith(".json") else given / CONFIG
+        config_path = Path(like)
+        file = (
+            config_path
+            if config_path.is_file() and config_path.name.endswith(".json")
+            else config_path / CONFIG
+        )
         return file if file.is_file() else None
     base = Path(path) if Path(path).is_dir() else Path(path).parent
     places = (base / CONFIG, base / "huggingface" / CONFIG)

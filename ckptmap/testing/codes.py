@@ -51,13 +51,13 @@ def _codes(
 ) -> torch.Tensor:
     import torch
 
-    given = {}
+    part_boxes = {}
     for name, part in parts.items():
         where = encoding.code_box(info, name, box)
         if where is not None:
-            given[name] = cut(part, where).contiguous()
+            part_boxes[name] = cut(part, where).contiguous()
     out = torch.empty(box.sizes, dtype=getattr(torch, grid.codes.dtype))
-    encoding.codes(info, given, box, out)
+    encoding.codes(info, part_boxes, box, out)
     return out
 
 
@@ -101,11 +101,11 @@ def _decoded(encoding: Encoding, info: TensorInfo, parts: Parts) -> torch.Tensor
     import torch
 
     box = Box.whole(info.shape)
-    given = {}
+    part_boxes = {}
     for name, part in parts.items():
         where = encoding.part_box(info, name, box)
         assert where is not None
-        given[name] = cut(part, where).contiguous()
+        part_boxes[name] = cut(part, where).contiguous()
     out = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
-    encoding.decode(info, given, box, out)
+    encoding.decode(info, part_boxes, box, out)
     return out

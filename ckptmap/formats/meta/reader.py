@@ -144,10 +144,10 @@ def _files(root: FilePath, names: Sequence[str]) -> list[str]:
     return [str(root / by_rank[rank]) for rank in sorted(by_rank)]
 
 
-def _missing(root: FilePath, rank: int, world: int, why: str) -> SourceError:
+def _missing(root: FilePath, rank: int, world: int, reason: str) -> SourceError:
     return SourceError(
         "CKM110",
-        f"{root}: rank {rank} of {world} is missing (consolidated.{rank:02d}.pth): {why}",
+        f"{root}: rank {rank} of {world} is missing (consolidated.{rank:02d}.pth): {reason}",
         "copy the files of all ranks, and params.json, into this directory",
     )
 
@@ -177,13 +177,13 @@ def _check_world(root: FilePath, first: RankTree, world: int, params: Params | N
     ranks, rest = divmod(columns, wo.info.shape[1])
     if rest or not ranks:  # without params.json, the heads may be narrower or wider than the norm
         return
-    why = f"{_key(key or ())} has {wo.info.shape[1]} of {columns} columns in consolidated.00.pth"
+    reason = f"{_key(key or ())} has {wo.info.shape[1]} of {columns} columns in consolidated.00.pth"
     if ranks > world:
-        raise _missing(root, world, ranks, why)
+        raise _missing(root, world, ranks, reason)
     if ranks < world:
         raise SourceError(
             "CKM110",
-            f"{root}: expected {ranks} files, found {world}: {why}",
+            f"{root}: expected {ranks} files, found {world}: {reason}",
             "move the files of other downloads to another directory",
         )
 

@@ -87,7 +87,7 @@ class Template:
     def widened(self, data: bytes) -> Template | None:
         """Return the template with a further hole for each constant that differs in `data`; None if
         opcodes differ, or if there would be more than MAX_HOLES holes."""
-        holes = _differing(self.data, data)
+        holes = _constant_spans(self.data, data)
         if holes is None or len(holes) + len(self.holes) > MAX_HOLES:
             return None
         return Template.of(self.data, sorted({*self.holes, *holes}))
@@ -96,9 +96,11 @@ class Template:
         """Return the constants in all holes, for a pickle that matched an `earlier` template with fewer
         holes; `constants` are those in the earlier holes."""
         known = dict(zip(earlier.holes, constants, strict=True))
-        mine = self.constants(self.data)
-        assert mine is not None, "a template fits the pickle that it was made of"
-        return tuple([known.get(hole, own) for hole, own in zip(self.holes, mine, strict=True)])
+        own_constants = self.constants(self.data)
+        assert own_constants is not None, "a template fits the pickle that it was made of"
+        return tuple(
+            [known.get(hole, own) for hole, own in zip(self.holes, own_constants, strict=True)]
+        )
 
     def with_persistent_ids(self) -> tuple[bytes, Callable[[object], Hole | None]]:
         """Return a pickle with a persistent id for each constant, and the function that resolves the id
@@ -136,20 +138,20 @@ def _constant(data: bytes, at: int) -> tuple[Constant, int] | None:
         return None
 
 
-def _differing(mine: bytes, other: bytes) -> list[tuple[int, int]] | None:
+def _constant_spans(first: bytes, second: bytes) -> list[tuple[int, int]] | None:
     """Return (start, end) of the constants of `mine` that differ in `other`; None if the pickles differ
     in other bytes."""
     spans: list[tuple[int, int]] = []
-    theirs = opcodes(other)
+    second_opcodes = opcodes(second)
     end = to = 0
-    for start, end in opcodes(mine):
-        at, to = next(theirs, (0, 0))
-        if mine[start:end] != other[at:to]:
-            constants = mine[start] in _CONSTANTS and at < to and other[at] in _CONSTANTS
-            if not constants or _constant(other, at) is None:
+    for start, end in opcodes(first):
+        at, to = next(second_opcodes, (0, 0))
+        if first[start:end] != second[at:to]:
+            constants = first[start] in _CONSTANTS and at < to and second[at] in _CONSTANTS
+            if not constants or _constant(second, at) is None:
                 return None
             spans.append((start, end))
-    return spans if end == len(mine) and to == len(other) else None
+    return spans if end == len(first) and to == len(second) else None
 
 
 def opcodes(data: bytes) -> Iterator[tuple[int, int]]:
