@@ -21,7 +21,7 @@ from ckptmap.tensors import Box, StoredTensor, TensorInfo
 def mapped_tensor(
     mapped: MappedTensor, sources: Mapping[str, LazyTensor], dense: Encoding
 ) -> Group | StoredTensor | DerivedTensor:
-    """Return the tensor `made` of `sources` in the cheapest form that holds the right values.
+    """Return the target `mapped` in the cheapest form that holds the right values.
 
     That is a StoredTensor for dense sources, a Group of parts for quantized sources whose blocks stay
     whole, else a DerivedTensor, which is decoded when read and written as `dense`.

@@ -34,7 +34,7 @@ class PieceGroup:
         return [values[i] for i in self.indices]
 
     def hold_numbers(self, place: int, numbers: Iterable[int]) -> bool:
-        """Return True if the numbers at offset number `place` are `wanted`."""
+        """Return True if the numbers at offset number `place` are `numbers`."""
         packed = pack(f"<{len(self.indices)}I", *numbers)
         return all(column == packed[i::4] for i, column in enumerate(self.numbers[place]))
 

@@ -139,7 +139,7 @@ def _constant(data: bytes, at: int) -> tuple[Constant, int] | None:
 
 
 def _constant_spans(first: bytes, second: bytes) -> list[tuple[int, int]] | None:
-    """Return (start, end) of the constants of `mine` that differ in `other`; None if the pickles differ
+    """Return (start, end) of the constants of `first` that differ in `second`; None if the pickles differ
     in other bytes."""
     spans: list[tuple[int, int]] = []
     second_opcodes = opcodes(second)

@@ -184,7 +184,7 @@ def _check_local(rank: int, part: Placed, key: str) -> None:
 def _check_complete(
     info: TensorInfo, parts: Sequence[tuple[int, Placed]], boxes: set[Box], key: str
 ) -> None:
-    """Raise SourceError CKM110 or CKM112 if the boxes `held` do not tile the tensor. The boxes of
+    """Raise SourceError CKM110 or CKM112 if the boxes do not tile the tensor. The boxes of
     different mesh coordinates are disjoint, so a count of elements proves it."""
     if sum(box.numel for box in boxes) == info.numel and (boxes or not info.numel):
         return
