@@ -51,13 +51,11 @@ def assemble(
     groups = group_parts(
         roles.model, index.records, roles.model_root, path, refused, strings, files.mounts
     )
-    model_records = records_below(index.records, roles.model_root)
+    records = records_below(index.records, roles.model_root)
     if roles.optimizer_root:
         inside = join(roles.optimizer_root) + "."
-        model_records = {
-            fqn: record for fqn, record in model_records.items() if not fqn.startswith(inside)
-        }
-    groups, stray_notes = without_stray_parts(groups, model_records, refused, files.mounts)
+        records = {fqn: record for fqn, record in records.items() if not fqn.startswith(inside)}
+    groups, stray_notes = without_stray_parts(groups, records, refused, files.mounts)
     plain = strip_wrappers(list(groups), path)
     stripped = any(map(is_not, plain, plain.values()))
     if stripped:

@@ -180,29 +180,25 @@ class _Reader:
             elif type(entry) is Bytes:
                 values[key] = self._item_of(items, key, None)
             else:
-                self._bad(f"entry {key!r}, expected a tensor or bytes, found {_describe(entry)}")
+                self._bad(f"entry {key!r}, expected a tensor or bytes, found {_show(entry)}")
         return Metadata(tensors, values, paths)
 
     def _dict(self, value: object, name: str) -> dict[Any, object]:
         if not isinstance(value, dict):
-            self._bad(f"{name}, expected a dict, found {_describe(value)}")
+            self._bad(f"{name}, expected a dict, found {_show(value)}")
         return value
 
     def _items(self, storage: dict[object, object]) -> dict[tuple[str, Offsets | None], Item]:
         items: dict[tuple[str, Offsets | None], Item] = {}
         for key, place in storage.items():
             if type(key) is not Key or type(place) is not StorageInfo:
-                self._bad(
-                    f"storage_data, expected an item, found {_describe(key)}: {_describe(place)}"
-                )
+                self._bad(f"storage_data, expected an item, found {_show(key)}: {_show(place)}")
             fqn, offsets = key.fqn, key.offset
             if type(fqn) is not str:
-                self._bad(
-                    f"storage_data, expected a MetadataIndex with an FQN, found {_describe(fqn)}"
-                )
+                self._bad(f"storage_data, expected a MetadataIndex with an FQN, found {_show(fqn)}")
             index = (fqn, None if offsets is None else self._ints(offsets, fqn))
             if index in items:
-                self._bad(f"storage_data, holds {fqn!r} at {_describe(index[1])} twice")
+                self._bad(f"storage_data, holds {fqn!r} at {_show(index[1])} twice")
             items[index] = self._item(fqn, place)
         return items
 
@@ -220,24 +216,24 @@ class _Reader:
         kinds = [{*map(type, column)} for column in (keys, places, fqns, offsets, lengths)]
         if kinds != [{Key}, {StorageInfo}, {str}, {int}, {int}] or len(keys) != len(places):
             self._bad("storage_data, entries of one form differ in other fields too")
-        forms_read = [
+        parsed = [
             (self._ints(key.offset, "a chunk"), self._item("a chunk", place))
             for key, place in zip(keys, places, strict=True)
         ]
         marked = all(
-            (key.fqn, *item[1:3]) == MARKS for key, (_, item) in zip(keys, forms_read, strict=True)
+            (key.fqn, *item[1:3]) == MARKS for key, (_, item) in zip(keys, parsed, strict=True)
         )
         if not marked or any(type(key.index) is not int for key in keys):
             self._bad("storage_data, entries of one form differ in other fields too")
         if {len(fqns), len(offsets), len(lengths)} != {len(forms_of)} or max(forms_of) >= len(
-            forms_read
+            parsed
         ):
             self._bad("storage_data, columns of different lengths")
         if min(min(offsets), min(lengths)) < 0 or max(map(add, offsets, lengths)) > MAX_NUMEL:
             self._bad("storage_data, a byte range below 0 or beyond 2**63")
         return _Rows(
-            [*forms_read, *((at, item) for (_, at), item in items.items())],
-            [*forms_of, *range(len(forms_read), len(forms_read) + len(items))],
+            [*parsed, *((at, item) for (_, at), item in items.items())],
+            [*forms_of, *range(len(parsed), len(parsed) + len(items))],
             [*fqns, *(fqn for fqn, _ in items)],
             [*offsets, *(item.offset for item in items.values())],
             [*lengths, *(item.nbytes for item in items.values())],
@@ -260,11 +256,9 @@ class _Reader:
     def _item(self, fqn: str, place: StorageInfo) -> Item:
         file, offset, nbytes = place.relative_path, place.offset, place.length
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
-            self._bad(f"storage of {fqn!r}, expected a file and its range, found {_describe(file)}")
+            self._bad(f"storage of {fqn!r}, expected a file and its range, found {_show(file)}")
         if offset < 0 or nbytes < 0 or offset + nbytes > MAX_NUMEL:
-            self._bad(
-                f"storage of {fqn!r}, impossible: {_describe(nbytes)} bytes from {_describe(offset)}"
-            )
+            self._bad(f"storage of {fqn!r}, impossible: {_show(nbytes)} bytes from {_show(offset)}")
         transforms = place.transform_descriptors
         if not transforms:
             return Item(file, offset, nbytes)
@@ -275,7 +269,7 @@ class _Reader:
     ) -> Item:
         item = items.get((key, offsets))
         if item is None:
-            place = "" if offsets is None else f" at {_describe(offsets)}"
+            place = "" if offsets is None else f" at {_show(offsets)}"
             self._bad(f"entry {key!r}{place} has no place in storage_data")
         return item
 
@@ -299,14 +293,10 @@ class _Reader:
         chunks = entry.chunks
         for chunk in chunks if type(chunks) is list else self._list(chunks, f"chunks of {key!r}"):
             if type(chunk) is not ChunkBox:
-                self._bad(
-                    f"chunk of {key!r}, expected ChunkStorageMetadata, found {_describe(chunk)}"
-                )
+                self._bad(f"chunk of {key!r}, expected ChunkStorageMetadata, found {_show(chunk)}")
             offsets, sizes = self._ints(chunk.offsets, key), self._ints(chunk.sizes, key)
             if len(offsets) != ndim or len(sizes) != ndim:
-                self._bad(
-                    f"chunk of {key!r}, not of {ndim} dims: {_describe(offsets)}+{_describe(sizes)}"
-                )
+                self._bad(f"chunk of {key!r}, not of {ndim} dims: {_show(offsets)}+{_show(sizes)}")
             boxes.append((offsets, sizes))
         return info, boxes
 
@@ -318,12 +308,12 @@ class _Reader:
         if info is not None:
             return info
         if name is None or name not in ITEMSIZE:
-            self._bad(f"tensor {key!r}: unknown dtype {_describe(dtype)}")
+            self._bad(f"tensor {key!r}: unknown dtype {_show(dtype)}")
         numel = 1
         for n in shape:
             numel *= n or 1
         if numel > MAX_NUMEL or len(shape) > MAX_DIMS:
-            self._bad(f"tensor {key!r}: shape {_describe(shape)} has too many dims or elements")
+            self._bad(f"tensor {key!r}: shape {_show(shape)} has too many dims or elements")
         return self._infos.setdefault((name, *shape), TensorInfo(shape, name))
 
     def _ints(self, value: object, key: str) -> tuple[int, ...]:
@@ -340,11 +330,11 @@ class _Reader:
                     break
             else:
                 return tuple(value)
-        self._bad(f"tensor {key!r}, expected sizes, found {_describe(value)}")
+        self._bad(f"tensor {key!r}, expected sizes, found {_show(value)}")
 
     def _list(self, value: object, name: str) -> list[object] | tuple[object, ...]:
         if not isinstance(value, list | tuple):
-            self._bad(f"{name}, expected a list, found {_describe(value)}")
+            self._bad(f"{name}, expected a list, found {_show(value)}")
         return value
 
     def _paths(self, planner_data: object, entries: Mapping[str, object]) -> dict[str, Path]:
@@ -356,7 +346,7 @@ class _Reader:
         if not ({*map(type, entries)} <= {str} and "".join(entries).isascii()):
             for key in entries:
                 if not isinstance(key, str) or not _is_text(key):
-                    self._bad(f"state_dict_metadata, expected names, found {_describe(key)}")
+                    self._bad(f"state_dict_metadata, expected names, found {_show(key)}")
         if planner_data is None:
             return {}
         if planner_data == dict(zip(entries, zip(entries, strict=True), strict=True)):
@@ -364,14 +354,14 @@ class _Reader:
         paths: dict[str, Path] = {}
         for key, path in self._dict(planner_data, "planner_data").items():
             if type(key) is not str:
-                self._bad(f"planner_data, expected names, found {_describe(key)}")
+                self._bad(f"planner_data, expected names, found {_show(key)}")
             if key not in entries:
                 continue
             if not isinstance(path, tuple | list) or not path:
-                self._bad(f"planner_data[{key!r}], expected a path, found {_describe(path)}")
+                self._bad(f"planner_data[{key!r}], expected a path, found {_show(path)}")
             for segment in path:
                 if type(segment) is not int and not (type(segment) is str and _is_text(segment)):
-                    self._bad(f"planner_data[{key!r}], expected text or int: {_describe(segment)}")
+                    self._bad(f"planner_data[{key!r}], expected text or int: {_show(segment)}")
             paths[key] = tuple(ListIndex(s) if type(s) is int else s for s in path)
         self._check_distinct(paths)
         return paths
@@ -383,9 +373,7 @@ class _Reader:
         for key, path in paths.items():
             other = home.setdefault(path, key)
             if other != key:
-                self._bad(
-                    f"planner_data, {other!r} and {key!r} have the same path {_describe(path)}"
-                )
+                self._bad(f"planner_data, {other!r} and {key!r} have the same path {_show(path)}")
 
     def _bad(self, problem: str) -> NoReturn:
         raise SourceError(
@@ -400,7 +388,7 @@ def _is_text(name: str) -> bool:
     return name.isascii() or not any(0xD800 <= ord(char) < 0xE000 for char in name)
 
 
-def _describe(value: object) -> str:
+def _show(value: object) -> str:
     """Return a short text of a value for an error. It never fails, whatever the pickle holds."""
     if isinstance(value, Opaque):
         return value.class_name[:80]

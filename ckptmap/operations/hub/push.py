@@ -150,16 +150,12 @@ def push(
     if new_plan is not None:
         on_bytes = progress(new_plan.nbytes_out) if progress is not None else False
         run_options = RunOptions(
-            device=device,
-            max_memory=max_memory,
-            low_disk=low_disk,
-            digest="sha256",
+            device=device, max_memory=max_memory, low_disk=low_disk, digest="sha256",
             progress=on_bytes,
-        )
+        )  # fmt: skip
         local = _convert(new_plan, repository.id, work, run_options)
-    report = _publish(
-        local, HubName(repository.id, name.revision, name.path), to, pr, base_model, started
-    )
+    target = HubName(repository.id, name.revision, name.path)
+    report = _publish(local, target, to, pr, base_model, started)
     if work is None and local.fresh:
         shutil.rmtree(local.path.parent, ignore_errors=True)
     return report
