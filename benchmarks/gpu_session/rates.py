@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from benchmarks.gpu_session.encoders import (
     feeds,
     placed,
 )
+from benchmarks.gpu_session.memory import peaks
 from benchmarks.gpu_session.session import StepRun
 from benchmarks.gpu_session.timing import clocked, link_s_per_byte, timed, weight
 
@@ -79,11 +81,11 @@ def staged_rates(step: StepRun, info: Any, w: Any, link_s: float, rounds: int) -
 def staged(encoding: Any, info: Any, pinned: Any, device: str) -> Callable[[], Any]:
     """Return a run that copies boxes from pinned memory, two ahead, and encodes each on arrival.
 
-    It uses the two streams of `ckptmap.execution.cuda_ring`, as a conversion does.
+    It uses the two streams of `ckptmap.storage.device_copies`, as a conversion does.
     """
     import torch
 
-    from ckptmap.execution.cuda_ring import DEPTH, Lanes
+    from ckptmap.storage.device_copies import DEPTH, Lanes
 
     flat = pinned.view(-1)
 
@@ -177,7 +179,10 @@ def compare_devices(
     what = f"convert {of or 'bf16'} -> {to.partition('-')[2]}"
     out = {where: step.work / f"{to}-{where.partition(':')[0]}" for where in ("cpu", step.device)}
     with step.result.attempt(what):
-        took = {where: seconds(source, path, to, where, step) for where, path in out.items()}
+        took = {}
+        for where, path in out.items():
+            with peaks(step, f"{what}, {where}") if where != "cpu" else nullcontext():
+                took[where] = seconds(source, path, to, where, step)
         for where in dict.fromkeys(("cpu", step.device)):
             step.result.figure(f"{what}, {where}", nbytes / took[where] / 1e9, "GB/s",
                                ratio=nbytes * link_s / took[where], of="the pinned link")  # fmt: skip

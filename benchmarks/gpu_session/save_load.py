@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_session.memory import peaks
 from benchmarks.gpu_session.models import adamw, copied, different, stack, state_of, train
 from benchmarks.gpu_session.session import StepRun
 from benchmarks.gpu_session.timing import link_s_per_byte, synchronize
@@ -37,7 +38,7 @@ def run(step: StepRun) -> None:
     plain_s = training_s(step, model, optimizer)
     path = step.work / "saved"
     for turn in ("first", "second"):
-        with step.result.attempt(f"{turn} save"):
+        with step.result.attempt(f"{turn} save"), peaks(step, f"{turn} save"):
             wanted = save_and_train(step, turn, path, model, optimizer, nbytes * down, plain_s)
     del model, optimizer
     for verify in ("stored", "none"):
@@ -110,7 +111,8 @@ def load(
     train(model, optimizer, 0, 1, step.device)
     synchronize(step.device)
     start = time.perf_counter()
-    ckptmap.load(path, model, optimizer, verify=verify)
+    with peaks(step, f"load, verify={verify!r}"):
+        ckptmap.load(path, model, optimizer, verify=verify)
     synchronize(step.device)
     took = time.perf_counter() - start
     step.result.figure(

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 import ckptmap
-from benchmarks.gpu_session import capped, encoders, profile_convert, rates
+from benchmarks.gpu_session import capped, encoders, memory, profile_convert, rates
 from benchmarks.gpu_session.results import StepResult
 from benchmarks.gpu_session.session import Options, Step, StepRun, run_session
 from benchmarks.gpu_session.steps import STEPS
 from benchmarks.gpu_session.timing import weight
 from ckptmap.errors import RunError
-from ckptmap.execution import cuda_ring
+from ckptmap.storage import device_copies
 from ckptmap.tensors import TensorInfo
-from tests.execution.test_cuda_ring import Late
+from tests.support.late_device import Late
 from tests.support.paths import ROOT
 
 MISSING = (
@@ -191,7 +191,7 @@ def step_run(tmp_path: Path) -> StepRun:
 def test_values_are_staged_as_a_conversion_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a device that only pretends; 5 boxes, each encoded after its copy."""
     way = Late()
-    monkeypatch.setattr(cuda_ring, "Lanes", lambda device: way)
+    monkeypatch.setattr(device_copies, "Lanes", lambda device: way)
     monkeypatch.setattr(encoders, "FEED", 1 << 12)
     info, w = TensorInfo((128, 160), "bfloat16"), weight(160, "bfloat16")[:128]
     encoding = encoders.encodings(info)["nf4"]
@@ -222,6 +222,28 @@ def test_a_cap_is_lowered_step_by_step(tmp_path: Path, monkeypatch: pytest.Monke
     )
     assert len(one.result.checks) == len(capped.WAYS) * len(capped.CAPS)
     assert all(check.ok for check in one.result.checks)
+
+
+def test_what_a_block_of_code_held_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less what was held before it."""
+    pinned = {"active_bytes.current": 1 << 20, "active_bytes.peak": 9 << 20, "allocations.peak": 1}
+    stands_in = {
+        "synchronize": lambda: None,
+        "reset_peak_memory_stats": lambda: None,
+        "reset_peak_host_memory_stats": lambda: None,
+        "memory_allocated": lambda: 3 << 20,
+        "max_memory_allocated": lambda: 10 << 20,
+        "host_memory_stats": lambda: pinned,
+    }
+    for name, function in stands_in.items():
+        assert hasattr(torch.cuda, name)
+        monkeypatch.setattr(torch.cuda, name, function)
+    one = StepRun("cuda", "tiny", tmp_path, StepResult())
+    with memory.peaks(one, "load"):
+        pass
+    assert [(f.what, f.value, f.unit) for f in one.result.figures] == [
+        ("load: device memory at most", 7.0, "MiB"), ("load: pinned memory at most", 8.0, "MiB"),
+    ]  # fmt: skip
 
 
 def test_a_conversion_that_fails_under_a_cap_says_one_line(
