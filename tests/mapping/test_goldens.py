@@ -31,6 +31,8 @@ from tests.support.mapping_state import (
 
 TABLES = [(path.parent.name, path.stem) for path in sorted(ROOT.glob("*/*.tsv"))]
 CASES = [(model, scheme) for model, scheme in TABLES if scheme != HUB]
+SCHEMES = {model: [scheme for n, scheme in TABLES if n == model] for model, _ in TABLES}
+"""Model -> its schemes, the Hub's among them."""
 PAIRS = [(m, a, b) for m, a in CASES for n, b in CASES if m == n and a != b]
 MTP_COPIES = {
     "model.layers.3.embed_tokens.weight",
@@ -62,12 +64,10 @@ def dropped(model: str, scheme: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("model", "scheme"), CASES)
-def test_forward_equals_what_the_peer_makes(model: str, scheme: str) -> None:
+def test_forward_equals_what_the_peer_makes_and_reverse_gives_the_hub_back(
+    model: str, scheme: str
+) -> None:
     assert facts(rows(state_of(model, scheme))) == facts(golden(model, scheme))
-
-
-@pytest.mark.parametrize(("model", "scheme"), CASES)
-def test_reverse_gives_the_hub_back(model: str, scheme: str) -> None:
     source = entry_of(model, scheme).load()
     back = translated(state_of(model, scheme), config_of(model), source, None)
     assert_hub(back, model, without=dropped(model, scheme))
@@ -133,22 +133,24 @@ def is_of(name: NamePattern, key: str) -> bool:
     )
 
 
-@pytest.mark.parametrize(("model", "scheme"), TABLES)
-def test_axes_are_those_of_the_table(model: str, scheme: str) -> None:
+@pytest.mark.parametrize("model", SCHEMES)
+def test_axes_are_those_of_the_table(model: str) -> None:
     """The shape says which axes there are, this column in which order they are meant."""
-    loaded = entry_of(model, scheme).load()
-    for key, row in golden(model, scheme).items():
-        assert axes_in(loaded, key, model) == {row.axes}, key
+    for scheme in SCHEMES[model]:
+        loaded = entry_of(model, scheme).load()
+        for key, row in golden(model, scheme).items():
+            assert axes_in(loaded, key, model) == {row.axes}, (scheme, key)
 
 
-@pytest.mark.parametrize(("model", "scheme"), TABLES)
-def test_rules_and_config_say_which_keys_there_are(model: str, scheme: str) -> None:
+@pytest.mark.parametrize("model", SCHEMES)
+def test_rules_and_config_say_which_keys_there_are(model: str) -> None:
     """Not one more, and not one less, than transformers writes."""
-    asked = expected_tensors(entry_of(model, scheme).load(), config_of(model), hub=True)
     known = {key: row.shape for key, row in golden(model, HUB).items()}
-    assert {key: info.shape for key, info in asked.items()} == {
-        key: shape for key, shape in known.items() if key not in dropped(model, scheme)
-    }
+    for scheme in SCHEMES[model]:
+        asked = expected_tensors(entry_of(model, scheme).load(), config_of(model), hub=True)
+        assert {key: info.shape for key, info in asked.items()} == {
+            key: shape for key, shape in known.items() if key not in dropped(model, scheme)
+        }, scheme
 
 
 @pytest.mark.parametrize("model", TINY)
@@ -181,26 +183,29 @@ UNSEEN: dict[tuple[str, str], str | None] = {
 }
 
 
-@pytest.mark.parametrize(("model", "scheme"), TABLES)
-def test_fingerprints_tell_schemes_and_eras_apart(model: str, scheme: str) -> None:
+@pytest.mark.parametrize("model", SCHEMES)
+def test_fingerprints_tell_schemes_and_eras_apart(model: str) -> None:
     """Of all shipped files, those of one scheme and era alone recognise the keys."""
-    keys = list(golden(model, scheme))
-    expected = UNSEEN.get((model, scheme), scheme)
-    labels = {entry.title.partition("/")[2] for entry in recognise(keys)}
-    # transformers' GPT-2 in memory has the very names of nanoGPT: told apart by shapes, below.
-    also = {HUB} if scheme == "nanogpt" else set()
-    assert labels == ({expected} if expected else set()) | also
+    for scheme in SCHEMES[model]:
+        keys = list(golden(model, scheme))
+        expected = UNSEEN.get((model, scheme), scheme)
+        labels = {entry.title.partition("/")[2] for entry in recognise(keys)}
+        # transformers' GPT-2 in memory has the very names of nanoGPT: told apart by shapes, below.
+        also = {HUB} if scheme == "nanogpt" else set()
+        assert labels == ({expected} if expected else set()) | also, scheme
 
 
-@pytest.mark.parametrize(("model", "scheme"), TABLES)
-def test_with_a_config_the_fingerprint_is_of_one_file(model: str, scheme: str) -> None:
-    expected = UNSEEN.get((model, scheme), scheme)
-    if expected is None:
-        with pytest.raises(PlanError, match="no known naming scheme has keys"):
-            choose(infos(state_of(model, scheme)), HUB, None, config_of(model))
-        return
-    choice = choose(infos(state_of(model, scheme)), HUB, None, config_of(model))
-    assert choice.source == entry_of(model, expected).load()
+@pytest.mark.parametrize("model", SCHEMES)
+def test_with_a_config_the_fingerprint_is_of_one_file(model: str) -> None:
+    for scheme in SCHEMES[model]:
+        expected = UNSEEN.get((model, scheme), scheme)
+        keys, config = infos(state_of(model, scheme)), config_of(model)
+        if expected is None:
+            with pytest.raises(PlanError, match="no known naming scheme has keys"):
+                choose(keys, HUB, None, config)
+        else:
+            choice = choose(keys, HUB, None, config)
+            assert choice.source == entry_of(model, expected).load(), scheme
 
 
 def test_what_is_the_same_as_another_scheme_says_so() -> None:
