@@ -162,6 +162,7 @@ class _Strays:
             yield from self._parts_of(form, keys)
         yield from self._codes()
         yield from self._flattened()
+        yield from self._below_weights()
 
     # ------------------------------------------------------------------ parts without codes
 
@@ -236,6 +237,17 @@ class _Strays:
         if not method and "config_groups" in config:
             return _METHOD_OF_CT
         return method if isinstance(method, str) else ""
+
+    def _below_weights(self) -> Iterator[Stray]:
+        """Yield tensors named below a weight that is put together: a parameter has nothing below it."""
+        if len(self.dense) == len(self.infos):
+            return
+        for key in self.infos:
+            weight = f"{key.partition('.weight.')[0]}.weight" if ".weight." in key else ""
+            if weight in self.infos and weight not in self.dense and key in self.dense:
+                yield Stray(
+                    key, f"stands below {weight}, a quantized weight whose form has no such part"
+                )
 
     # ------------------------------------------------------------------ codes without scales
 

@@ -177,6 +177,15 @@ def test_parts_of_another_form_beside_a_weight(
     refused(path, key, "which the form of its codes does not have")
 
 
+@pytest.mark.parametrize("form", ["bnb-nf4", "nf4"])
+def test_a_tensor_below_a_quantized_weight(
+    form: str, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    key = f"{STEM}weight.absmax_2"
+    path = edited(written(form), tmp_path / "in", lambda t: t.update({key: torch.ones(3)}))
+    refused(path, key, f"stands below {QUERY}, a quantized weight whose form has no such part")
+
+
 def test_a_dense_model_with_parameters_of_such_names(tmp_path: Path) -> None:
     """No config and no codes: they are its own, and a note says so where they stand alone."""
     tensors = {
