@@ -26,8 +26,10 @@ PATIENCE = {"full": 1, "tiny": 4}
 """By what the limits of the steps are multiplied: they are for a machine with a GPU that does nothing else."""
 LAST_S = 3.0
 """Seconds before its limit at which a step prints where it hangs."""
+LOG = "gpu-session.log"
+"""The whole output of all steps that did not pass, in the session's folder."""
 LOG_CHARACTERS = 6000
-"""What is kept of the output of a step that did not pass."""
+"""What the JSON and the table keep of it for each."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Options:
 def run_session(steps: Sequence[Step], options: Options, device_name: str) -> dict[str, Any]:
     """Run the steps in order and return the session; its files are written after each step."""
     options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / LOG).unlink(missing_ok=True)
     ends = time.monotonic() + options.limit_s
     with tempfile.TemporaryDirectory(prefix="ckptmap-gpu-", dir=_work(options)) as folder:
         session: dict[str, Any] = {
@@ -122,14 +125,15 @@ def _run(step: Step, options: Options, folder: Path, left_s: float) -> dict[str,
         return _result(step, "not run: the time of the session was up")
     work, started = folder / step.name, time.monotonic()
     work.mkdir()
-    log = options.out / f"gpu-session-{step.name}.log"
+    log = work / "log"
     status = _run_process(step, options, work, log, limit)
     found = _read(work / "result.json")
     if status == PASSED and any(not check["ok"] for check in found["checks"]):
         status = FAILED
     text = log.read_text(errors="replace")
-    if status == PASSED:
-        log.unlink()
+    if status != PASSED:
+        with (options.out / LOG).open("a") as logs:
+            logs.write(f"== {step.name}: {status}\n{text}\n")
     shutil.rmtree(work, ignore_errors=True)
     seconds, error = time.monotonic() - started, "" if status == PASSED else text[-LOG_CHARACTERS:]
     return _result(step, status, **found, seconds=seconds, error=error)
