@@ -36,7 +36,7 @@ Begun: TypeAlias = Mapping[str, Sequence[tuple[int, Sequence[tuple[int, int, int
 that were read and not summed)."""
 
 GAP = memoryview(bytearray(16 << 10))
-"""Bytes between two wanted runs are read into this buffer, and dropped. `saw` knows it."""
+"""Bytes between two wanted runs are read into cuts of this buffer, and dropped."""
 LITTLE_NBYTES = 64 << 10
 """Up to this many missing bytes of a record are always read."""
 MAX_PARTS = 1000
