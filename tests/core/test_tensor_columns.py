@@ -18,6 +18,7 @@ from ckptmap.core.columns import distinct, each
 from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.execution import manifest
+from ckptmap.formats.pickle.byte_columns import group_pieces
 from ckptmap.formats.safetensors.header import Header, _parse_general, _parse_regular
 from ckptmap.formats.torch_save.flat_state_dict import plain_tensors
 from ckptmap.formats.torch_save.reader import open_zip, parse
@@ -135,6 +136,14 @@ def outcome(read: Any) -> Header | str | None:
         return read()
     except SourceError as error:
         return error.code
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 32, 1 << 40])
+def test_a_number_that_four_bytes_do_not_hold_is_in_no_piece(number: int) -> None:
+    """As the memo number that a damaged opcode of the first entry makes of all others."""
+    (group,) = group_pieces([b"r\1\0\0\0", b"r\2\0\0\0"], lambda _: (1,), most=1) or ()
+    assert group.hold_numbers(0, [1, 2])
+    assert not group.hold_numbers(0, [1, number])
 
 
 def test_a_header_as_writers_write_it_is_read_as_any_other(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from struct import pack
+from struct import error, pack
 
 Places = tuple[int, ...]
 
@@ -35,7 +35,10 @@ class PieceGroup:
 
     def hold_numbers(self, place: int, numbers: Iterable[int]) -> bool:
         """Return True if the numbers at offset number `place` are `numbers`."""
-        packed = pack(f"<{len(self.indices)}I", *numbers)
+        try:
+            packed = pack(f"<{len(self.indices)}I", *numbers)
+        except error:  # one of `numbers` has no four bytes: a damaged pickle makes any of it
+            return False
         return all(column == packed[i::4] for i, column in enumerate(self.numbers[place]))
 
 
