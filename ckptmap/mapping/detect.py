@@ -239,7 +239,9 @@ class _Choosing:
         if source is None or source.name == HUB:
             left = {entry.title: self.seen.left(entry.load(), True) for entry in entries}
             if min(left.values()) == self.seen.count:
-                raise self.unrecognized() if source is None else self._missing(source)
+                if source is None:
+                    raise self.unrecognized()
+                raise self._missing(source)
             entries = [entry for entry in entries if left[entry.title] == min(left.values())]
         if len(entries) > 1:
             raise PlanError(
