@@ -107,6 +107,19 @@ def test_codes_of_eight_bits_are_not_decoded_as_seven(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_zero_points_of_a_config_that_names_none_are_refused(tmp_path: Path) -> None:
+    """Without `symmetric` compressed-tensors decodes without them."""
+    compressed(tmp_path / "src", *CASES["w4-group-asymmetric"])
+    file = tmp_path / "src" / "config.json"
+    config = json.loads(file.read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    del group["weights"]["symmetric"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(SourceError, match=r"symmetric true.*weight_zero_point") as caught:
+        ckptmap.convert(tmp_path / "src", tmp_path / "out", to="full-fp32")
+    assert caught.value.code == "CKM115"
+
+
 @pytest.mark.parametrize("name", ["w4-group-asymmetric", "fp8-block", "w8a8"])
 @pytest.mark.parametrize("to", ["fsdp2", "hf", "full-fp32"])
 def test_moved_as_it_is_or_decoded(name: str, to: str, tmp_path: Path) -> None:

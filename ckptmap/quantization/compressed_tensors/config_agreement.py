@@ -69,7 +69,8 @@ def require_agreement(fqn: str, stored: Stored, config: Mapping[str, object]) ->
 def _contradictions(stored: Stored, weights: Mapping[str, object], form: object) -> Iterator[Pair]:
     codes, scale, zero = stored.codes, stored.scale, stored.zero_point
     shape = list(stored.info.shape)
-    bits, kind, symmetric = (weights.get(key) for key in ("num_bits", "type", "symmetric"))
+    bits, kind = weights.get("num_bits"), weights.get("type")
+    symmetric = weights.get("symmetric", True)  # the default of QuantizationArgs
     if bits is not None and bits != stored.bits:
         yield (
             f"num_bits {bits}",
