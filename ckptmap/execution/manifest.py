@@ -28,15 +28,19 @@ from ckptmap.core.state_paths import join, logical_key
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.plan import Plan
 from ckptmap.protocols import CarriedFile
-from ckptmap.storage.manifest_file import SCHEMA, SELF, SELF_END_NBYTES, self_end
-from ckptmap.storage.publish_by_marker import MANIFEST
+from ckptmap.storage.manifest_file import (
+    AROUND,
+    NOT_TAKEN,
+    SCHEMA,
+    SELF,
+    SELF_END_NBYTES,
+    self_end,
+)
+from ckptmap.storage.own_files import MANIFEST
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 
 NAME = MANIFEST
-AROUND = "around"
-NOT_TAKEN = "-" * 16
-"""In place of a digest: the bytes around the tensors have none (yet)."""
 _AROUND_TEXT = f',"{AROUND}":"%s"'
 END_NBYTES = len(_AROUND_TEXT % NOT_TAKEN) + SELF_END_NBYTES
 """The last bytes of the manifest of a one-file output: `around`, `self` and the brace."""

@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.execution import manifest as manifests
-from ckptmap.execution.bytes_around import digest_around
 from ckptmap.operations.check_structure import chunks_of, nbytes_of
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
-from ckptmap.storage.manifest_file import SELF
+from ckptmap.storage.manifest_file import AROUND, NOT_TAKEN, SELF
 
 READ_NBYTES = 4 << 20
 DIGESTS = "digests"
 NO_DIGESTS = "no digests, since it was written with --digest none"
-AROUND = "bytes around tensors"
+CHECKED_AROUND = "bytes around tensors"
 NO_AROUND = "no digest of the bytes around tensors, since an older release wrote it"
 NO_SPANS = (
     "no digest of the bytes around tensors, since its format does not tell where its manifest is"
@@ -50,7 +49,7 @@ def _check_with(
     if has_around:
         problems += _around_problems(files, ckpt, document)
     problems += _file_problems(files, ckpt, document)
-    around = AROUND
+    around = CHECKED_AROUND
     if not has_around:
         around = NO_SPANS if SELF in document else NO_AROUND
     return [DIGESTS if has_digests else NO_DIGESTS, around], problems
@@ -77,9 +76,9 @@ def _chunk_problems(
 def _around(document: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the digest of the bytes around tensors by file, "" for a one-file output; None where
     the manifest has none."""
-    files = {name: entry.get(manifests.AROUND) for name, entry in document["files"].items()}
-    stated = files or {"": document.get(manifests.AROUND)}
-    if any(digest in (None, manifests.NOT_TAKEN) for digest in stated.values()):
+    files = {name: entry.get(AROUND) for name, entry in document["files"].items()}
+    stated = files or {"": document.get(AROUND)}
+    if any(digest in (None, NOT_TAKEN) for digest in stated.values()):
         return None
     return stated
 

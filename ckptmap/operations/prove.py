@@ -17,7 +17,6 @@ from ckptmap.core.formatting import counted
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import CkptmapError, DestinationError, RunError
 from ckptmap.execution import manifest as manifests
-from ckptmap.execution.bytes_around import digest_around
 from ckptmap.execution.written_slots import Executed
 from ckptmap.operations.check_digests import NO_DIGESTS, sha256_of
 from ckptmap.operations.check_structure import check_structure
@@ -26,6 +25,7 @@ from ckptmap.operations.verify import verify
 from ckptmap.planning.options import RunOptions
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.report import SAMPLE_NUMEL
+from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.direct_io import OutputFile
 from ckptmap.storage.files import Files

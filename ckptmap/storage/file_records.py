@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckptmap.core.formatting import counted
 from ckptmap.errors import SourceError
 from ckptmap.storage.crc32 import crc32_combine
-from ckptmap.storage.publish_by_marker import MANIFEST
+from ckptmap.storage.own_files import MANIFEST
 from ckptmap.tensors import StatedSum, StoredTensor, Sum
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class DamagedRecord(SourceError):
             "CKM105",
             f"{file}: bytes {record.offset} to {record.offset + record.nbytes} {problem}: "
             f"expected {stated}",
-            AGAIN if isinstance(record.sum, int) else f"{_without_manifest(file)}; else {AGAIN}",
+            AGAIN if isinstance(record.sum, int) else f"{without_manifest(file)}; else {AGAIN}",
         )
         error.file, error.record = file, record
         return error
@@ -173,7 +173,7 @@ class FileRecords:
         return begun
 
 
-def _without_manifest(file: str) -> str:
+def without_manifest(file: str) -> str:
     """Return what to do where a file below a manifest of ckptmap is not the one that it lists."""
     manifests = [str(folder / MANIFEST) for folder in Path(file).parents]
     manifest = next(filter(os.path.isfile, manifests), MANIFEST)

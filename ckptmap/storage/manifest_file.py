@@ -5,16 +5,25 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ckptmap.core.json_text import parse_json
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Fingerprint, Mounts
+from ckptmap.storage.bytes_around import digest_around
+from ckptmap.storage.file_records import AGAIN, without_manifest
 from ckptmap.storage.manifest_schema import malformed
+from ckptmap.storage.own_files import MANIFEST
 from ckptmap.tensors import StatedSum
 
 SCHEMA = 1
+AROUND = "around"
+NOT_TAKEN = "-" * 16
+"""In place of a digest: the bytes around the tensors have none (yet)."""
 SELF = "self"
 _SELF_END = f',"{SELF}":"%s"}}'
 SELF_END_NBYTES = len(_SELF_END % ("-" * 16))
@@ -77,16 +86,51 @@ def state_chunks(manifest: Path, mounts: Mounts) -> None:
             "check the path and its permissions",
         ) from error
     document = parse(data, str(manifest))
-    rows: dict[str, list[StatedSum]] = {}
+    spans: dict[str, list[StatedSum]] = {name: [] for name in document["files"]}
     for tensor in document["tensors"].values():
         for name, offset, nbytes, _, _, digest in tensor["chunks"]:
-            if digest:
-                rows.setdefault(name, []).append(StatedSum(offset, nbytes, digest))
-    for name, sums in rows.items():
-        file, written = str(manifest.parent / name), document["files"].get(name, {}).get("nbytes")
+            spans.setdefault(name, []).append(StatedSum(offset, nbytes, digest))
+    for name, chunks in spans.items():
+        file, entry = str(manifest.parent / name), document["files"].get(name, {})
         # A file of another size is not the one that the manifest lists: another program wrote it.
-        if file not in mounts.stated and _nbytes(file, mounts) == written:
-            mounts.state(file, sums)
+        if _nbytes(file, mounts) != entry.get("nbytes"):
+            continue
+        _check_around(file, entry, chunks, mounts)
+        if file not in mounts.stated and any(chunk.sum for chunk in chunks):
+            mounts.state(file, [chunk for chunk in chunks if chunk.sum])
+
+
+def _check_around(
+    file: str, entry: Mapping[str, Any], chunks: Sequence[StatedSum], mounts: Mounts
+) -> None:
+    """Raise SourceError CKM105 where the header of a file is not the one that was written: a bit that
+    is flipped in it can give a tensor another name.
+
+    A file of JSON, which people edit, states no more than it says. Files on the Hub have hashes.
+    """
+    expected = entry.get(AROUND, NOT_TAKEN)
+    if expected == NOT_TAKEN or file.endswith(".json") or mounts.file_system_of(file) is not None:
+        return
+    offsets, sizes = [chunk.offset for chunk in chunks], [chunk.nbytes for chunk in chunks]
+    with Path(file).open("rb") as stream:
+        digest = digest_around(_Stream(stream), file, entry["nbytes"], offsets, sizes)
+    if digest != expected:
+        raise SourceError(
+            "CKM105",
+            f"{file}: its bytes around the tensors are damaged: expected xxh3 {expected}, as"
+            f" {MANIFEST} beside it states, got {digest}",
+            f"{without_manifest(file)}; else {AGAIN}",
+        )
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """One open file, read as `Files` reads."""
+
+    stream: BinaryIO
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        return os.pread(self.stream.fileno(), nbytes, offset)
 
 
 def _nbytes(file: str, mounts: Mounts) -> int | None:

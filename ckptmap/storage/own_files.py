@@ -18,6 +18,8 @@ from shlex import quote
 
 from ckptmap.errors import DestinationError
 
+MANIFEST = "ckptmap.manifest.json"
+"""The manifest's name in a directory. It is published last, so it tells that all files are there."""
 PENDING = ".ckptmap-publishing"
 """The file in a destination that is being published file by file: see `publish_by_marker`."""
 _KINDS = (

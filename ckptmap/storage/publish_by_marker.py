@@ -27,11 +27,9 @@ from typing import Any
 
 from ckptmap.core.json_text import parse_object
 from ckptmap.errors import DestinationError
-from ckptmap.storage.own_files import PENDING, create, read_plain, write_new
+from ckptmap.storage.own_files import MANIFEST, PENDING, create, read_plain, write_new
 from ckptmap.storage.sync import files_below, raised, sync, sync_directories
 
-MANIFEST = "ckptmap.manifest.json"
-"""The manifest's name in a directory: here the marker that the directory is complete."""
 PUBLISHING = "publishing"
 """The file in a work directory that holds the inode of the output."""
 OLD = "old"

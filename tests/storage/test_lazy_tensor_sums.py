@@ -123,3 +123,27 @@ def test_verify_against_an_output_of_ours_compares_its_digests(
     report = verify(tmp_path / "out", bad)
     assert any("are not what ckptmap wrote" in problem for problem in report.problems), report
     assert verify(tmp_path / "out", path).problems  # the values differ
+
+
+@pytest.mark.parametrize("to", ["hf", "fsdp2"])
+def test_a_bit_that_is_flipped_in_a_header_of_ours_is_no_other_name(
+    to: str, tmp_path: Path
+) -> None:
+    """The digest of the bytes around tensors counts as stated, too: in a load, a conversion, a read."""
+    torch.save({f"layers.{i}.weight": torch.randn(64, 32) for i in range(4)}, tmp_path / "in.pt")
+    out = tmp_path / "out"
+    ckptmap.convert(tmp_path / "in.pt", out, to, **({} if to == "hf" else {"world_size": 2}))
+    file = out / ".metadata" if to == "fsdp2" else next(out.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[data.index(b"layers.2.weight") + 14] ^= 1  # layers.2.weighu
+    file.write_bytes(data)
+    attempts = {
+        "convert": lambda: ckptmap.convert(out, tmp_path / "again", "full"),
+        "read": lambda: [ckpt[fqn].read() for fqn in ckpt],
+    }
+    for name, attempt in attempts.items():
+        with ckptmap.open(out) as ckpt, pytest.raises(SourceError) as refused:
+            attempt()
+        assert refused.value.code == "CKM105", name
+        assert f"{file.name}: its bytes around the tensors are damaged" in refused.value.message
+    assert not (tmp_path / "again").exists()

@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 import ckptmap
 from ckptmap.errors import DestinationError, RunError, SourceError
 from ckptmap.storage import publish_by_marker
-from ckptmap.storage.own_files import PENDING
+from ckptmap.storage.own_files import MANIFEST, PENDING
 from ckptmap.storage.publish import WorkDirectory
-from ckptmap.storage.publish_by_marker import MANIFEST
 from tests.support.files import leftovers, tree
 
 A = "a" * 16

@@ -18,15 +18,15 @@ from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.core.formatting import counted
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.execution import manifest
-from ckptmap.execution.bytes_around import digest_around
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.model.tensor_reader import as_bytes, is_as_it_lies
 from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.protocols import OutFile, OutState
+from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
-from ckptmap.storage.manifest_file import SCHEMA, parse
+from ckptmap.storage.manifest_file import AROUND, SCHEMA, parse
 from ckptmap.storage.own_files import open_plain, write_new
 from ckptmap.storage.pinned_memory import Slabs
 from ckptmap.storage.publish import WorkDirectory
@@ -276,8 +276,7 @@ def _document(
         "world_size": layout.state.world_size,
         "source": {"container": "live", "setup": "live"},
         "files": {
-            file.name: {"nbytes": file.nbytes, manifest.AROUND: around[file.name]}
-            for file in layout.files
+            file.name: {"nbytes": file.nbytes, AROUND: around[file.name]} for file in layout.files
         },
         "carried": {},
         "tensors": tensors,

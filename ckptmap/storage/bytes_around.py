@@ -10,8 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import add, gt
-
-from ckptmap.storage.files import Files
+from typing import Protocol
 
 BLOCK_NBYTES = 1 << 20
 NEAR_NBYTES = 16 << 10
@@ -19,14 +18,19 @@ NEAR_NBYTES = 16 << 10
 more than the tensors between them."""
 
 
+class Reader(Protocol):
+    """Reads bytes of files, as `Files` does."""
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes: ...
+
+
 def digest_around(
-    files: Files, file: str, nbytes: int, offsets: Sequence[int], sizes: Sequence[int]
+    files: Reader, file: str, nbytes: int, offsets: Sequence[int], sizes: Sequence[int]
 ) -> str:
     """Return the xxh3 (64 bits, hex) of the bytes of `file` that lie in none of the spans.
 
     Span i has `sizes[i]` bytes from byte `offsets[i]` on; spans may overlap, in any order. `nbytes`
-    is the size of the file. Large spans are not read. Raises SourceError CKM101 and RunError
-    CKM308 as `Files.read` does.
+    is the size of the file. Large spans are not read. Raises what `files.read` raises.
     """
     from xxhash import xxh3_64
 
@@ -46,7 +50,7 @@ def _gaps(nbytes: int, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[li
 
 
 def _pieces(
-    files: Files, file: str, starts: Sequence[int], stops: Sequence[int]
+    files: Reader, file: str, starts: Sequence[int], stops: Sequence[int]
 ) -> Iterator[bytes]:
     """Yield the bytes of these gaps in order."""
     at = 0
