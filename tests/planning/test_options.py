@@ -32,8 +32,8 @@ from ckptmap.planning.options import (
 def stored(kind: Any) -> Any:
     """What an option of this type is stored as: any path as str, any sequence as a tuple, a size as
     bytes; True, of patterns, as the pattern of all names."""
-    if kind == Size:
-        return int
+    if kind in (Size, Size | None):
+        return int if kind == Size else int | None
     if get_origin(kind) is Sequence:
         return tuple[stored(get_args(kind)[0]), ...]
     if not isinstance(kind, types.UnionType) and get_origin(kind) is not Union:
@@ -107,7 +107,8 @@ def test_sizes_are_bytes_or_text() -> None:
     assert RunOptions(max_memory="64MiB") == RunOptions(max_memory=64 << 20)
     assert Options("hf", max_shard_nbytes="2GB").max_shard_nbytes == 2 * 10**9
     assert LoadOptions.of({"max_memory": "3MiB"}).max_memory == 3 << 20
-    for wrong in ("64 elephants", "", 0, -1, 1.5, None):
+    assert RunOptions(max_memory=None) == RunOptions()
+    for wrong in ("64 elephants", "", 0, -1, 1.5, [64]):
         with pytest.raises(ArgumentError, match=r"max_memory=.*, expected "):
             RunOptions(max_memory=wrong)
         with pytest.raises(ArgumentError, match=r"max_memory=.*, expected "):
