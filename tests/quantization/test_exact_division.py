@@ -70,7 +70,7 @@ def test_encoders_decoders_and_recoders_divide_by_no_number(
     monkeypatch.setattr(encodings, "SHAPES", ((64,), (16, 64)))
     kit = SchemeKit(SCHEMES[name])
     with Divisions() as seen:
-        for one in kit.tries:
+        for one in kit.attempts:
             one.boxes(empty=False)
         kit.codes()
     assert seen.inexact == []

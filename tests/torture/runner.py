@@ -48,11 +48,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Finding:
-    """An outcome that breaks a promise; `replay` runs its case again. `known` names an open issue."""
+    """An outcome that breaks a promise; `replay` runs its case again."""
 
     outcome: Outcome
     replay: str
-    known: str = ""
 
 
 class Program(Protocol):
@@ -68,15 +67,6 @@ class Program(Protocol):
         """
 
 
-class Known(Protocol):
-    """A point that an issue describes."""
-
-    words: str
-
-    def fits(self, outcome: Outcome) -> bool:
-        """Return whether an outcome is of it."""
-
-
 @dataclass
 class Tally:
     """The outcomes of a run."""
@@ -86,15 +76,9 @@ class Tally:
     results: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
 
-    @property
-    def new(self) -> list[Finding]:
-        """The findings that no open issue explains."""
-        return [finding for finding in self.findings if not finding.known]
-
     def __str__(self) -> str:
         counts = ", ".join(f"{n} {result}" for result, n in sorted(self.results.items()))
-        known = len(self.findings) - len(self.new)
-        said = f"{len(self.new)} findings" + (f" and {known} known" if known else "")
+        said = f"{len(self.findings)} findings"
         return f"{self.program}: {self.results.total()} cases, seed {self.seed}: {counts}; {said}"
 
     def to_json(self) -> list[dict[str, object]]:
@@ -106,7 +90,6 @@ def run(
     seed: int,
     cases: Sequence[int],
     folder: Path,
-    known_open: Sequence[Known] = (),
     flags: str = "",
     tell: Callable[[str], None] = lambda line: None,
 ) -> Tally:
@@ -120,9 +103,8 @@ def run(
         tally.results[outcome.result] += 1
         if outcome.result in program.good:
             continue
-        known = next((point.words for point in known_open if point.fits(outcome)), "")
         replay = f"python -m tests.torture {program.name} --seed {seed} --case {number}{flags}"
-        tally.findings.append(Finding(outcome, replay, known))
+        tally.findings.append(Finding(outcome, replay))
         tell(
             f"{replay}: {outcome.result}: {outcome.subject}: {outcome.label}: {outcome.text[:600]}"
         )
