@@ -33,7 +33,7 @@ test: lint docs  ## Lint, types, the documentation, and every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(STAMP)  ## The quick tests, which start no ranks: about 2 minutes on 2 cores
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --hypothesis-profile=fast -m "not ranks and not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=fast -m "not ranks and not slow"
 
 torture: $(STAMP)  ## Attack the promise: N=10000 damaged sources, failing calls, power cuts, flipped bits
 	@mkdir -p $(TORTURE)
