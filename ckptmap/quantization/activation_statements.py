@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping
 from ckptmap.core.quantized_codes import ScalesActivations
 from ckptmap.protocols import Group
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.quantization.blockwise.read_config import quantization_config
-from ckptmap.quantization.compressed_tensors.config_json import groups_said
 
 _SCHEMES = {"static": True, "dynamic": False}
 
@@ -29,6 +27,9 @@ def activation_notes(groups: Mapping[str, Group], mounts: Mounts) -> Iterator[st
     }
     if not scaled:
         return
+    # Imported here: few checkpoints have such weights, and `inspect` of the others is not to wait.
+    from ckptmap.quantization.blockwise.read_config import quantization_config
+
     config = quantization_config(next(iter(next(iter(scaled.values())).parts.values())), mounts)
     wrong: dict[str, list[str]] = {}
     for fqn, group in scaled.items():
@@ -57,6 +58,8 @@ def _is_static(config: Mapping[str, object], module: str) -> bool | None:
         return _SCHEMES.get(str(config.get("activation_scheme")))
     if method != "compressed-tensors":
         return None
+    from ckptmap.quantization.compressed_tensors.config_json import groups_said
+
     stated = {_of_group(group) for group in groups_said(config, module)}
     return stated.pop() if len(stated) == 1 else None
 

@@ -22,9 +22,7 @@ from ckptmap.formats.safetensors.torchao_metadata import SCHEME as TORCHAO
 from ckptmap.formats.safetensors.torchao_metadata import parts_of
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.group_checks import malformed
-from ckptmap.quantization.blockwise.read_config import quantization_config
-from ckptmap.quantization.compressed_tensors.config_json import groups_said
-from ckptmap.quantization.nf4.encoding import PARTS as NF4_PARTS
+from ckptmap.quantization.nf4.parts import PARTS as NF4_PARTS
 from ckptmap.quantization.unsupported_schemes import payloads_without_scales
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -227,6 +225,8 @@ class _Strays:
     def _config(self, key: str) -> Mapping[str, object]:
         """Return the `quantization_config` beside the tensor that is asked for first."""
         if not self._configs:
+            from ckptmap.quantization.blockwise.read_config import quantization_config
+
             self._configs.append(quantization_config(self.dense[key], self.mounts))
         return self._configs[0]
 
@@ -296,6 +296,8 @@ class _Strays:
 
     def _has_two_scales(self, key: str, module: str) -> bool:
         """Return whether config.json states NVFP4 for a module: its blocks' scales have a scale, too."""
+        from ckptmap.quantization.compressed_tensors.config_json import groups_said
+
         config = self._config(key)
         forms = [config, *groups_said(config, module)]
         return any(str(form.get("format")).startswith("nvfp4") for form in forms)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from hashlib import sha256
 
 from ckptmap.errors import RunError
 from ckptmap.protocols.file_systems import Fingerprint, Mounts
@@ -36,6 +35,8 @@ def file_states(files: Iterable[str], mounts: Mounts) -> str:
     a mode or a hard link: a run begins anew then, which costs time and nothing else. Paths are left
     out, since a directory may be moved, and so are mounted files, whose fingerprint names the content.
     """
+    from hashlib import sha256
+
     seen = sha256()
     for file in sorted(files):
         if mounts.file_system_of(file) is not None:

@@ -24,15 +24,8 @@ from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Refusal, Write
 from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.nf4 import kernels as nf4_codes
-from ckptmap.quantization.nf4.scales import (
-    DATA,
-    FACTOR,
-    MEAN,
-    SCALERS,
-    TABLE,
-    ExactEncoder,
-    NF4Recoder,
-)
+from ckptmap.quantization.nf4.parts import DATA, FACTOR, MEAN, PARTS, SCALERS, TABLE
+from ckptmap.quantization.nf4.scales import ExactEncoder, NF4Recoder
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -43,7 +36,6 @@ __all__ = ["DATA", "DTYPES", "FACTOR", "MEAN", "NF4", "PARTS", "SCALERS", "TABLE
 
 VERSION = 1
 DTYPES = ("bfloat16", "float16", "float32")
-PARTS = (DATA, SCALERS, FACTOR, MEAN, TABLE)
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,12 @@ from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.blockwise.eight_bit_scales import ScaleLevels
 from ckptmap.quantization.dense import flat
 from ckptmap.quantization.nf4 import kernels as nf4_codes
+from ckptmap.quantization.nf4.parts import DATA, FACTOR, MEAN, SCALERS, TABLE
 from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:
     import torch
 
-DATA, SCALERS, FACTOR = "quantized_data", "quantized_scalers", "quantization_factor"
-MEAN, TABLE = "scaler_mean", "nf4"
 CHUNK = 1 << 16
 """Scales per chunk."""
 
