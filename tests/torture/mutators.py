@@ -7,6 +7,7 @@ reader gets past those and meets the change itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -285,9 +286,10 @@ def _numel(shape: list[int]) -> int:
 
 def _value(draw: random.Random, part: bytes) -> tuple[bytes, str]:
     """Return a part with one value changed: of the JSON that it holds, or eight of its bytes."""
-    if part[:1] == b"{":
-        text, said = mutate_json(draw, part.decode())
-        return text.encode("utf-8", "surrogatepass"), said
+    with contextlib.suppress(UnicodeDecodeError):  # values may begin with that byte, too
+        if part[:1] == b"{":
+            text, said = mutate_json(draw, part.decode())
+            return text.encode("utf-8", "surrogatepass"), said
     at = draw.randrange(len(part) // 8 + 1) * 8
     new = draw.choice((b"\0", b"\xff", b"\1\0\0\0\0\0\0\0", b"\x80\x7f\xc0\x7f")) * 8
     changed = part[:at] + new[: min(8, len(part) - at)] + part[at + 8 :]

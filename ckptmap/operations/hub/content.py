@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -59,18 +59,22 @@ class UploadItem:
         with self.reading():
             return self.file.read_bytes()
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> AbstractContextManager[None]:
         """Raise RunError CKM306, or CKM313, for an OSError of the local file in the block."""
-        try:
-            yield
-        except OSError as error:
-            failed = RunError(
-                "CKM306",
-                f"{self.file}: cannot be read to publish it: {error.strerror or error}",
-                "repair the disk or its mount, then run the same command again",
-            )
-            raise or_resource_error(error, failed) from error
+        return _reading(self.file)
+
+
+@contextmanager
+def _reading(file: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        failed = RunError(
+            "CKM306",
+            f"{file}: cannot be read to publish it: {error.strerror or error}",
+            "repair the disk or its mount, then run the same command again",
+        )
+        raise or_resource_error(error, failed) from error
 
 
 @dataclass(frozen=True)
@@ -175,8 +179,9 @@ def manifest_of(ckpt: Checkpoint) -> dict[str, Any] | None:
 
 
 def _item(file: Path, name: str, folder: str, sha256: Mapping[str, str]) -> UploadItem:
-    digest = sha256.get(name) or sha256_of(file)
-    return UploadItem(_in(folder, name), file.stat().st_size, digest, file)
+    with _reading(file):
+        digest = sha256.get(name) or sha256_of(file)
+        return UploadItem(_in(folder, name), file.stat().st_size, digest, file)
 
 
 def content_item(folder: str, name: str, content: bytes) -> UploadItem:

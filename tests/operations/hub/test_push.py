@@ -593,6 +593,21 @@ def test_a_file_that_cannot_be_read_is_told_by_name(
     assert holds(repo.tree(), other)
 
 
+@pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, "CKM306"), (errno.EMFILE, "CKM313")])
+def test_a_file_that_cannot_be_hashed_is_told_by_name(
+    hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: str
+) -> None:
+    """The output of the conversion is read for its hashes before anything is sent."""
+
+    def failing(file: Path) -> str:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("ckptmap.operations.hub.content.sha256_of", failing)
+    with pytest.raises(RunError, match=r"\.json: cannot be read to publish it: ") as caught:
+        ckptmap.push(model, "org/hashed")
+    assert caught.value.code == code
+
+
 def test_a_plan_with_open_ends_makes_no_repository(hub: Hub, tmp_path: Path) -> None:
     import argparse
 
