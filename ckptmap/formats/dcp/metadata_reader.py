@@ -320,13 +320,13 @@ class _Reader:
         """Return sizes or offsets as a plain tuple, since a Size would be written as a torch.Size again."""
         if type(value) is tuple:
             for n in value:
-                if type(n) is not int or n < 0:
+                if type(n) is not int or not 0 <= n <= MAX_NUMEL:
                     break
             else:
                 return value
         if isinstance(value, tuple | list):
             for n in value:
-                if type(n) is not int or n < 0:
+                if type(n) is not int or not 0 <= n <= MAX_NUMEL:
                     break
             else:
                 return tuple(value)

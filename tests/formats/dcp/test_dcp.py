@@ -538,6 +538,8 @@ BAD_METADATA: dict[str, tuple[Callable[[Any], object], str]] = {
     "chunk float": (set_chunk(sizes=(2.0, 2)), "expected sizes, found"),
     "chunk bool": (set_chunk(sizes=(True, 2)), "expected sizes, found"),
     "chunk negative": (set_chunk(offsets=(-1, 0)), "expected sizes, found"),
+    "chunk huge": (set_chunk(offsets=(10**5000, 0)), "expected sizes, found tuple"),
+    "chunk wide": (set_chunk(sizes=(2**63, 2)), "expected sizes, found"),
     "size": (
         lambda m: m.state_dict_metadata["m.w"].__dict__.update(size=torch.Size((2**40, 2**40))),
         r"shape \(1099511627776, 1099511627776\) has too many dims or elements",
