@@ -6,6 +6,7 @@ part by part, as it is stored. Nothing but headers is read.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,7 @@ class Piece:
 
     part       the stored part of a quantized tensor: "absmax"; "" for a dense one
     file       the path below the checkpoint
+    rank       the rank that wrote the file, as far as its name tells; None: one process wrote all
     offset     of the first byte of the box in the file
     nbytes     of the box in the file
     replica    True: another piece holds the same elements
@@ -42,12 +44,7 @@ class Piece:
     box_sizes: tuple[int, ...]
     nbytes: int
     replica: bool
-
-    @property
-    def rank(self) -> int | None:
-        """The rank that wrote the file, as far as its name tells."""
-        match = _RANK.search(PurePath(self.file).name)
-        return None if match is None else int(match[1] or match[2])
+    rank: int | None
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -141,7 +138,7 @@ def _pieces(ckpt: Checkpoint) -> Iterator[Piece]:
                 for box, region, _ in chunks:
                     yield Piece(
                         role, lazy.fqn, part, _below(region.file, ckpt), region.offset, box.offsets,
-                        box.sizes, region.nbytes, replica,
+                        box.sizes, region.nbytes, replica, _rank(region.file, ckpt),
                     )  # fmt: skip
 
 
@@ -153,10 +150,14 @@ def _tensors(ckpt: Checkpoint) -> Iterator[tuple[str, LazyTensor]]:
     yield from (("other", lazy) for lazy in ckpt.other.values())
 
 
+def _rank(file: str, ckpt: Checkpoint) -> int | None:
+    match = _RANK.search(PurePath(file).name) if ckpt.world_size > 1 else None
+    return None if match is None else int(match[1] or match[2])
+
+
 def _below(file: str, ckpt: Checkpoint) -> str:
-    path, root = PurePath(file), PurePath(ckpt.path).parent
-    if PurePath(ckpt.path) in path.parents:
-        root = PurePath(ckpt.path)
+    path, whole = (PurePath(os.path.abspath(given)) for given in (file, ckpt.path))  # noqa: PTH100 (follows no link)
+    root = whole if whole in path.parents else whole.parent
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else file
 
 

@@ -18,10 +18,18 @@ def named_place(dst: str | os.PathLike[str]) -> Path:
     """Return the destination as a path.
 
     Raises DestinationError CKM304 for an empty path, which pathlib takes for the working directory,
-    and for a path that the filesystem cannot hold.
+    for an address or `-`, and for a path that the filesystem cannot hold.
     """
     if not os.fspath(dst):
         raise DestinationError("CKM304", "the destination is an empty path", "name a new path")
+    scheme, separator, _ = os.fspath(dst).partition("://")
+    is_address = separator and scheme not in ("", "hf") and not os.path.lexists(f"{scheme}:")
+    if is_address or os.fspath(dst) == "-":
+        raise DestinationError(
+            "CKM304",
+            f"{os.fspath(dst)}: is not a path on this machine, and a stream is none",
+            "write to a local path, then copy it there; ckptmap push sends it to the Hub",
+        )
     try:
         os.lstat(os.path.abspath(dst))  # noqa: PTH100 (it raises where the working directory is gone)
     except NotADirectoryError:
@@ -38,8 +46,8 @@ def named_place(dst: str | os.PathLike[str]) -> Path:
     return Path(dst)
 
 
-FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-"""Ends of names that people and programs give to one-file checkpoints."""
+FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+"""Ends of names of one-file checkpoints; Lightning gives .ckpt to directories, too."""
 
 
 def check_kind(dst: str | os.PathLike[str], one_file: bool) -> None:

@@ -92,6 +92,16 @@ def test_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n  a  " not in said
 
 
+def test_a_relative_path_and_a_name_like_that_of_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    torch.save({"w": torch.zeros(3)}, tmp_path / "a" / "lora_rank64.pt")
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    (piece,) = shards(capsys, Path("../lora_rank64.pt"))["pieces"]
+    assert (piece["file"], piece["rank"]) == ("lora_rank64.pt", None)
+
+
 def test_the_parts_of_a_quantized_tensor(
     corpus: Corpus, capsys: pytest.CaptureFixture[str]
 ) -> None:

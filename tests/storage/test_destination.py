@@ -47,6 +47,19 @@ def test_a_name_of_the_other_kind(
     ckptmap.convert(source, step, to)
 
 
+@pytest.mark.parametrize(
+    "dst", ["s3://bucket/x", "file:///tmp/out", "https://huggingface.co/a/b", "-"]
+)
+def test_an_address_is_no_destination(
+    source: Path, tmp_path: Path, dst: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DestinationError, match="is not a path on this machine") as refused:
+        ckptmap.convert(source, dst, "hf")
+    assert refused.value.code == "CKM304"
+    assert [file.name for file in tmp_path.iterdir()] == ["in.pt"]
+
+
 def test_what_is_there_tells_more_than_its_name(source: Path, tmp_path: Path) -> None:
     """An empty directory may have any name; a file of one is told as what it is."""
     (tmp_path / "odd.pt").mkdir()
