@@ -21,6 +21,8 @@ from tests.support.processor_time import ProcessorTime  # noqa: E402
 if TYPE_CHECKING:
     from tests.corpus.shared import Shared
 
+# A case of the torture is forked from a process that has used torch; threads of OpenMP do not survive that.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No deadline: a busy machine is no defect. `make test-fast` asks for the profile `fast`.
 settings.register_profile("ckptmap", deadline=None)
 settings.register_profile("fast", deadline=None, max_examples=25)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,11 @@ import pytest
 
 import ckptmap
 from ckptmap.errors import SourceError
-from tests.quantization.test_stray_parts import WRITERS, edited
 from tests.support.int8_models import QUERY
+from tests.support.quantized_models import edited, reconfigured
 
 MODULE = QUERY.removesuffix(".weight")
 KEPT = [MODULE, "lm_head"]
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    @cache
-    def write(name: str) -> Path:
-        path = tmp_path_factory.mktemp(name) / "in"
-        WRITERS[name](path)
-        return path
-
-    return write
 
 
 @pytest.mark.parametrize(
@@ -48,12 +36,7 @@ def test_a_config_that_the_codes_contradict(
     form: str, change: dict[str, Any], stated: str, shown: str,
     written: Callable[[str], Path], tmp_path: Path,
 ) -> None:  # fmt: skip
-    path = tmp_path / "in"
-    shutil.copytree(written(form), path)
-    file = path / "config.json"
-    config = json.loads(file.read_text())
-    config["quantization_config"] |= change
-    file.write_text(json.dumps(config))
+    path = reconfigured(written(form), tmp_path / "in", change)
     with pytest.raises(SourceError) as caught:
         ckptmap.open(path)
     assert caught.value.code == "CKM115" and "copy both again" in (caught.value.hint or "")
@@ -92,12 +75,7 @@ def test_static_scales_of_activations_are_noted(
     form: str, change: dict[str, Any], said: str, written: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """No weight depends on them: what is stated otherwise is told, and nothing is refused."""
-    path = tmp_path / "in"
-    shutil.copytree(written(form), path)
-    file = path / "config.json"
-    config = json.loads(file.read_text())
-    config["quantization_config"] |= change
-    file.write_text(json.dumps(config))
+    path = reconfigured(written(form), tmp_path / "in", change)
     with ckptmap.open(path) as ckpt:
         notes = [note for note in ckpt.notes if "scales of activations" in note]
         assert len(notes) == bool(said) and all(said in note for note in notes)
