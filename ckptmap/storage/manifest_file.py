@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckptmap.core.json_text import parse_json
-from ckptmap.errors import SourceError
+from ckptmap.errors import CkptmapError, SourceError
 from ckptmap.protocols.file_systems import Fingerprint, Mounts
 from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.file_records import AGAIN, without_manifest
 from ckptmap.storage.manifest_schema import malformed
 from ckptmap.storage.own_files import MANIFEST
+from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.tensors import StatedSum
 
 SCHEMA = 1
@@ -75,16 +76,13 @@ def state_chunks(manifest: Path, mounts: Mounts) -> None:
     """Let the digests of the chunks that a manifest lists count as stated by the files beside it.
 
     Files that state checksums of their own keep those. Raise SourceError CKM403 where the manifest
-    is damaged, CKM101 where it cannot be read.
+    is damaged, CKM105 where the header of a file is not the one that it lists, CKM101 where one
+    of them cannot be read.
     """
     try:
         data = mounts.local_copy(manifest).read_bytes()
     except OSError as error:
-        raise SourceError(
-            "CKM101",
-            f"{manifest}: cannot be read: {error.strerror}",
-            "check the path and its permissions",
-        ) from error
+        raise _unreadable(manifest, error) from error
     document = parse(data, str(manifest))
     spans: dict[str, list[StatedSum]] = {name: [] for name in document["files"]}
     for tensor in document["tensors"].values():
@@ -112,8 +110,11 @@ def _check_around(
     if expected == NOT_TAKEN or file.endswith(".json") or mounts.file_system_of(file) is not None:
         return
     offsets, sizes = [chunk.offset for chunk in chunks], [chunk.nbytes for chunk in chunks]
-    with Path(file).open("rb") as stream:
-        digest = digest_around(_Stream(stream), file, entry["nbytes"], offsets, sizes)
+    try:
+        with Path(file).open("rb") as stream:
+            digest = digest_around(_Stream(stream), file, entry["nbytes"], offsets, sizes)
+    except OSError as error:
+        raise _unreadable(file, error) from error
     if digest != expected:
         raise SourceError(
             "CKM105",
@@ -121,6 +122,13 @@ def _check_around(
             f" {MANIFEST} beside it states, got {digest}",
             f"{without_manifest(file)}; else {AGAIN}",
         )
+
+
+def _unreadable(file: str | Path, error: OSError) -> CkptmapError:
+    problem = f"{file}: cannot be read: {error.strerror}"
+    return or_resource_error(
+        error, SourceError("CKM101", problem, "check the path and its permissions")
+    )
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,8 @@ class SourceSums:
     def take_manifests(self) -> None:
         """Let the digests in the manifests beside opened checkpoints count as stated.
 
-        Raise SourceError CKM403 where one is damaged, CKM101 where it cannot be read.
+        Raise SourceError CKM403 where one is damaged, CKM105 where a header is not the one that it
+        lists, CKM101 where one of them cannot be read.
         """
         with self._lock:
             manifests = self._mounts.manifests

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 import ckptmap
-from ckptmap.errors import SourceError
+from ckptmap.errors import CkptmapError, SourceError
 from ckptmap.operations.verify import verify
 from ckptmap.tensors import Region
 
@@ -123,6 +125,21 @@ def test_verify_against_an_output_of_ours_compares_its_digests(
     report = verify(tmp_path / "out", bad)
     assert any("are not what ckptmap wrote" in problem for problem in report.problems), report
     assert verify(tmp_path / "out", path).problems  # the values differ
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, "CKM101"), (errno.EMFILE, "CKM313")])
+def test_a_header_that_cannot_be_read_is_told_by_name(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: str
+) -> None:
+    ckptmap.convert(source, tmp_path / "out", "hf")
+
+    def failing(*_: object) -> str:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("ckptmap.storage.manifest_file.digest_around", failing)
+    with ckptmap.open(tmp_path / "out") as ckpt, pytest.raises(CkptmapError) as refused:
+        ckpt[KEY].read()
+    assert refused.value.code == code
 
 
 @pytest.mark.parametrize("to", ["hf", "fsdp2"])
