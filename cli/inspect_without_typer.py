@@ -20,15 +20,14 @@ def show(
 ) -> None:
     """Print the report of a checkpoint, or with `shards` that of its files."""
     import ckptmap
+    from ckptmap.operations.inspect import InspectReport
     from ckptmap.storage.hub.resolve import origins_in_errors
-
-    from .inspect_report import InspectReport
 
     with ckptmap.open(path, root=root, like=like) as ckpt, origins_in_errors(ckpt.files.mounts):
         if not shards:
             Printer(json).show(InspectReport(ckpt, keys))
             return
-        from .inspect_shards import ShardsReport
+        from ckptmap.operations.shards import ShardsReport
 
         Printer(json).show(ShardsReport(ckpt, keys))
 

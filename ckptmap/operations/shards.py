@@ -1,11 +1,13 @@
-"""`ckptmap inspect --shards`: which file holds which box of which tensor, and how even the files are.
+"""Which file holds which box of which tensor, and how even the files are.
 
-A box is given by its offsets and sizes in elements of the whole tensor; a quantized tensor is listed
-part by part, as it is stored. Nothing but headers is read.
+`ckptmap inspect --shards` prints it, and `ckptmap report` draws it. A box is given by its offsets and
+sizes in elements of the whole tensor; a quantized tensor is listed part by part, as it is stored.
+Nothing but headers is read.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import defaultdict
@@ -76,7 +78,7 @@ class ShardsReport:
 
     def __init__(self, ckpt: Checkpoint, keys: str = "*") -> None:
         self._ckpt, self._keys = ckpt, keys
-        self.pieces = list(_pieces(ckpt))
+        self.pieces = list(pieces(ckpt))
         self.files = _shares(self.pieces)
 
     @property
@@ -131,20 +133,28 @@ class ShardsReport:
             )
 
 
-def _pieces(ckpt: Checkpoint) -> Iterator[Piece]:
-    for role, lazy in _tensors(ckpt):
+def pieces(ckpt: Checkpoint) -> Iterator[Piece]:
+    """Yield every box that a file holds: of weights, optimizer state and other tensors, in order."""
+    below: dict[str, str] = {}
+    ranks: dict[str, int | None] = {}
+    for role, lazy in tensors_by_role(ckpt):
         for part, stored in lazy.parts.items():
             for replica, chunks in ((False, stored.chunks), (True, stored.replicas)):
                 for box, region, _ in chunks:
+                    file = region.file
+                    if file not in below:
+                        below[file], ranks[file] = _below(file, ckpt), _rank(file, ckpt)
                     yield Piece(
-                        role, lazy.fqn, part, _below(region.file, ckpt), region.offset, box.offsets,
-                        box.sizes, region.nbytes, replica, _rank(region.file, ckpt),
+                        role, lazy.fqn, part, below[file], region.offset, box.offsets, box.sizes,
+                        math.prod(region.sizes) * region.itemsize, replica, ranks[file],
                     )  # fmt: skip
 
 
-def _tensors(ckpt: Checkpoint) -> Iterator[tuple[str, LazyTensor]]:
+def tensors_by_role(ckpt: Checkpoint) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield every tensor with its role: model, optimizer or other. State that is keyed by index is
+    left out, because to name its parameters may need a class of transformers."""
     yield from (("model", lazy) for lazy in ckpt.values())
-    if not ckpt.optimizer_by_index:  # to name parameters may need a class of transformers
+    if not ckpt.optimizer_by_index:
         states = ckpt.optimizer.values()
         yield from (("optimizer", lazy) for state in states for lazy in state.values())
     yield from (("other", lazy) for lazy in ckpt.other.values())
@@ -161,9 +171,9 @@ def _below(file: str, ckpt: Checkpoint) -> str:
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else file
 
 
-def _shares(pieces: Iterable[Piece]) -> list[FileShare]:
+def _shares(held: Iterable[Piece]) -> list[FileShare]:
     by_file: dict[str, list[Piece]] = defaultdict(list)
-    for piece in pieces:
+    for piece in held:
         by_file[piece.file].append(piece)
     return [
         FileShare(

@@ -1,4 +1,7 @@
-"""The report of `ckptmap inspect`: a block of facts, then a table of tensors with layers folded."""
+"""What a checkpoint holds, from its headers: a block of facts, then a table with layers folded.
+
+`ckptmap inspect` prints it, and `ckptmap report` draws it.
+"""
 
 from __future__ import annotations
 
