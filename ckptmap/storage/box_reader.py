@@ -9,14 +9,15 @@ spans of bounded size and copied by strided memoryviews, so neither torch nor nu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import gcd, prod
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from ckptmap.core.rearranged_tensors import ZEROS, Rearranged
 from ckptmap.core.row_chunks import RowChunks
+from ckptmap.core.strided_dims import Dim, Dims, merge_dims
 from ckptmap.errors import SourceError
+from ckptmap.storage.column_reader import MIN_RUN, fill_columns
 from ckptmap.storage.files import Files
 from ckptmap.storage.source_sums import GAP
 from ckptmap.tensors import Box, Extent, Region, StoredTensor, contiguous_strides
@@ -25,23 +26,10 @@ SCRATCH = 1 << 20
 """Bytes of the source that are read at once where single elements must be copied."""
 MAX_GAP = GAP.nbytes
 """Bytes between two runs that are cheaper to read and drop than a second system call."""
-MIN_RUN = 64
-"""Bytes of a run below which strided copies beat one buffer a run."""
 IOV_MAX = 1024
 """Buffers that one preadv takes on Linux."""
 
 _FORMATS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
-
-Dims: TypeAlias = tuple["Dim", ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Dim:
-    """`n` steps of `src` bytes in the file and `dst` bytes in the output."""
-
-    n: int
-    src: int
-    dst: int
 
 
 class Run(NamedTuple):
@@ -70,15 +58,17 @@ def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:
     else:
         rows = box.sizes[1:] if nbytes and box.sizes else None
         row_nbytes = nbytes // box.sizes[0] if rows is not None else 0
+        others = []
         for place, region in stored.pieces(box):
             if place.sizes[1:] == rows and region.is_contiguous and region.file != ZEROS:
                 start = place.offsets[0] * row_nbytes  # whole rows: what nearly every rank holds
                 end = start + place.sizes[0] * row_nbytes
                 files.read_into(region.file, region.offset, [out[start:end]])
-                filled += end - start
             else:
-                _read_region(files, region, place, box.sizes, out)
-                filled += region.nbytes
+                others.append((place, region))
+            filled += region.nbytes
+        for place, region in fill_columns(files, others, box.sizes, out) if others[1:] else others:
+            _read_region(files, region, place, box.sizes, out)
     if filled != nbytes:
         raise SourceError(
             "CKM112",
@@ -140,7 +130,7 @@ def _fill_rearranged(files: Files, stored: Rearranged, box: Box, out: memoryview
     for file, offset, start, dims, nbytes in stored.copies(box):
         axes = sorted(dims, key=lambda axis: axis[2], reverse=True)
         sizes, src, dst = (tuple(axis[i] for axis in axes) for i in range(3))
-        collapsed = _merge_dims(sizes, src, dst)
+        collapsed = merge_dims(sizes, src, dst)
         if file == ZEROS:
             out[start : start + itemsize] = bytes(itemsize)
             _repeat_expanded(out, start, collapsed, (), itemsize)
@@ -160,7 +150,7 @@ def _read_region(
         return
     strides = contiguous_strides(sizes, itemsize)
     start = sum(o * s for o, s in zip(place.offsets, strides, strict=True))
-    dims = _merge_dims(region.sizes, region.strides, strides)
+    dims = merge_dims(region.sizes, region.strides, strides)
     expanded = tuple(dim for dim in dims if dim.src == 0)
     strided = tuple(dim for dim in dims if dim.src != 0)
     if region.file == ZEROS:
@@ -169,19 +159,6 @@ def _read_region(
         _read_strided(files, region.file, region.offset, strided, out, start, itemsize)
     if expanded:
         _repeat_expanded(out, start, expanded, strided, itemsize)
-
-
-def _merge_dims(sizes: Sequence[int], src: Sequence[int], dst: Sequence[int]) -> Dims:
-    """Return the fewest dims that visit the same elements in the same order: [4, 8] contiguous on both sides -> [32]."""
-    dims: list[Dim] = []
-    for n, s, d in zip(sizes, src, dst, strict=True):
-        if n == 1:
-            continue
-        if dims and dims[-1].src == s * n and dims[-1].dst == d * n:
-            dims[-1] = Dim(dims[-1].n * n, s, d)
-        else:
-            dims.append(Dim(n, s, d))
-    return tuple(dims)
 
 
 def _read_strided(
@@ -205,9 +182,9 @@ def _read_runs(
 ) -> None:
     """Read runs of `run` bytes, each into its own place; runs with small gaps share one read."""
     if len(outer) == 1 and outer[0].src == run:  # nothing between: columns that a rank holds
-        step = outer[0].dst
-        for first in range(0, outer[0].n, IOV_MAX):
-            stop = start + min(outer[0].n, first + IOV_MAX) * step
+        step, some = outer[0].dst, min(IOV_MAX, max(1, SCRATCH // run))
+        for first in range(0, outer[0].n, some):
+            stop = start + min(outer[0].n, first + some) * step
             places = [out[dst : dst + run] for dst in range(start + first * step, stop, step)]
             files.read_into(file, offset + first * run, places)
         return

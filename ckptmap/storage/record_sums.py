@@ -10,6 +10,8 @@ from ckptmap.tensors import StatedSum
 
 SMALL_NBYTES = 4 << 10
 """Buffers that are smaller on average are joined before their CRC-32 is computed."""
+JOINED_NBYTES = 64 << 10
+"""About as many bytes are joined at once: from 128 KiB on, malloc would take new pages each time."""
 READ_NBYTES = 4 << 20
 """Bytes that are read at once to compute a checksum."""
 
@@ -31,9 +33,12 @@ def crc32_of(buffers: Sequence[memoryview], nbytes: int) -> int:
     """Return the CRC-32 of consecutive buffers, `nbytes` in all."""
     if len(buffers) == 1:
         return crc32(buffers[0])
-    if nbytes < SMALL_NBYTES * len(buffers):  # a call for each costs more than a copy of all
-        return crc32(b"".join(buffers))
     crc = 0
+    if 0 < nbytes < SMALL_NBYTES * len(buffers):  # a call for each costs more than a copy of all
+        some = max(1, JOINED_NBYTES * len(buffers) // nbytes)
+        for at in range(0, len(buffers), some):
+            crc = crc32(b"".join(buffers[at : at + some]), crc)
+        return crc
     for buffer in buffers:
         crc = crc32(buffer, crc)
     return crc

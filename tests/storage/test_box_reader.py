@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.tiling import prove_rows
 from ckptmap.errors import RunError, SourceError
-from ckptmap.storage import box_reader, files
+from ckptmap.storage import box_reader, column_reader, files
 from ckptmap.storage.box_reader import fill, row_major_boxes, run_of
 from ckptmap.storage.files import Files
 from ckptmap.storage.tensor_bytes import tensor_bytes
@@ -131,6 +131,17 @@ def test_any_chunking(folder: Path, data: st.DataObject) -> None:
     info = TensorInfo(tuple(shape), str(tensor.dtype).removeprefix("torch."))
     box = data.draw(boxes(shape))
     check(tensor, StoredTensor(info, chunks), box)
+    with pytest.MonkeyPatch.context() as patch:  # nearly all that is cut by columns is joined
+        for name, value in {
+            "MIN_RUN": 1,
+            "MAX_RUN": 8,
+            "READ": 16,
+            "SCRATCH": 64,
+            "JOINED": 8,
+        }.items():
+            patch.setattr(column_reader, name, value)
+        check(tensor, StoredTensor(info, chunks), box)
+        check(tensor, StoredTensor(info, chunks), Box.whole(shape))
     if len(chunks) > 1:
         with pytest.raises(SourceError, match=r"fill \d+ bytes of the box") as caught:
             check(tensor, StoredTensor(info, chunks[1:]), Box.whole(shape))
@@ -267,6 +278,31 @@ def test_descriptors_are_a_share_of_those_allowed(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     assert files._most_open.__wrapped__() == most
+
+
+def test_columns_are_read_as_runs_and_joined(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each file, few long runs in their order, whatever rows of the tensor are asked for."""
+    tensor, reads = random_tensor([900, 1200], "bfloat16"), list[tuple[str, int, list[int]]]()
+    chunks = []
+    for start, stop in ((0, 500), (500, 800), (800, 1200)):
+        part = tensor[:, start:stop].clone(memory_format=torch.contiguous_format)
+        region = store(part, folder / f"columns{start}", part, 7)
+        chunks.append(Chunk(Box((0, start), (900, stop - start)), region))
+    plain = Files.read_into
+
+    def seen(files: Files, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        reads.append((Path(file).name, offset, [buffer.nbytes for buffer in buffers]))
+        plain(files, file, offset, buffers)
+
+    monkeypatch.setattr(Files, "read_into", seen)
+    check(
+        tensor, StoredTensor(TensorInfo((900, 1200), "bfloat16"), chunks), Box((50, 0), (800, 1200))
+    )
+    rows = column_reader.READ * 3 // 2400
+    assert [read for read in reads if read[0] == "columns500"] == [
+        ("columns500", 7 + (50 + at) * 600, [min(rows, 800 - at) * 600])
+        for at in range(0, 800, rows)
+    ]
 
 
 def test_large_transpose_in_bounded_memory(folder: Path) -> None:
