@@ -29,7 +29,7 @@ from ckptmap.formats.detect import find, look
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.optim.index_order import Order
 from ckptmap.protocols import Directory, Index, Place
-from ckptmap.protocols.file_systems import Mounts, through
+from ckptmap.protocols.file_systems import Mounts, OwnManifest, through
 from ckptmap.sharding.reference_model import (
     CONFIG,
     MANIFEST,
@@ -128,8 +128,11 @@ def _opened(
         index = replace(index, leaves=leaves)
     ckpt = assemble(place.path, index, split_roles(leaves, root, place.path), files)
     ckpt.files.seen = fingerprints(index.files, files.mounts)
-    if MANIFEST in place.names and index.manifest is None:  # in a zip, each member has a CRC-32
-        files.mounts.manifests.append(FilePath(place.path) / MANIFEST)
+    if index.manifest is not None:
+        own = OwnManifest(place.path, index.manifest, index.manifest_spans)
+        files.mounts.manifests.append(own)
+    elif MANIFEST in place.names:
+        files.mounts.manifests.append(OwnManifest(str(FilePath(place.path) / MANIFEST)))
     ckpt.files.sums.is_on = True
     return replace(ckpt, fingerprints=ckpt.files.seen)
 

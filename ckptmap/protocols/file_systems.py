@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +89,21 @@ def require_regular(file: str | Path) -> None:
         raise OSError(errno.EINVAL, "is no regular file", str(file))
 
 
+@dataclass(frozen=True, slots=True)
+class OwnManifest:
+    """A manifest of ckptmap that was found, and of which nothing is compared yet.
+
+    file    the manifest, or the one-file output that holds it
+    read    returns the manifest inside `file`; None: `file` is the manifest
+    spans   returns (offset, nbytes) of the parts of `file` that no digest covers, as
+            `Index.manifest_spans` does; None: no digest of the bytes around its tensors is compared
+    """
+
+    file: str
+    read: Callable[[], bytes] | None = None
+    spans: Callable[[], Sequence[tuple[int, int]]] | None = None
+
+
 class Mounts:
     """The file systems that are mounted, by directory. False where none is.
 
@@ -99,7 +114,7 @@ class Mounts:
         self._by_root: dict[str, FileSystem] = {}  # replaced, not changed: other threads read it
         self.stated: dict[str, list[StatedSum]] = {}
         """File -> the checksums that it states for runs of its bytes, in any order."""
-        self.manifests: list[Path] = []
+        self.manifests: list[OwnManifest] = []
         """Manifests of ckptmap whose digests are not among them yet: see `SourceSums`."""
 
     def __bool__(self) -> bool:

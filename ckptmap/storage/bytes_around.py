@@ -46,7 +46,10 @@ def _gaps(nbytes: int, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[li
         spans = sorted(zip(offsets, sizes, strict=True))
         offsets, sizes = [span[0] for span in spans], [span[1] for span in spans]
     starts = [0, *accumulate(map(add, offsets, sizes), max)]
-    return starts, list(map(max, starts, [*offsets, nbytes]))
+    stops = list(map(max, starts, [*offsets, nbytes]))
+    if starts[-1] > nbytes:  # a manifest may state any span: nothing is read past the end
+        starts, stops = [min(at, nbytes) for at in starts], [min(at, nbytes) for at in stops]
+    return starts, stops
 
 
 def _pieces(

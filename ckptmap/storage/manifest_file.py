@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckptmap.core.json_text import parse_json
 from ckptmap.errors import CkptmapError, SourceError
-from ckptmap.protocols.file_systems import Fingerprint, Mounts
+from ckptmap.protocols.file_systems import Fingerprint, Mounts, OwnManifest
 from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.file_records import AGAIN, without_manifest
 from ckptmap.storage.manifest_schema import malformed
@@ -72,55 +72,84 @@ def self_end(body: bytes | memoryview) -> bytes:
     return (_SELF_END % xxh3_64_hexdigest(body)).encode()
 
 
-def state_chunks(manifest: Path, mounts: Mounts) -> None:
-    """Let the digests of the chunks that a manifest lists count as stated by the files beside it.
+def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
+    """Let the digests of the chunks that a manifest lists count as stated by the files beside it,
+    and compare the bytes around the chunks.
 
-    Files that state checksums of their own keep those. Raise SourceError CKM403 where the manifest
-    is damaged, CKM105 where the header of a file is not the one that it lists, CKM101 where one
-    of them cannot be read.
+    Files that state checksums of their own keep those; the manifest inside a file has no others.
+    Raise SourceError CKM403 where the manifest is damaged, CKM105 where the header of a file is not
+    the one that it lists, CKM101 where one of them cannot be read.
     """
+    if manifest.read is not None:
+        _check_one_file(manifest, parse(manifest.read(), manifest.file), mounts)
+        return
     try:
-        data = mounts.local_copy(manifest).read_bytes()
+        data = mounts.local_copy(manifest.file).read_bytes()
     except OSError as error:
-        raise _unreadable(manifest, error) from error
-    document = parse(data, str(manifest))
+        raise _unreadable(manifest.file, error) from error
+    document, folder = parse(data, manifest.file), Path(manifest.file).parent
     spans: dict[str, list[StatedSum]] = {name: [] for name in document["files"]}
-    for tensor in document["tensors"].values():
-        for name, offset, nbytes, _, _, digest in tensor["chunks"]:
-            spans.setdefault(name, []).append(StatedSum(offset, nbytes, digest))
+    for name, chunk in _chunks(document):
+        spans.setdefault(name, []).append(chunk)
     for name, chunks in spans.items():
-        file, entry = str(manifest.parent / name), document["files"].get(name, {})
+        file, entry = str(folder / name), document["files"].get(name, {})
         # A file of another size is not the one that the manifest lists: another program wrote it.
         if _nbytes(file, mounts) != entry.get("nbytes"):
             continue
-        _check_around(file, entry, chunks, mounts)
+        if not file.endswith(".json"):  # people edit it; it states no more than it says
+            way_out = f"{without_manifest(file)}; else {AGAIN}"
+            _check_around(file, entry.get(AROUND), [chunk[:2] for chunk in chunks], mounts, way_out)
         if file not in mounts.stated and any(chunk.sum for chunk in chunks):
             mounts.state(file, [chunk for chunk in chunks if chunk.sum])
 
 
+def _chunks(document: Mapping[str, Any]) -> Iterator[tuple[str, StatedSum]]:
+    """Yield the name of the file and the place of every chunk."""
+    for tensor in document["tensors"].values():
+        for name, offset, nbytes, _, _, digest in tensor["chunks"]:
+            yield name, StatedSum(offset, nbytes, digest)
+
+
+def _check_one_file(manifest: OwnManifest, document: Mapping[str, Any], mounts: Mounts) -> None:
+    """Raise SourceError CKM105 where a one-file output is not as it was written around its tensors."""
+    if manifest.spans is None or document.get(AROUND, NOT_TAKEN) == NOT_TAKEN:
+        return
+    spans = [chunk[:2] for _, chunk in _chunks(document)]
+    way_out = (
+        "if another program edited it after ckptmap, --check-source none converts what is there"
+        f' (in Python: check_source="none", or verify="none" of load); else {AGAIN}'
+    )
+    spans += manifest.spans()
+    _check_around(manifest.file, document[AROUND], spans, mounts, way_out)
+
+
 def _check_around(
-    file: str, entry: Mapping[str, Any], chunks: Sequence[StatedSum], mounts: Mounts
+    file: str,
+    expected: str | None,
+    spans: Sequence[tuple[int, int]],
+    mounts: Mounts,
+    way_out: str,
 ) -> None:
     """Raise SourceError CKM105 where the header of a file is not the one that was written: a bit that
-    is flipped in it can give a tensor another name.
+    is flipped in it can give a tensor another name. Files on the Hub have hashes.
 
-    A file of JSON, which people edit, states no more than it says. Files on the Hub have hashes.
+    spans  (offset, nbytes) of what `expected` is no digest of
     """
-    expected = entry.get(AROUND, NOT_TAKEN)
-    if expected == NOT_TAKEN or file.endswith(".json") or mounts.file_system_of(file) is not None:
+    if expected in (None, NOT_TAKEN) or mounts.file_system_of(file) is not None:
         return
-    offsets, sizes = [chunk.offset for chunk in chunks], [chunk.nbytes for chunk in chunks]
+    offsets, sizes = [span[0] for span in spans], [span[1] for span in spans]
     try:
         with Path(file).open("rb") as stream:
-            digest = digest_around(_Stream(stream), file, entry["nbytes"], offsets, sizes)
+            nbytes = os.fstat(stream.fileno()).st_size
+            digest = digest_around(_Stream(stream), file, nbytes, offsets, sizes)
     except OSError as error:
         raise _unreadable(file, error) from error
     if digest != expected:
         raise SourceError(
             "CKM105",
-            f"{file}: its bytes around the tensors are damaged: expected xxh3 {expected}, as"
-            f" {MANIFEST} beside it states, got {digest}",
-            f"{without_manifest(file)}; else {AGAIN}",
+            f"{file}: its bytes around the tensors are damaged: expected xxh3 {expected}, as its"
+            f" {MANIFEST} states, got {digest}",
+            way_out,
         )
 
 

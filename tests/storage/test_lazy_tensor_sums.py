@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -142,21 +144,39 @@ def test_a_header_that_cannot_be_read_is_told_by_name(
     assert refused.value.code == code
 
 
-@pytest.mark.parametrize("to", ["hf", "fsdp2"])
+def rename_in_zip(file: Path, old: bytes, new: bytes) -> None:
+    """Edit the pickle of a torch.save file, and each CRC-32 of it."""
+    data = file.read_bytes()
+    with zipfile.ZipFile(file) as archive:
+        pickled = archive.read(f"{archive.namelist()[0].partition('/')[0]}/data.pkl")
+    edited = pickled.replace(old, new)
+    assert edited != pickled
+    sums = [zlib.crc32(content).to_bytes(4, "little") for content in (pickled, edited)]
+    assert data.count(sums[0]) >= 2, "in the directory, and beside the record"
+    file.write_bytes(data.replace(pickled, edited).replace(*sums))
+    assert zipfile.ZipFile(file).testzip() is None
+
+
+@pytest.mark.parametrize("to", ["hf", "fsdp2", "full"])
 def test_a_bit_that_is_flipped_in_a_header_of_ours_is_no_other_name(
     to: str, tmp_path: Path
 ) -> None:
     """The digest of the bytes around tensors counts as stated, too: in a load, a conversion, a read."""
     torch.save({f"layers.{i}.weight": torch.randn(64, 32) for i in range(4)}, tmp_path / "in.pt")
     out = tmp_path / "out"
-    ckptmap.convert(tmp_path / "in.pt", out, to, **({} if to == "hf" else {"world_size": 2}))
-    file = out / ".metadata" if to == "fsdp2" else next(out.glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[data.index(b"layers.2.weight") + 14] ^= 1  # layers.2.weighu
-    file.write_bytes(data)
+    ckptmap.convert(tmp_path / "in.pt", out, to, **({"world_size": 2} if to == "fsdp2" else {}))
+    file = {"hf": out / "model.safetensors", "fsdp2": out / ".metadata", "full": out}[to]
+    if to == "full":  # the CRC-32s of the pickle are made right: what is left is the digest
+        rename_in_zip(file, b"layers.2.weight", b"layers.2.weighu")
+    else:
+        data = file.read_bytes()
+        file.write_bytes(data.replace(b"layers.2.weight", b"layers.2.weighu", 1))
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(1, 1)] * 0)})
+    model["layers"].extend(torch.nn.Linear(32, 64, bias=False) for _ in range(4))
     attempts = {
         "convert": lambda: ckptmap.convert(out, tmp_path / "again", "full"),
         "read": lambda: [ckpt[fqn].read() for fqn in ckpt],
+        "load": lambda: ckptmap.load(out, model, strict=False),
     }
     for name, attempt in attempts.items():
         with ckptmap.open(out) as ckpt, pytest.raises(SourceError) as refused:
@@ -164,3 +184,4 @@ def test_a_bit_that_is_flipped_in_a_header_of_ours_is_no_other_name(
         assert refused.value.code == "CKM105", name
         assert f"{file.name}: its bytes around the tensors are damaged" in refused.value.message
     assert not (tmp_path / "again").exists()
+    ckptmap.convert(out, tmp_path / "again", "hf", check_source="none")
