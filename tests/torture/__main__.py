@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("-n", type=int, default=100, help="how many cases")
-    parser.add_argument("--case", type=int, help="this case alone")
+    parser.add_argument("--case", type=int, nargs="+", help="these cases alone")
     parser.add_argument("--alone", action="store_true", help="without what several ranks wrote")
     parser.add_argument("--corpus", type=Path, help="where checkpoints are built, or lie already")
     parser.add_argument("--findings", type=Path, help="write them there, as JSON")
@@ -36,7 +36,7 @@ def main() -> int:
         folder = Path(name)
         corpus = Corpus(Shared(args.corpus or folder / "corpus"))
         made = program(args.kind, corpus, folder, worlds=(1,) if args.alone else (1, 2))
-        cases = range(args.n) if args.case is None else [args.case]
+        cases = range(args.n) if args.case is None else args.case
         tally = run(made, args.seed, cases, folder, " --alone" * args.alone, print)
     print(tally, flush=True)
     if args.findings is not None:

@@ -341,7 +341,9 @@ class _Reader:
         """Return flat key -> path, for the keys that are not their own path of one segment.
 
         Megatron and torch's Hugging Face storage write None: then no key has another path. An integer
-        in a path is an index of a list, because torch turns integer keys of dicts into strings.
+        in a path is an index of a list, because torch turns integer keys of dicts into strings. torch
+        joins the segments with dots to the key (`_nested_dict.flatten_state_dict`): of a path that is
+        another's, some readers would follow the key and some the path.
         """
         if not ({*map(type, entries)} <= {str} and "".join(entries).isascii()):
             for key in entries:
@@ -362,18 +364,12 @@ class _Reader:
             for segment in path:
                 if type(segment) is not int and not (type(segment) is str and _is_text(segment)):
                     self._bad(f"planner_data[{key!r}], expected text or int: {_show(segment)}")
+            if ".".join(map(str, path)) != key:
+                self._bad(
+                    f"planner_data[{key!r}], expected a path of that key, found {_show(path)}"
+                )
             paths[key] = tuple(ListIndex(s) if type(s) is int else s for s in path)
-        self._check_distinct(paths)
         return paths
-
-    def _check_distinct(self, paths: Mapping[str, Path]) -> None:
-        if len(set(paths.values())) == len(paths):
-            return
-        home: dict[Path, str] = {}
-        for key, path in paths.items():
-            other = home.setdefault(path, key)
-            if other != key:
-                self._bad(f"planner_data, {other!r} and {key!r} have the same path {_show(path)}")
 
     def _bad(self, problem: str) -> NoReturn:
         raise SourceError(

@@ -556,9 +556,13 @@ BAD_METADATA: dict[str, tuple[Callable[[Any], object], str]] = {
     "no path": (lambda m: m.planner_data.update(step=()), r"planner_data\['step'\], expected a path"),
     "surrogate": (lambda m: m.planner_data.update(step=("\ud800",)), "expected text or int: '.ud800'"),
     "segment": (lambda m: m.planner_data.update(step=(2.5,)), "expected text or int: float"),
-    "one path": (
+    "another path": (
         lambda m: m.planner_data.update(step=("m", "w")),
-        r"'m\.w' and 'step' have the same path \('m', 'w'\)",
+        r"planner_data\['step'\], expected a path of that key, found \('m', 'w'\)",
+    ),
+    "another number": (
+        lambda m: m.planner_data.update(step=("step", 0)),
+        r"planner_data\['step'\], expected a path of that key, found \('step', 0\)",
     ),
 }  # fmt: skip
 
