@@ -18,6 +18,8 @@ from ckptmap.checkpoint.group_parts import RefusedLeaf
 from ckptmap.checkpoint.logical_tensors import LogicalTensors
 from ckptmap.checkpoint.name_translation import NameTranslation
 from ckptmap.checkpoint.split_roles import Roles
+from ckptmap.core.formatting import counted
+from ckptmap.core.short_repr import short
 from ckptmap.core.state_paths import nest
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import MissingKeyError
@@ -92,6 +94,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __len__(self) -> int:
         return len(self.groups)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """Return the names that a notebook offers after `ckpt["`."""
+        return list(self)
 
     def __contains__(self, fqn: object) -> bool:
         return fqn in self.groups
@@ -240,7 +246,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.shown!r}, {len(self)} tensors, {self.setup})"
+        return f"Checkpoint({short(self.shown)}, {counted(len(self), 'tensor')}, {self.setup})"
 
 
 def _nearest(fqn: str, ckpt: Checkpoint) -> str:

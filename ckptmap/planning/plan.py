@@ -20,6 +20,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.columns import each
 from ckptmap.core.formatting import counted, human
 from ckptmap.core.printable import as_lines
+from ckptmap.core.short_repr import short
 from ckptmap.core.signatures import spelled_out
 from ckptmap.core.tensor_table import TensorSummary, listed, renamed, table
 from ckptmap.errors import DestinationError, PlanError
@@ -52,7 +53,7 @@ FIDELITIES = ("bytes", "exact", "codes", "cast", "quantize", "requantize")
 """From lossless to lossy."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Every key of the source is used, dropped with a reason, or unresolved; every byte of the output
     has its place.
@@ -224,6 +225,14 @@ class Plan:
                 f"{path}: cannot be written: {(error.strerror or str(error)).lower()}",
                 "name a file in a directory that can be written",
             ) from error
+
+    def __repr__(self) -> str:
+        kinds = [f"{name} {count:,}" for name, count in self.fidelities().items()]
+        open_keys = [f"{len(self.unresolved):,} unresolved"] if self.unresolved else []
+        return (
+            f"Plan({short(self.ckpt.shown)} -> {self.aim.text}, {counted(len(self.steps), 'tensor')},"
+            f" {human(self.nbytes_in)} -> {human(self.nbytes_out)}, {', '.join([*kinds, *open_keys])})"
+        )
 
     def __str__(self) -> str:
         lines = [

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from ckptmap.checkpoint.compare_tensors import worst
 from ckptmap.core.formatting import counted, human
 from ckptmap.core.printable import as_lines
+from ckptmap.core.short_repr import ShortRepr
 from ckptmap.core.tensor_table import listed
 from ckptmap.storage.source_sums import SourceCheck
 
@@ -15,8 +16,8 @@ SAMPLE_NUMEL = 1 << 14
 """Values of a quantized tensor that the error is measured on."""
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(ShortRepr):
     """What a conversion did."""
 
     dst: str

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ckptmap.core import requirements
 from ckptmap.core.quantized_codes import Coded
+from ckptmap.core.short_repr import short
 from ckptmap.errors import ArgumentError
 from ckptmap.protocols import Group
 from ckptmap.protocols.encodings import KeepsOnHost
@@ -23,7 +24,9 @@ from ckptmap.tensors import Box, StoredTensor, TensorInfo
 if TYPE_CHECKING:
     from types import EllipsisType
 
+    import numpy as np
     import torch
+    from numpy.typing import DTypeLike
 
     Index: TypeAlias = int | slice | EllipsisType
 
@@ -78,6 +81,25 @@ class LazyTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.info.shape
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of dims."""
+        return len(self.info.shape)
+
+    def numel(self) -> int:
+        """Return the number of elements; a method, as `torch.Tensor.numel` is."""
+        return self.info.numel
+
+    def __len__(self) -> int:
+        """Return the size of the first dim. Raises TypeError for a scalar, as torch does."""
+        if not self.info.shape:
+            raise TypeError(f"{self.fqn}: len() of a tensor without dims")
+        return self.info.shape[0]
+
+    def __bool__(self) -> bool:
+        """Return True: there is a tensor, however many elements it has. No value is read."""
+        return True
 
     @property
     def dtype(self) -> str:
@@ -193,6 +215,25 @@ class LazyTensor:
         fill_tensor(self.files, stored, box, out)
         return out
 
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        """Return the values as a NumPy array, for `numpy.asarray(tensor)`.
+
+        NumPy has no bfloat16, float8 or complex32: such values become float32 (complex64), which
+        holds each of them exactly. Every other dtype is NumPy's of the same name. Raises
+        ValueError for `copy=False`: the values are read anew at every call.
+        """
+        import torch
+
+        if copy is False:
+            raise ValueError(f"{self.fqn}: is read from a file, which copy=False does not allow")
+        values = self.read()
+        if values.dtype == torch.complex32:
+            values = values.to(torch.complex64)
+        elif values.dtype.is_floating_point and values.dtype.itemsize < 4:
+            values = values if values.dtype == torch.float16 else values.float()
+        array = values.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
     def __getitem__(self, key: Index | tuple[Index, ...]) -> torch.Tensor:
         """Return the values at an index, as of a tensor: `w[3]`, `w[0:128]`, `w[:, 5]`, `w[...,
         0]`.
@@ -265,4 +306,4 @@ class LazyTensor:
             ) from None
 
     def __repr__(self) -> str:
-        return f"LazyTensor({self.fqn!r}, {self.info}, {self.encoding})"
+        return f"LazyTensor({short(self.fqn)}, {self.info}, {self.encoding})"

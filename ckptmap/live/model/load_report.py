@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptmap.core.printable import as_lines
+from ckptmap.core.short_repr import ShortRepr
 from ckptmap.storage.source_sums import SourceCheck
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ class Recoded:
         return f"{self.name}: {self.stored} -> {self.live}, error {self.error:.1e}"
 
 
-@dataclass(frozen=True)
-class StateReport:
+@dataclass(frozen=True, repr=False)
+class StateReport(ShortRepr):
     """What became of the optimizer's state on this rank; names are `FQN.state name`.
 
     loaded       entries that have the checkpoint's values now
@@ -127,8 +128,8 @@ class StateReport:
         return found
 
 
-@dataclass(frozen=True)
-class LoadReport:
+@dataclass(frozen=True, repr=False)
+class LoadReport(ShortRepr):
     """The result of `ckptmap.load`, for this rank.
 
     loaded        names that have the checkpoint's values now
