@@ -9,6 +9,7 @@ import typer
 
 from ckptmap.core.printable import as_lines
 
+from .completion import SCHEMES, choices
 from .printer import Printer
 from .shared_parameters import Json, one_of
 
@@ -28,12 +29,18 @@ ACTIONS = ("list", "show", "check", "test", "new")
 
 def command(
     action: Annotated[
-        str, typer.Argument(metavar="list|show|check|test|new", callback=one_of(*ACTIONS))
+        str,
+        typer.Argument(
+            metavar="list|show|check|test|new",
+            callback=one_of(*ACTIONS),
+            autocompletion=choices(*ACTIONS),
+        ),
     ],
     what: Annotated[
         str | None,
         typer.Argument(
             metavar="[SCHEME|FILE]",
+            autocompletion=SCHEMES,
             help="A scheme, as llama/meta, or a mapping file; list: also a family or model type.",
         ),
     ] = None,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .completion import SETUPS
 from .printer import Printer
 from .progress import Progress
 from .shared_parameters import Json, Quiet, Src
@@ -21,7 +22,11 @@ Repo = Annotated[str, typer.Argument(metavar="REPO", help="org/name on the Hub."
 To = Annotated[
     str | None,
     typer.Option(
-        "--to", metavar="SETUP", show_default=False, help="Setup to convert to first: hf-bf16."
+        "--to",
+        metavar="SETUP",
+        show_default=False,
+        autocompletion=SETUPS,
+        help="Setup to convert to first: hf-bf16.",
     ),
 ]
 Private = Annotated[

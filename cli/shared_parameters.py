@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .completion import SETUPS
+
 
 def one_of(*choices: str) -> Callable[[str], str]:
     """Return a callback that refuses every other value."""
@@ -31,6 +33,7 @@ _TO = typer.Option(
     metavar="SETUP",
     show_default=False,
     help="Setup to convert to: hf, full-bf16, fsdp2-nf4.",
+    autocompletion=SETUPS,
 )
 To = Annotated[str | None, _TO]
 RequiredTo = Annotated[str, _TO]

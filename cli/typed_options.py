@@ -66,6 +66,7 @@ def _parameter(name: str, help: str) -> inspect.Parameter:
         show_default=option.show_default,
         callback=option.check,
         min=option.at_least,
+        autocompletion=option.complete,
     )
     return inspect.Parameter(
         name,
