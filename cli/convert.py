@@ -27,7 +27,7 @@ EXAMPLES = (
     "ckptmap convert hf://org/name out/ --to fsdp2-nf4 --low-disk",
 )
 
-LAST = ("low_disk", "no_sync")
+LAST = ("low_disk", "sync")
 
 
 @takes_options(*(name for name in TABLE if name not in LAST), "plan_file", "rank_timeout", *LAST)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .completion import SETUPS
 from .convert import execute, show
 from .printer import Printer
 from .shared_parameters import DryRun, Dst, Json, Quiet
@@ -23,6 +24,7 @@ To = Annotated[
         "--to",
         metavar="SETUP",
         show_default=False,
+        autocompletion=SETUPS,
         help="Setup to write: hf, hf-bf16, fsdp2; default: setup and dtypes of BASE.",
     ),
 ]
@@ -55,7 +57,7 @@ Leave = Annotated[
 
 @takes_options(
     "world_size", "max_memory", "digest", "device", "threads", "overwrite", "mesh", "tp_plan",
-    "wrap", "exact_scales", "max_shard_size", "config_from", "low_disk", "no_sync", "check_source",
+    "wrap", "exact_scales", "max_shard_size", "config_from", "low_disk", "sync", "check_source",
 )  # fmt: skip
 def command(
     base: Annotated[

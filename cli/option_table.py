@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptmap.planning.options import CHECKS, DEVICE_MEMORY, DIGESTS, MAX_MEMORY
 
+from .completion import OPTIMIZER_KEYS, SCHEMES, Completer, choices
 from .shared_parameters import one_of
 from .sizes import parse_memory, parse_nbytes
 
@@ -40,6 +41,7 @@ class CliOption:
     read      makes the field's value of the typed one
     check     refuses a typed value
     at_least  smallest number that typer accepts
+    complete  returns the values that a shell offers
     """
 
     help: str
@@ -52,6 +54,7 @@ class CliOption:
     check: Callable[[str], str] | None = None
     at_least: int | None = None
     show_default: bool = False
+    complete: Completer | None = None
 
 
 TABLE: Mapping[str, CliOption] = {
@@ -70,6 +73,7 @@ TABLE: Mapping[str, CliOption] = {
         " none: `verify` can then check structure only, and a killed run begins anew.",
         "|".join(DIGESTS),
         check=one_of(*DIGESTS),
+        complete=choices(*DIGESTS),
         show_default=True,
     ),
     "check_source": CliOption(
@@ -77,9 +81,14 @@ TABLE: Mapping[str, CliOption] = {
         " records that are read in part; none: convert SRC as it is.",
         "|".join(CHECKS),
         check=one_of(*CHECKS),
+        complete=choices(*CHECKS),
         show_default=True,
     ),
-    "device": CliOption("Device for arithmetic: cpu, cuda, cuda:1.", show_default=True),
+    "device": CliOption(
+        "Device for arithmetic: cpu, cuda, cuda:1.",
+        show_default=True,
+        complete=choices("cpu", "cuda"),
+    ),
     "threads": CliOption("Number of threads; default: one a core, at most 4.", at_least=1),
     "overwrite": CliOption("Replace DST when the new one is complete."),
     "include": CliOption(
@@ -98,12 +107,14 @@ TABLE: Mapping[str, CliOption] = {
         "Whether to convert or to leave out the optimizer state.",
         "keep|drop",
         check=one_of("keep", "drop"),
+        complete=choices("keep", "drop"),
         show_default=True,
     ),
     "optimizer_keys": CliOption(
         "Keys of optimizer state in DST; index is what optimizer.load_state_dict takes.",
         "fqn|index|flattened",
         show_default=True,
+        complete=OPTIMIZER_KEYS,
     ),
     "param_order": CliOption(
         "The names behind the indices of SRC's optimizer state: one name a line and an empty line"
@@ -148,8 +159,11 @@ TABLE: Mapping[str, CliOption] = {
         "Naming scheme of DST: meta, torchtune, hf, auto (hf where the names of SRC are known), or a"
         " mapping file; see `ckptmap mappings list`.",
         "SCHEME",
+        complete=SCHEMES,
     ),
-    "names_from": CliOption("Naming scheme of SRC; default: recognized by its keys.", "SCHEME"),
+    "names_from": CliOption(
+        "Naming scheme of SRC; default: recognized by its keys.", "SCHEME", complete=SCHEMES
+    ),
     "encode": CliOption(
         "Encode only weights with these names; repeatable.",
         "GLOB",
@@ -176,6 +190,7 @@ TABLE: Mapping[str, CliOption] = {
         "Size of the largest file where DST is split into several; default: 5GB.",
         "SIZE",
         field="max_shard_nbytes",
+        names=("--max-shard-size", "--max-shard-nbytes"),
         kind=str | None,
         read=parse_nbytes,
     ),
@@ -185,13 +200,12 @@ TABLE: Mapping[str, CliOption] = {
     "low_disk": CliOption(
         "With hf://: keep one file of SRC at a time, beside DST, instead of all in the cache."
     ),
-    "no_sync": CliOption(
-        "Publish without waiting for the disk, as cp does. After a power cut in the next half minute"
-        " DST may lack bytes; `verify` finds that, but not with --digest none. A killed run still"
-        " leaves all or nothing.",
-        field="sync",
-        default=False,
-        read=lambda typed: not typed,
+    "sync": CliOption(
+        "Whether to wait for the disk before DST appears. With --no-sync, as with cp, DST may lack"
+        " bytes after a power cut in the next half minute; `verify` finds that, but not with"
+        " --digest none. A killed run still leaves all or nothing.",
+        names=("--sync/--no-sync",),
+        default=True,
     ),
 }
 """In the order of the help."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .completion import SETUPS
 from .printer import Printer
 from .shared_parameters import Dst, Json, Quiet
 from .typed_options import TypedOptions, takes_options
@@ -18,7 +19,7 @@ EXAMPLES = (
 
 
 @takes_options(
-    "world_size", "config_from", "max_shard_size", "low_disk", "overwrite", "no_sync",
+    "world_size", "config_from", "max_shard_size", "low_disk", "overwrite", "sync",
     low_disk="With --to: keep one file of SRC at a time.",
 )  # fmt: skip
 def command(
@@ -29,7 +30,7 @@ def command(
     to: Annotated[
         str | None,
         typer.Option(
-            "--to", metavar="SETUP", show_default=False, help="Setup to convert to on the way: fsdp2-nf4."
+            "--to", metavar="SETUP", show_default=False, autocompletion=SETUPS, help="Setup to convert to on the way: fsdp2-nf4."
         ),
     ] = None,
     *,

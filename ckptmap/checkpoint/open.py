@@ -22,6 +22,7 @@ from ckptmap.checkpoint.fsdp1_wrapping import LikeUnits
 from ckptmap.checkpoint.split_roles import split_roles
 from ckptmap.checkpoint.stored_order import in_order
 from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.signatures import nearest_keyword
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
@@ -44,18 +45,21 @@ from ckptmap.storage.source_changes import fingerprints
 from ckptmap.tensors import Leaf, Opaque, PerRank, StoredTensor
 
 
+@nearest_keyword
 def open(
     path: str | os.PathLike[str],
     *,
     root: str | None = None,
     like: str | os.PathLike[str] | None = None,
     param_order: Order | None = None,
+    source_root: str | None = None,
 ) -> Checkpoint:
     """Open whatever checkpoint is at `path`; headers only, no process group, nothing unpickled.
 
     `hf://org/name[@revision][/folder]` is a path too: headers are read by range from the Hub.
 
-    `root` names the dict that holds the weights (`"model"`, `"app/model"`), where several could.
+    `root` names the dict that holds the weights (`"model"`, `"app/model"`), where several could;
+    `source_root` is the same, by the name that `convert` has for it.
     `like` is another checkpoint of the same model, or its config.json: flat shards of FSDP1 carry
     no shapes, some do not say which modules are wrapped, and a config.json tells which parameter
     an optimizer's index means. So does
@@ -65,6 +69,7 @@ def open(
     """
     files = Files()
     try:
+        root = source_root if root is None else root
         return open_in(files, path, root=root, like=like, param_order=param_order)
     except BaseException:
         files.close()

@@ -1,19 +1,25 @@
-"""Signatures of public calls that take the fields of a dataclass as `**keywords`.
+"""Keywords of public calls: each is shown by `help()`, and a wrong one is answered by the nearest.
 
-`inspect.signature`, `help()` and editors then show every keyword with its default.
+A call that takes the fields of a dataclass as `**keywords` has all of them in its signature, with
+their defaults, for `inspect.signature`, `help()` and editors.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from ckptmap.core import argument_checks
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Called = TypeVar("Called", bound=Callable[..., object])
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 def spelled_out(
@@ -45,3 +51,21 @@ def spelled_out(
         return call
 
     return decorate
+
+
+def nearest_keyword(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let a call answer an unknown keyword by ArgumentError CKM516 with the nearest name."""
+    parameters = inspect.signature(call).parameters.values()
+    known = [
+        item.name
+        for item in parameters
+        if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
+    ]
+
+    @functools.wraps(call)
+    def checked(*args: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+        if keywords:
+            argument_checks.known_keywords(keywords, known, f"{call.__name__}()")
+        return call(*args, **keywords)
+
+    return checked

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import TypeAlias
+
+Size: TypeAlias = int | str
+"""Bytes, or text: `"64MiB"`."""
 
 UNITS = {
     "": 1, "b": 1,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.checkpoint.open import open_as
+from ckptmap.core.sizes import Size
 from ckptmap.integrations.accelerate_several import Accelerator, NumberedStates, Prepared, prepared
 from ckptmap.live.load.load import load
 from ckptmap.live.options import MAX_MEMORY, LoadKeywords
@@ -36,7 +37,7 @@ def install(
     *,
     strict: bool = True,
     precision: str = "keep",
-    max_memory: int = MAX_MEMORY,
+    max_memory: Size = MAX_MEMORY,
 ) -> Handle:
     """Load models and optimizers for `accelerator.load_state`, and write plain names in `save_state`,
     until `remove()` of the handle. Call it after `prepare()`.

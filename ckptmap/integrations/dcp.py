@@ -15,6 +15,8 @@ from functools import cache
 from shlex import quote
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ckptmap.core import argument_checks
+from ckptmap.core.sizes import Size
 from ckptmap.errors import LoadError
 from ckptmap.live.model import live_form
 from ckptmap.live.model.rank_group import RankGroup
@@ -54,14 +56,14 @@ def save_planner(**options: object) -> SavePlanner:
     return _save_class()(**options)
 
 
-def load_planner(max_memory: int = MAX_MEMORY, **options: object) -> LoadPlanner:
+def load_planner(max_memory: Size = MAX_MEMORY, **options: object) -> LoadPlanner:
     """Return a LoadPlanner; `options` are those of torch's DefaultLoadPlanner.
 
     ckptmap fills in place the tensors that are quantized in the live state dict or in the directory,
     each with this rank's boxes alone, whatever the world size of the save was. The planner raises
     LoadError CKM504 where scale blocks do not fit.
     """
-    return _load_class()(max_memory, **options)
+    return _load_class()(argument_checks.nbytes("max_memory", max_memory), **options)
 
 
 def _is_quantized(value: object) -> bool:

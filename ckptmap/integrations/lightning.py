@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.core import argument_checks
+from ckptmap.core.sizes import Size
 from ckptmap.live.state_dict.translate import MAX_MEMORY, translate
 from ckptmap.mapping.wrappers import strip_wrappers
 
@@ -49,7 +51,7 @@ class Hooks:
         )
 
 
-def hooks(model: torch.nn.Module, *, config: object = None, max_memory: int = MAX_MEMORY) -> Hooks:
+def hooks(model: torch.nn.Module, *, config: object = None, max_memory: Size = MAX_MEMORY) -> Hooks:
     """Return hooks for `model` as its `load_state_dict` will be called; for the optimizer's state see
     `ckptmap.hooks.install(model, optimizer)`."""
-    return Hooks(model, config, max_memory)
+    return Hooks(model, config, argument_checks.nbytes("max_memory", max_memory))

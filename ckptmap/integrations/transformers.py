@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckptmap.core.sizes import Size
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load import load
 from ckptmap.live.model import name_scheme, peft, rng_state
@@ -210,7 +211,7 @@ def callback(
     export_dir: str | os.PathLike[str] | None = None,
     export_to: str = "hf",
     every: int = 0,
-    max_memory: int = MAX_MEMORY,
+    max_memory: Size = MAX_MEMORY,
     load_options: Mapping[str, object] | None = None,
     **options: object,
 ) -> Any:
@@ -240,7 +241,7 @@ def _callback_class() -> Any:
         def __init__(
             self, resume_from: str | os.PathLike[str] | None,
             export_dir: str | os.PathLike[str] | None, export_to: str, every: int,
-            max_memory: int, load_options: Mapping[str, object], options: dict[str, Any],
+            max_memory: Size, load_options: Mapping[str, object], options: dict[str, Any],
         ) -> None:  # fmt: skip
             self._resume_from = resume_from
             self._export_dir = None if export_dir is None else Path(export_dir)

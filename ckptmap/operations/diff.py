@@ -14,6 +14,8 @@ from ckptmap.checkpoint.compare_values import match_extra_state, unequal_values
 from ckptmap.checkpoint.open import open
 from ckptmap.core.formatting import counted
 from ckptmap.core.printable import as_lines
+from ckptmap.core.short_repr import ShortRepr
+from ckptmap.core.signatures import nearest_keyword
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import TensorSummary, fold
 from ckptmap.storage.hub.resolve import origins_in_errors
@@ -24,8 +26,8 @@ SHOWN = 20
 """Differing plain values that the text lists."""
 
 
-@dataclass(frozen=True)
-class DiffReport:
+@dataclass(frozen=True, repr=False)
+class DiffReport(ShortRepr):
     """The differences of two checkpoints.
 
     changed        FQN -> what differs: shape, dtype, encoding, values
@@ -91,6 +93,7 @@ def _fold_names(
         yield pattern.pattern, f"  {pattern.count}x" if pattern.count > 1 else "", pattern.look.role
 
 
+@nearest_keyword
 def diff(
     a: str | os.PathLike[str] | Checkpoint,
     b: str | os.PathLike[str] | Checkpoint,

@@ -18,12 +18,14 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.lora.merged_tensor import Merged, without_adapter
 from ckptmap.checkpoint.open import open
+from ckptmap.core import argument_checks
 from ckptmap.core.printable import one_line
 from ckptmap.core.signatures import spelled_out
 from ckptmap.errors import ArgumentError, PlanError
 from ckptmap.operations.convert import run
 from ckptmap.planning.file_plan import Encode
 from ckptmap.planning.options import (
+    OPTION_NAMES,
     RUN_OPTION_NAMES,
     MergeKeywords,
     MergeOptionKeywords,
@@ -52,6 +54,7 @@ TRIED = 4
 """Tensors that are encoded for an estimate before a byte is written."""
 OPTIONS = tuple(sorted(MergeOptionKeywords.__annotations__))
 """Options of a conversion that a merge also takes."""
+OWN = ("force", "adapter_config", "leave")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Survival:
         return f"err/|delta| {self.error:.2f}, {self.projection:.0%} of the delta survives"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MergeReport(Report):
     """What a merge did. `survival` has the merged matrices that were quantized, by FQN."""
 
@@ -133,12 +136,13 @@ def plan_merge(
 ) -> Plan:
     """Return what `merge` would do. It reads values only to estimate what survives a grid."""
     for name in options:
-        if name not in OPTIONS:
+        if name in OPTION_NAMES and name not in OPTIONS:
             raise ArgumentError(
                 "CKM516",
                 f"{name}: is not an option of a merge, expected one of {', '.join(OPTIONS)}",
                 "merge first, then convert the merged checkpoint with it",
             )
+    argument_checks.known_keywords(options, (*OPTIONS, *RUN_OPTION_NAMES, *OWN), "merge()")
     ckpt = base if isinstance(base, Checkpoint) else open(base)
     try:
         to = to or own_setup(ckpt)

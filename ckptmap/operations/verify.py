@@ -22,6 +22,8 @@ from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.translate_names import left_out_as_tied, translated_like_output
 from ckptmap.core.formatting import counted
 from ckptmap.core.printable import as_lines
+from ckptmap.core.short_repr import ShortRepr
+from ckptmap.core.signatures import nearest_keyword
 from ckptmap.core.state_paths import differing, role_and_fqn
 from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.execution import manifest as manifests
@@ -48,8 +50,8 @@ SHOWN = 20
 FEED_NUMEL = 1 << 19
 
 
-@dataclass(frozen=True)
-class VerifyReport:
+@dataclass(frozen=True, repr=False)
+class VerifyReport(ShortRepr):
     """What was checked, and the problems; none where the output is as it should be."""
 
     path: str
@@ -94,6 +96,7 @@ class VerifyReport:
         return as_lines(lines)
 
 
+@nearest_keyword
 def verify(
     path: str | os.PathLike[str],
     against: str | os.PathLike[str] | Checkpoint | None = None,

@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypedDict
 
 from ckptmap.core import argument_checks
+from ckptmap.core.sizes import Size
+from ckptmap.errors import ArgumentError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import local
 from ckptmap.storage.hub.uri import is_hub
@@ -27,8 +29,6 @@ Progress: TypeAlias = Callable[[int, str], None]
 """Called with the bytes just written and the key that they belong to. Calls come from any thread,
 one at a time."""
 Path: TypeAlias = str | os.PathLike[str]
-Size: TypeAlias = int | str
-"""Bytes, or text: `"64MiB"`."""
 Patterns: TypeAlias = Sequence[str]
 """One glob over names, or several. A string is one pattern, not a sequence of letters."""
 STRINGS = ("mesh", "optimizer_keys", "root", "source_root", "names", "names_from")
@@ -203,6 +203,9 @@ RUN_OPTION_NAMES = tuple(field.name for field in fields(RunOptions))
 
 # ---------------------------------------------------------------- keywords of Python calls
 
+ALIASES = {"max_shard_size": "max_shard_nbytes", "quantize": "encode", "keep": "no_encode"}
+"""Other names of options, which the command line has, too: `--max-shard-size`."""
+
 
 class MergeOptionKeywords(TypedDict, total=False):
     """The fields of `Options` that `merge` takes."""
@@ -217,6 +220,7 @@ class MergeOptionKeywords(TypedDict, total=False):
     root: str | None
     config_from: Path | None
     max_shard_nbytes: Size
+    max_shard_size: Size
     like: Path | None
     exact_scales: bool | Patterns
 
@@ -235,6 +239,8 @@ class OptionKeywords(MergeOptionKeywords, total=False):
     names_from: str | None
     encode: Patterns
     no_encode: Patterns
+    quantize: Patterns
+    keep: Patterns
     strict: bool
     base: Path | None
 
@@ -266,6 +272,7 @@ def options_from(to: str, keywords: Mapping[str, object], call: str) -> Options:
 
     Raises ArgumentError CKM516 with the nearest name where a keyword is unknown.
     """
+    keywords = _by_field(keywords)
     argument_checks.known_keywords(keywords, OPTION_NAMES, call)
     given: dict[str, Any] = dict(keywords)  # of types that `Options` turns into those it stores
     return Options(to=to, **given)
@@ -280,7 +287,24 @@ def run_options_from(keywords: Mapping[str, object], call: str) -> RunOptions:
 
 def separated(to: str, keywords: Mapping[str, object], call: str) -> tuple[Options, RunOptions]:
     """Return both kinds of options of keyword arguments. Raises as `options_from` does."""
+    keywords = _by_field(keywords)
     argument_checks.known_keywords(keywords, (*OPTION_NAMES, *RUN_OPTION_NAMES), call)
     of_run = {name: value for name, value in keywords.items() if name in RUN_OPTION_NAMES}
     of_plan = {name: value for name, value in keywords.items() if name not in of_run}
     return options_from(to, of_plan, call), run_options_from(of_run, call)
+
+
+def _by_field(keywords: Mapping[str, object]) -> dict[str, object]:
+    """Return keywords by the names of fields. Raises ArgumentError CKM516 where an option is given
+    by both of its names."""
+    named: dict[str, object] = {}
+    for name, value in keywords.items():
+        field_name = ALIASES.get(name, name)
+        if field_name in named:
+            raise ArgumentError(
+                "CKM516",
+                f"{name}={value!r}: is {field_name} by another name, expected one of them",
+                f"leave out {name}",
+            )
+        named[field_name] = value
+    return named

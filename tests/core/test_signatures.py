@@ -10,16 +10,23 @@ import pytest
 
 import ckptmap
 from ckptmap.live.options import LoadOptions
-from ckptmap.planning.options import MergeKeywords, Options, RunOptions
+from ckptmap.planning.options import ALIASES, MergeKeywords, Options, RunOptions
 
 RUN = {field.name for field in fields(RunOptions)}
 WRITTEN = {field.name for field in fields(Options)}
 CALLS: dict[str, tuple[Callable[..., object], set[str]]] = {
     "plan": (ckptmap.plan, WRITTEN | {"source", "options"}),
     "convert": (ckptmap.convert, WRITTEN | RUN | {"src", "dst", "ranks"}),
+    "push": (
+        ckptmap.push,
+        WRITTEN - {"to"}
+        | {"src", "repo", "to", "private", "revision", "pr", "base_model", "work"}
+        | {"device", "max_memory", "low_disk", "progress"},
+    ),
     "merge": (
         ckptmap.merge,
-        {*MergeKeywords.__annotations__, "base", "adapter", "dst", "to", "force"}
+        {*MergeKeywords.__annotations__} - {*ALIASES}
+        | {"base", "adapter", "dst", "to", "force"}
         | {"adapter_config", "leave"},
     ),
     "execute": (ckptmap.Plan.execute, RUN | {"self", "dst"}),

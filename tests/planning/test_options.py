@@ -7,15 +7,18 @@ import os
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
+import torch
 
 import ckptmap
 from ckptmap.errors import ArgumentError
 from ckptmap.live.options import LoadOptions
 from ckptmap.planning.options import (
+    ALIASES,
     OPTION_NAMES,
     RUN_OPTION_NAMES,
     ConvertKeywords,
@@ -26,6 +29,7 @@ from ckptmap.planning.options import (
     RunOptionKeywords,
     RunOptions,
     Size,
+    options_from,
 )
 
 
@@ -48,6 +52,8 @@ def test_keywords_of_a_plan_are_its_options() -> None:
     of_class = get_type_hints(Options)
     del of_class["to"]
     of_call = {name: stored(kind) for name, kind in get_type_hints(OptionKeywords).items()}
+    other_names = {name: of_call.pop(name) for name in ALIASES}
+    assert other_names == {name: of_class[field] for name, field in ALIASES.items()}
     assert of_call == of_class
     assert set(OPTION_NAMES) == set(of_class)
 
@@ -59,7 +65,7 @@ def test_keywords_of_a_run_are_its_options() -> None:
 
 
 def test_convert_and_merge_take_both() -> None:
-    assert set(ConvertKeywords.__annotations__) == {*OPTION_NAMES, *RUN_OPTION_NAMES}
+    assert set(ConvertKeywords.__annotations__) == {*OPTION_NAMES, *RUN_OPTION_NAMES, *ALIASES}
     of_merge = {*MergeOptionKeywords.__annotations__, *RUN_OPTION_NAMES}
     assert set(MergeKeywords.__annotations__) == of_merge
     for keywords in (OptionKeywords, RunOptionKeywords, ConvertKeywords, MergeKeywords):
@@ -77,8 +83,29 @@ UNKNOWN: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "merge": (
         lambda: ckptmap.merge("x", "y", "z", wrold_size=3),
-        "wrold_size: is not an option of a merge, expected one of config_from, drop",
+        r"wrold_size: is not an argument of merge\(\), expected world_size",
     ),
+    "merge, which leaves names": (
+        lambda: ckptmap.merge("x", "y", "z", names="hf"),
+        "names: is not an option of a merge, expected one of config_from, drop",
+    ),
+    **{
+        call.__name__: (
+            partial(call, *arguments, **{wrong: 1}),
+            rf"{wrong}: is not an argument of {call.__name__}\(\), expected {nearest};",
+        )
+        for call, arguments, wrong, nearest in (
+            (ckptmap.open, ("x",), "source_roots", "source_root"),
+            (ckptmap.load, ("x", torch.nn.Linear(2, 2)), "sead", "seed"),
+            (ckptmap.save, ("x", torch.nn.Linear(2, 2)), "over_write", "overwrite"),
+            (ckptmap.diff, ("x", "y"), "value", "values"),
+            (ckptmap.verify, ("x",), "agianst", "against"),
+            (ckptmap.push, ("x", "org/name"), "wrold_size", "world_size"),
+            (ckptmap.pull, ("hf://org/name", "x"), "overwritten", "overwrite"),
+            (ckptmap.translate, ({},), "encodings", "encoding"),
+            (ckptmap.hooks.install, (torch.nn.Linear(2, 2),), "optimiser", "optimizer"),
+        )
+    },
     "not at all": (
         lambda: ckptmap.plan("x", "hf", zzz=3),
         r"zzz: is not an argument of plan\(\), expected one of base, config_from, ",
@@ -113,6 +140,16 @@ def test_sizes_are_bytes_or_text() -> None:
             RunOptions(max_memory=wrong)
         with pytest.raises(ArgumentError, match=r"max_memory=.*, expected "):
             LoadOptions.of({"max_memory": wrong})
+
+
+def test_an_option_has_one_value_by_either_name() -> None:
+    assert options_from(
+        "hf", {"max_shard_size": "2GB", "quantize": "a", "keep": "b"}, "plan()"
+    ) == Options("hf", max_shard_nbytes=2 * 10**9, encode=("a",), no_encode=("b",))
+    with pytest.raises(
+        ArgumentError, match=r"^encode='b': is encode by another name, expected one"
+    ):
+        ckptmap.plan("x", "hf", quantize="a", encode="b")
 
 
 def test_tab_completion_shows_the_public_names() -> None:

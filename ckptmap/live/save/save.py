@@ -16,6 +16,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.core import argument_checks
+from ckptmap.core.signatures import nearest_keyword
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import ArgumentError
 from ckptmap.live.model import module_extra_state, rng_state
@@ -94,6 +95,7 @@ class SaveHandle:
         return self._notes
 
 
+@nearest_keyword
 def save(
     path: str | os.PathLike[str],
     model: torch.nn.Module,

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.core import argument_checks
+from ckptmap.core.signatures import nearest_keyword
+from ckptmap.core.sizes import Size
 from ckptmap.live.model.collective_errors import peer_groups
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.flat_params import is_fsdp1
@@ -40,13 +42,14 @@ DENSE = {"Tensor", "Parameter", "Buffer"}
 """Classes of tensors that torch itself copies into each other."""
 
 
+@nearest_keyword
 def install(
     model: torch.nn.Module,
     optimizer: object = None,
     *,
     config: object = None,
     precision: str = "keep",
-    max_memory: int = MAX_MEMORY,
+    max_memory: Size = MAX_MEMORY,
 ) -> Handle:
     """Let `model.load_state_dict` and `optimizer.load_state_dict` take state dicts of any setup that
     `ckptmap.translate` takes, until `remove()` of the handle.
@@ -56,7 +59,7 @@ def install(
     optimizer   built from the model's parameters
     config      the model's config, where names of another scheme need sizes
     precision   of moments, as in `ckptmap.load`
-    max_memory  bytes of messages a rank
+    max_memory  bytes of messages a rank, or `"64MiB"`
 
     A state dict that fits the model goes to torch alone. Under FSDP1 only flat shards do, as its
     LOCAL_STATE_DICT and its optimizer's own `state_dict()` have them; everything else is loaded into
@@ -64,7 +67,7 @@ def install(
     """
     argument_checks.module("model", model)
     argument_checks.choice("precision", precision, PRECISIONS)
-    argument_checks.integer("max_memory", max_memory, 1)
+    max_memory = argument_checks.nbytes("max_memory", max_memory)
     if optimizer is not None:
         # `owners` refuses an optimizer of another model.
         owners(unwrapped(optimizer), find_targets(model)[0])

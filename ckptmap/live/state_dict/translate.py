@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.core import argument_checks
+from ckptmap.core.signatures import nearest_keyword
+from ckptmap.core.sizes import Size
 from ckptmap.errors import ArgumentError, CkptmapError, LoadError
 from ckptmap.live.model.collective_errors import peer_groups
 from ckptmap.live.model.find_targets import find_targets
@@ -51,6 +53,7 @@ class Translation(dict[str, "torch.Tensor"]):
     report: LoadReport | None = None
 
 
+@nearest_keyword
 def translate(
     state_dict: State,
     *,
@@ -61,7 +64,7 @@ def translate(
     wrap: Sequence[str] = (),
     encoding: str | None = None,
     strict: bool = True,
-    max_memory: int = MAX_MEMORY,
+    max_memory: Size = MAX_MEMORY,
 ) -> Translation:
     """Return the weights of a state dict by other names, in other encodings, in other shards.
 
@@ -70,7 +73,8 @@ def translate(
                 placements. The ranks that hold the model together call it together, each with its
                 shards of any mesh, with everything, or with nothing. An FSDP1 model's state dict
                 type decides between whole tensors and rows. DTensors of another mesh move from
-                device to device, in messages of at most `max_memory` bytes on each rank
+                device to device, in messages of at most `max_memory` bytes (or `"64MiB"`) on each
+                rank
     to          a scheme of names: `hf`, `auto`, `meta`, `llama/torchtune`, a mapping file. None:
                 the names as they are, without wrapper segments
     config      the model's config, for `to`: a dict, a transformers config, a path
@@ -85,7 +89,7 @@ def translate(
     and CKM513 where the ranks' parts do not make whole tensors.
     """
     argument_checks.state_dict("state_dict", state_dict)
-    argument_checks.integer("max_memory", max_memory, 1)
+    max_memory = argument_checks.nbytes("max_memory", max_memory)
     if encoding is not None:
         argument_checks.choice("encoding", encoding, (DENSE, *DTYPES, *quantizing_schemes()))
     _refuse_nested(state_dict)

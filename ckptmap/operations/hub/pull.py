@@ -16,6 +16,8 @@ from ckptmap.checkpoint.framework_members import unread_note
 from ckptmap.checkpoint.open import open, open_in
 from ckptmap.core.formatting import human
 from ckptmap.core.printable import as_lines
+from ckptmap.core.short_repr import ShortRepr
+from ckptmap.core.signatures import nearest_keyword
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.storage.destination import named_place
@@ -39,8 +41,8 @@ GIT = (".gitattributes", ".gitignore")
 """Settings of Git for the repository, which are no part of the checkpoint."""
 
 
-@dataclass(frozen=True)
-class PullReport:
+@dataclass(frozen=True, repr=False)
+class PullReport(ShortRepr):
     """What a pull did."""
 
     src: str
@@ -64,6 +66,7 @@ class PullReport:
         return as_lines([line, *(f"note: {note}" for note in self.notes)])
 
 
+@nearest_keyword
 def pull(
     src: str,
     dst: str | os.PathLike[str],

@@ -16,8 +16,12 @@ from typing import Unpack
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
+from ckptmap.core import argument_checks
 from ckptmap.core.formatting import human
 from ckptmap.core.printable import as_lines
+from ckptmap.core.short_repr import ShortRepr
+from ckptmap.core.signatures import spelled_out
+from ckptmap.core.sizes import Size
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.operations.convert import run
 from ckptmap.operations.hub import model_card as cards
@@ -43,15 +47,36 @@ from ckptmap.operations.hub.staging import (
     ready,
     sweep,
 )
-from ckptmap.planning.options import OptionKeywords, Progress, RunOptions
+from ckptmap.planning.options import (
+    ALIASES,
+    OPTION_NAMES,
+    OptionKeywords,
+    Options,
+    Progress,
+    RunOptions,
+    run_options_from,
+)
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan
 from ckptmap.storage.hub.errors import has_token
 from ckptmap.storage.hub.uri import SCHEME, HubName, is_hub, parse
 
+OWN = (
+    "private",
+    "revision",
+    "pr",
+    "base_model",
+    "work",
+    "device",
+    "max_memory",
+    "low_disk",
+    "progress",
+)
+"""Arguments of `push` beside the options of a conversion."""
 
-@dataclass(frozen=True)
-class PushReport:
+
+@dataclass(frozen=True, repr=False)
+class PushReport(ShortRepr):
     """What a push did. `pull_request` is a number; None where a branch was written."""
 
     repo: str
@@ -99,6 +124,7 @@ class _LocalCheckpoint:
     notes: Sequence[str] = ()
 
 
+@spelled_out(Options)
 def push(
     src: str | os.PathLike[str],
     repo: str,
@@ -110,7 +136,7 @@ def push(
     base_model: str | None = None,
     work: str | os.PathLike[str] | None = None,
     device: str = "cpu",
-    max_memory: int | None = None,
+    max_memory: Size | None = None,
     low_disk: bool = False,
     progress: Callable[[int], Progress] | None = None,
     **options: Unpack[OptionKeywords],
@@ -131,6 +157,7 @@ def push(
     PlanError or DestinationError before anything is written, RunError after that.
     """
     started = time.monotonic()
+    argument_checks.known_keywords(options, (*OPTION_NAMES, *ALIASES, *OWN), "push()")
     name = _parse_name(repo, revision, pr)
     if not has_token():
         raise DestinationError(
@@ -148,12 +175,11 @@ def push(
     repository = find_or_create(name, private)
     local = _LocalCheckpoint(Path(src), "", fresh=False)
     if new_plan is not None:
-        on_bytes = progress(new_plan.nbytes_out) if progress is not None else False
-        run_options = RunOptions(
-            device=device, max_memory=max_memory, low_disk=low_disk, digest="sha256",
-            progress=on_bytes,
-        )  # fmt: skip
-        local = _convert(new_plan, repository.id, work, run_options)
+        how = {"device": device, "max_memory": max_memory, "low_disk": low_disk, "digest": "sha256"}
+        shown = {} if progress is None else {"progress": progress(new_plan.nbytes_out)}
+        local = _convert(
+            new_plan, repository.id, work, run_options_from({**how, **shown}, "push()")
+        )
     target = HubName(repository.id, name.revision, name.path)
     report = _publish(local, target, to, pr, base_model, started)
     if work is None and local.fresh:
