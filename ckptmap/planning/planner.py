@@ -18,6 +18,7 @@ from ckptmap.checkpoint.module_extra_state import buffer_notes
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.signatures import spelled_out
 from ckptmap.planning.carried_files import carried_files
+from ckptmap.planning.config_names import config_names
 from ckptmap.planning.encoding_remarks import encoding_remarks
 from ckptmap.planning.file_layout import file_layout
 from ckptmap.planning.flat_param_order import with_units
@@ -71,7 +72,7 @@ def _plan_with(
     located = options.located(files.mounts)
     with errors_by_given_path(files.mounts):
         resolved = with_units(located, aim.setup, files.mounts)
-        opened = open_source(source, resolved, files)
+        opened = open_source(source, resolved, aim.setup, files)
         with paused_gc():
             new_plan = _plan_stages(opened, Request(opened.ckpt, aim, resolved))
     if located is options:
@@ -85,12 +86,13 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
     sharding = OutputSharding(ckpt, request.setup, request.options)
     selection = select(request, sharding)
     names = output_names(request, selection)
+    fit = config_names(request, selection, names)
     encodings = weight_encodings(request, selection)
     optimizer = OptimizerState()
     if selection.optimizer:
         optimizer = optimizer_state(request, sharding, selection.remarks.dropped)
     layout = tensor_layout(request, sharding, names, selection, encodings, optimizer)
-    remarks = selection.remarks + encodings.remarks + optimizer.remarks
+    remarks = selection.remarks + fit + encodings.remarks + optimizer.remarks
     remarks += Remarks(notes=buffer_notes(selection.values))
     carried = carried_files(request, selection, names, encodings, layout, remarks)
     remarks += carried.remarks

@@ -13,9 +13,11 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.errors import PlanError
+from ckptmap.planning.disk_names import in_disk_names, wants_disk_names
 from ckptmap.planning.file_plan import Compare
 from ckptmap.planning.options import Options
 from ckptmap.planning.restored_scales import restored
+from ckptmap.protocols import Setup
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import errors_by_given_path
 
@@ -35,11 +37,12 @@ class PlanSource:
 
 
 def open_source(
-    source: str | os.PathLike[str] | Checkpoint, options: Options, files: Files
+    source: str | os.PathLike[str] | Checkpoint, options: Options, setup: Setup, files: Files
 ) -> PlanSource:
     """Return the checkpoint at `source`, or derived from it; an opened one stays as it is.
 
-    `files` are those of the opened one, else the ones that will read it.
+    setup  what is written: a Hugging Face directory has names of its own
+    files  those of the opened one, else the ones that will read it
 
     Scales are restored before names are translated: codes without scales have another shape than
     their tensor, and schemes of names are recognized by shapes. Raises SourceError and PlanError.
@@ -53,9 +56,13 @@ def open_source(
     with errors_by_given_path(files.mounts):
         if options.base is not None:
             source, compares, notes = restored(source, options.base)
+        leave = partial(_left_behind, options)
         if options.names is not None:
-            leave, config = partial(_left_behind, options), options.config_from
+            config = options.config_from
             source = translated(source, options.names, options.names_from, config, leave)
+        elif wants_disk_names(source, options, setup):
+            source, told = in_disk_names(source, options, leave)
+            notes = [*notes, *told]
     if options.names is None and options.names_from is not None:
         notes = [*notes, f"--names-from {options.names_from}: {UNNAMED}"]
     return PlanSource(source, compares, notes)

@@ -105,7 +105,7 @@ def test_a_config_that_has_no_place(run: Run, source: Path, peft_run: Path) -> N
     code, out, _ = run("convert", source, "out.pt", "--to", "full", "--config-from", base)
     assert code == 0
     assert f"note: --config-from {base}: is not carried over, full holds no config.json" in out
-    code, out, _ = run("convert", source, "out", "--to", "hf", "--config-from", base)
+    code, out, _ = run("convert", base, "out", "--to", "hf", "--config-from", base)
     assert code == 0 and "--config-from" not in out
 
 

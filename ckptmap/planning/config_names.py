@@ -1,0 +1,111 @@
+"""Compare the names that a Hugging Face directory will hold with the model that its config.json describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from shlex import quote
+
+from ckptmap.core.formatting import counted
+from ckptmap.errors import CkptmapError, PlanError
+from ckptmap.mapping.config_fit import Family, family_of, other_scheme
+from ckptmap.mapping.model_config import config_beside
+from ckptmap.planning.key_selection import Selection
+from ckptmap.planning.output_names import OutputNames
+from ckptmap.planning.remarks import Remarks
+from ckptmap.planning.request import Request
+from ckptmap.tensors import TensorInfo
+
+FITTING = 0.1
+"""Share of the names below which they are taken for those of another model: the last norm has one name
+in many schemes."""
+AT_RANDOM = "transformers initializes at random what it does not find"
+
+
+def config_names(request: Request, selection: Selection, names: OutputNames) -> Remarks:
+    """Return notes where config.json describes more than is written, or other names.
+
+    Raises PlanError CKM619 where hardly a name is one of the model: the output would load, with its
+    weights at random. It is a note only where names were chosen by an option, where the source is a
+    Hugging Face directory with these names already, and where the config names code of its own.
+    """
+    config = _config(request)
+    if config is None:
+        return Remarks()
+    infos = request.ckpt.infos()
+    written = {names.weights[fqn]: infos[fqn] for fqn in selection.weights}
+    left_out = len(infos) - len(written)
+    family = _family(config)
+    if family is None:
+        return Remarks(notes=_left_out(left_out))
+    fitting = family.fitting(written)
+    if fitting < len(written) * FITTING:
+        error = _stranger(request, family, written, fitting, config)
+        if _is_wanted(request, config):
+            return Remarks(notes=[error.message])
+        raise error
+    if not left_out and _is_in_place(request) and request.options.config_from is None:
+        return Remarks()
+    difference = family.difference(written, config)
+    if difference is None:
+        return Remarks(notes=_left_out(left_out))
+    return Remarks(notes=[f"config.json describes {difference}; {AT_RANDOM}"])
+
+
+def _config(request: Request) -> Mapping[str, object] | None:
+    """Return the config.json that goes beside the weights; None: there is none, or it is the carrier's
+    to refuse."""
+    options, ckpt = request.options, request.ckpt
+    if request.carrier is None or options.wrap is not None or options.names_like is not None:
+        return None
+    try:
+        where = ckpt.index.sidecar_dir or ckpt.path
+        return config_beside(where, ckpt.files.mounts, options.config_from)
+    except CkptmapError:
+        return None
+
+
+def _family(config: Mapping[str, object]) -> Family | None:
+    try:
+        return family_of(config)
+    except CkptmapError:  # a mapping file of the user's that cannot be read; nobody asked for it
+        return None
+
+
+def _is_wanted(request: Request, config: Mapping[str, object]) -> bool:
+    """Return whether names that transformers does not know can be what the user wants."""
+    return request.options.names is not None or _is_in_place(request) or "auto_map" in config
+
+
+def _is_in_place(request: Request) -> bool:
+    """Return whether the source is what is written, with names that somebody loads."""
+    return request.ckpt.index.container == request.setup.writer
+
+
+def _stranger(
+    request: Request,
+    family: Family,
+    written: Mapping[str, TensorInfo],
+    fitting: int,
+    config: Mapping[str, object],
+) -> PlanError:
+    first = next(iter(written))
+    message = (
+        f"{fitting or 'none'} of {counted(len(written), 'name')} fits {family.model_type}, which config.json"
+        f" describes: found {first!r}, expected such as {family.example!r}; {AT_RANDOM}"
+    )
+    prefix, scheme = family.common_prefix(written), other_scheme(written, config)
+    if prefix:
+        hint = f"all {len(written)} begin with it: add --strip-prefix {quote(prefix)}"
+    elif scheme is not None:
+        hint = f"the names are those of {scheme.title}: add --names hf"
+    else:
+        hint = "give the config.json of this model with --config-from, or rename its weights: --rename 'OLD.{x}=NEW.{x}'"
+    return PlanError("CKM619", f"{request.ckpt.shown}: {message}", hint)
+
+
+def _left_out(count: int) -> list[str]:
+    if not count:
+        return []
+    return [
+        f"config.json describes the whole model, and {counted(count, 'weight')} of it stay behind: {AT_RANDOM}"
+    ]

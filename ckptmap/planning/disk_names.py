@@ -1,0 +1,100 @@
+"""Give the weights of a transformers model in memory the names that it has on disk.
+
+A Hugging Face directory is read by more than transformers: transformers 4 and inference servers know
+the names on disk only, and leave out what they do not know. So `--to hf` writes what `save_pretrained`
+would write, unless --names says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.translate_names import translated
+from ckptmap.errors import CkptmapError
+from ckptmap.mapping.catalog import CatalogEntry
+from ckptmap.mapping.memory_names import joined_experts, memory_scheme
+from ckptmap.mapping.model_config import config_beside
+from ckptmap.mapping.rules import HUB
+from ckptmap.planning.options import Options
+from ckptmap.protocols import Setup
+
+READERS = "transformers 5 loads them; transformers 4, vLLM and SGLang do not find them"
+
+
+def wants_disk_names(ckpt: Checkpoint, options: Options, setup: Setup) -> bool:
+    """Return whether the output is a Hugging Face directory whose names nobody has chosen yet."""
+    chosen = options.names is not None or options.names_like is not None
+    done = ckpt.translation is not None or ckpt.merged is not None
+    return setup.carrier is not None and not setup.holds_extra and not chosen and not done
+
+
+def in_disk_names(
+    ckpt: Checkpoint, options: Options, leave: Callable[[str], str | None]
+) -> tuple[Checkpoint, Sequence[str]]:
+    """Return the checkpoint under its names on disk, and what to tell the user.
+
+    It stays as it is where its names are no model's in memory, where a rule does not fit it, and where
+    a quantized tensor would have to be decoded. Then the notes say who can load it.
+    """
+    config = _config(ckpt, options)
+    try:
+        scheme = memory_scheme(list(ckpt), config)
+    except CkptmapError:  # a mapping file of the user's that cannot be read; nobody asked for names
+        return ckpt, []
+    if scheme is None:
+        key = None if config is None else joined_experts(list(ckpt), config)
+        return ckpt, [] if key is None else [_without_rules(key)]
+    if config is None:
+        return ckpt, [_without_config(scheme)]
+    try:
+        on_disk = translated(ckpt, HUB, scheme.title, options.config_from, leave)
+    except CkptmapError as error:
+        return ckpt, [_in_memory(scheme, str(error.message))]
+    reason = _hindrance(on_disk)
+    if reason is not None:
+        return ckpt, [_in_memory(scheme, reason)]
+    notes = [*on_disk.notes, "names as save_pretrained writes them; as they are: --names hf-memory"]
+    return replace(on_disk, notes=notes), []
+
+
+def _config(ckpt: Checkpoint, options: Options) -> Mapping[str, object] | None:
+    """Return the model's config.json, None without one; one that cannot be read is told later on."""
+    try:
+        where = ckpt.index.sidecar_dir or ckpt.path
+        return config_beside(where, ckpt.files.mounts, options.config_from)
+    except CkptmapError:
+        return None
+
+
+def _hindrance(on_disk: Checkpoint) -> str | None:
+    """Return why a translation is not taken unasked."""
+    translation = on_disk.translation
+    assert translation is not None, "it has just been translated"
+    if translation.unmapped:
+        return f"no rule knows {translation.unmapped[0]}"
+    if translation.decoded:
+        return f"{next(iter(translation.decoded))} would have to be decoded"
+    return None
+
+
+def _in_memory(scheme: CatalogEntry, reason: str) -> str:
+    return (
+        f"the names stay those of a model in memory ({scheme.title}): {reason}; {READERS};"
+        " rename them anyway: --names hf"
+    )
+
+
+def _without_config(scheme: CatalogEntry) -> str:
+    return (
+        f"the names are those of a model in memory ({scheme.title}): {READERS}; with the model's"
+        " config.json they become those on disk: --config-from PATH"
+    )
+
+
+def _without_rules(key: str) -> str:
+    return (
+        f"{key}: all experts of a layer in one tensor, as transformers 5 has them in memory, and ckptmap"
+        f" has no rules for this model: {READERS}; rename them with a mapping file: --names FILE"
+    )

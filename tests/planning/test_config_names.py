@@ -1,0 +1,122 @@
+"""`--to hf`: names that are none of the model that config.json describes are found out before a byte is
+written, because transformers would initialize the weights at random."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import ckptmap
+from ckptmap.errors import PlanError
+from tests.support.mapping_configs import TINY
+
+State = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama") / "llama"
+    TINY["llama"].build().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def state(llama: Path) -> State:
+    return AutoModelForCausalLM.from_pretrained(llama).state_dict()  # type: ignore[no-any-return]
+
+
+def saved(tensors: State, folder: Path, rename: Callable[[str], str] = str) -> Path:
+    torch.save({rename(key): tensor for key, tensor in tensors.items()}, folder / "x.pt")
+    return folder / "x.pt"
+
+
+def told(source: Path, llama: Path, **options: Any) -> str:
+    return " ".join(ckptmap.plan(source, "hf", config_from=llama, **options).notes)
+
+
+@pytest.mark.parametrize(
+    ("rename", "hint"),
+    [
+        (lambda key: f"student.{key}", "--strip-prefix student"),
+        (lambda key: f"net.inner.{key}", "--strip-prefix net.inner"),
+        (lambda key: key.replace("model.", "trunk/"), "--rename"),
+    ],
+)
+def test_names_of_another_model_are_refused(
+    rename: Callable[[str], str], hint: str, state: State, llama: Path, tmp_path: Path
+) -> None:
+    source = saved(state, tmp_path, rename)
+    with pytest.raises(PlanError, match="fits llama, which config") as raised:
+        ckptmap.convert(source, tmp_path / "out", to="hf", config_from=llama)
+    assert raised.value.code == "CKM619" and hint in raised.value.hint
+    assert not (tmp_path / "out").exists()
+    assert ckptmap.plan(source, "hf").unresolved == []  # nothing says what the model is
+
+
+def test_names_of_a_known_scheme_are_refused_with_the_option(llama: Path, tmp_path: Path) -> None:
+    ckptmap.convert(llama, tmp_path / "meta.pt", to="full", names="meta")
+    with pytest.raises(PlanError, match="1 of 21 names fits llama") as raised:
+        ckptmap.plan(tmp_path / "meta.pt", "hf", config_from=llama)
+    assert "--names hf" in raised.value.hint
+    ckptmap.convert(tmp_path / "meta.pt", tmp_path / "o", to="hf", config_from=llama, names="hf")
+    assert ckptmap.diff(tmp_path / "o", llama, values=True).same
+
+
+def test_the_names_of_a_base_model_fit(state: State, llama: Path, tmp_path: Path) -> None:
+    """transformers adds `model.` itself, so that `LlamaModel.save_pretrained` can be loaded whole."""
+    base = {key: tensor for key, tensor in state.items() if key.startswith("model.")}
+    source = saved(base, tmp_path, lambda key: key.removeprefix("model."))
+    assert "config.json describes" not in told(source, llama)
+
+
+def test_a_choice_of_the_user_is_a_note(state: State, llama: Path, tmp_path: Path) -> None:
+    """Names that were asked for, code of its own, and a directory that has them already."""
+    assert "fits llama" in told(llama, llama, names="meta")
+    source = saved(state, tmp_path, lambda key: f"student.{key}")
+    config = json.loads((llama / "config.json").read_text())
+    own = {**config, "auto_map": {"AutoModel": "modeling.Mine"}}
+    (tmp_path / "own.json").write_text(json.dumps(own))
+    assert "none of 21 names fits llama" in told(source, tmp_path / "own.json")
+    ckptmap.convert(source, tmp_path / "dir", to="hf")
+    (tmp_path / "dir/config.json").write_text(json.dumps(config))
+    assert "none of 21 names fits llama" in told(tmp_path / "dir", tmp_path / "dir")
+
+
+def test_an_output_that_lacks_weights_of_its_config_says_so(
+    state: State, llama: Path, tmp_path: Path
+) -> None:
+    assert "config.json describes" not in told(llama, llama)
+    assert "config.json describes" not in told(saved(state, tmp_path), llama)
+    some = told(llama, llama, include="model.layers.0.*")
+    assert "config.json describes more than is there" in some
+    assert "model.embed_tokens.weight is missing" in some
+    half = {key: tensor for key, tensor in state.items() if ".1." not in key}
+    assert "model.layers.1.input_layernorm.weight is missing" in told(saved(half, tmp_path), llama)
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "unknown.json").write_text(json.dumps({**config, "model_type": "mine"}))
+    unknown = told(llama, tmp_path / "unknown.json", exclude="model.layers.0.*")
+    assert "describes the whole model, and 9 weights of it stay behind" in unknown
+
+
+def test_weights_of_another_size_are_told(llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "c.json").write_text(json.dumps({**config, "vocab_size": 77}))
+    assert "config.json describes other shapes" in told(llama, tmp_path / "c.json")
+
+
+def test_a_class_without_the_output_layer_lacks_nothing(
+    state: State, llama: Path, tmp_path: Path
+) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    classes = ["LlamaForSequenceClassification"]
+    (tmp_path / "c.json").write_text(json.dumps({**config, "architectures": classes}))
+    tensors = {**state, "score.weight": torch.ones(2, 120)}
+    del tensors["lm_head.weight"]
+    assert "config.json describes" not in told(saved(tensors, tmp_path), tmp_path / "c.json")
