@@ -7,12 +7,15 @@ needed, so a checkpoint is recognized within milliseconds.
 
 from __future__ import annotations
 
+import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from shlex import quote
 
 from ckptmap.errors import PlanError
 from ckptmap.mapping.mapping_file import load_scheme, read_head
@@ -20,6 +23,10 @@ from ckptmap.mapping.rules import HUB, NamingScheme, SchemeHead
 
 VARIABLE = "CKPTMAP_MAPPINGS"
 SUFFIX = ".toml"
+REFUSED_SUFFIX = ".refused.toml"
+"""A list of refusals beside a mapping file, for its tests: no mapping file itself."""
+NEAREST = 2
+"""Names that the hint for an unknown one proposes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +72,19 @@ def _shipped() -> Path:
 def available() -> list[CatalogEntry]:
     """Return every mapping file, sorted by title; an earlier directory hides later files of that title.
 
-    Raises PlanError CKM601 where one cannot be read.
+    A file in a directory of CKPTMAP_MAPPINGS that is broken is skipped with a RuntimeWarning, which
+    names it: other checkpoints do not need it.
     """
     by_title: dict[str, CatalogEntry] = {}
+    shipped = _shipped()
     for directory in directories():
-        for file in sorted(directory.glob(f"*/*{SUFFIX}")):
-            entry = _entry(str(file), _mark(str(file)))
-            by_title.setdefault(entry.title, entry)
+        for file in map(str, sorted(directory.glob(f"*/*{SUFFIX}"))):
+            if file.endswith(REFUSED_SUFFIX):
+                continue
+            read = _entry if directory == shipped else _entry_unless_broken
+            entry = read(file, _mark(file))
+            if entry is not None:
+                by_title.setdefault(entry.title, entry)
     return [by_title[title] for title in sorted(by_title)]
 
 
@@ -112,24 +125,39 @@ def select(selector: str | None) -> list[CatalogEntry]:
         if error.code != "CKM603":
             raise
         families = ", ".join(dict.fromkeys(entry.family for entry in entries))
+        words = [word for e in entries for word in (e.family, *e.models, e.name, e.title)]
+        near = nearest(selector, words)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
         raise PlanError(
             "CKM603",
             f"{selector!r} is not a known family, model type or scheme, expected one of {families},"
             " or a scheme such as llama/meta",
-            "list the schemes with: ckptmap mappings list",
+            f"{meant}list the schemes with: ckptmap mappings list",
         ) from error
     return [entry for entry in entries if entry.title in titles]
 
 
 def unknown(text: str) -> PlanError:
-    """Return PlanError CKM603 for a scheme that does not exist."""
-    names = sorted({entry.name for entry in available()} | {HUB})
+    """Return PlanError CKM603 for a scheme that does not exist, with the nearest that does."""
+    entries = available()
+    names = sorted({entry.name for entry in entries} | {HUB})
+    hint = "list the schemes with: ckptmap mappings list"
+    if Path(text).is_file():
+        hint = f"the name of a mapping file ends with {SUFFIX}: rename {quote(text)}"
+    elif near := nearest(text, [*names, *(entry.title for entry in entries)]):
+        hint = f"did you mean {' or '.join(near)}? {hint}"
     return PlanError(
         "CKM603",
         f"--names {text!r} is not a known scheme, expected one of {', '.join(names)}, or a"
         " mapping file",
-        "list the schemes with: ckptmap mappings list",
+        hint,
     )
+
+
+def nearest(text: str, names: Sequence[str]) -> list[str]:
+    """Return the names that are spelled most like `text`, the nearest first, whatever their case."""
+    by_case = {name.lower(): name for name in names}
+    return [by_case[low] for low in difflib.get_close_matches(text.lower(), by_case, NEAREST)]
 
 
 def _mark(path: str) -> tuple[int, int]:
@@ -148,6 +176,19 @@ def _mark(path: str) -> tuple[int, int]:
 @lru_cache(maxsize=1024)
 def _loaded(path: str, mark: tuple[int, int]) -> NamingScheme:
     return load_scheme(path)
+
+
+@lru_cache(maxsize=1024)
+def _entry_unless_broken(path: str, mark: tuple[int, int]) -> CatalogEntry | None:
+    """Return the head of a file whose rules are proven, too; None after a warning where they are not."""
+    try:
+        entry = _entry(path, mark)
+        entry.load()
+    except PlanError as error:
+        told = f"{error.message}; this mapping file is skipped: see ckptmap mappings check {quote(path)}"
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
+        return None
+    return entry
 
 
 @lru_cache(maxsize=4096)

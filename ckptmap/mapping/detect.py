@@ -264,7 +264,8 @@ class _Choosing:
         when it is asked for by name.
         """
         types = model_types(self.config)
-        asked = "/" in self.names or "/" in (self.names_from or "")
+        given = (self.names, self.names_from or "")
+        asked = any("/" in name or name.endswith(SUFFIX) for name in given)
         family = [other for other in available() if other.family == entry.family]
         known = any(map(self._is_for_model, (entry, *family)))
         if entry.name == HUB or asked or not types or known:
@@ -290,7 +291,8 @@ class _Choosing:
     def unrecognized(self) -> PlanError:
         """Return the error for unknown keys; a superfluous common prefix is the most frequent cause."""
         hint = (
-            "see `ckptmap mappings list`; name the scheme with --names-from, or give a mapping file"
+            "name the scheme with --names-from (ckptmap mappings list), or draft a mapping file:"
+            " ckptmap mappings new --from HF_MODEL --to THIS"
         )
         prefix = self._prefix()
         problem = f"no known naming scheme has keys such as {next(iter(self.keys), 'none')!r}"

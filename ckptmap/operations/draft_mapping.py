@@ -11,65 +11,27 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from functools import cached_property
 from itertools import permutations
 
-from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
 from ckptmap.core.printable import json_text, one_line
 from ckptmap.errors import PlanError
-from ckptmap.mapping.name_patterns import HOLE, skeleton
-from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.storage.tensor_bytes import tensor_bytes
+from ckptmap.mapping.detect import model_types
+from ckptmap.mapping.model_config import config_beside
+from ckptmap.operations.draft_groups import LETTERS, KeyGroup, groups_of
 
-LETTERS = "nekjlm"
-"""The names of captures in a rule, in the order of the numbers in a key."""
 MAX_PARTS = 3
 """The most tensors that are joined into one: q, k and v."""
-MAX_NUMEL = 1 << 28
-"""The values of a larger tensor (in elements) are not compared."""
-
-
-@dataclass
-class KeyGroup:
-    """All tensors whose keys have one pattern; most rules need all of them to have one shape.
-
-    tensors   the numbers in a key -> its tensor
-    """
-
-    pattern: str
-    tensors: dict[tuple[int, ...], LazyTensor]
-
-    @cached_property
-    def first(self) -> LazyTensor:
-        return self.tensors[min(self.tensors)]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.first.shape
-
-    @property
-    def numbers(self) -> frozenset[tuple[int, ...]]:
-        return frozenset(self.tensors)
-
-    @property
-    def uniform(self) -> bool:
-        return len({lazy.shape for lazy in self.tensors.values()}) == 1
-
-    @property
-    def name(self) -> str:
-        """The pattern with named captures: `layers.{n}.experts.{e}.w`."""
-        parts = self.pattern.split(HOLE)
-        holes = [f"{{{letter}}}" for letter in LETTERS[: len(parts) - 1]]
-        return parts[0] + "".join(h + p for h, p in zip(holes, parts[1:], strict=True))
-
-    @cached_property
-    def rows(self) -> list[bytes]:
-        """The digests of the rows of the first tensor, or of the elements of a vector."""
-        return row_digests(self.first)
+FINGERPRINTS = 2
+"""Names by which a drafted scheme is recognized."""
+COUNTS = {
+    "n": ("num_hidden_layers", "n_layer", "num_layers"),
+    "e": ("num_experts", "num_local_experts", "n_routed_experts"),
+}
+"""Capture -> the keys of config.json that may count it."""
 
 
 @dataclass
@@ -77,16 +39,21 @@ class Draft:
     """The drafted rules, and the groups of keys that no rule covers.
 
     rules     the text of each rule
-    dims      the name of a capture or axis -> its size in this model
+    models    the model_type of the config.json beside the checkpoint with Hugging Face names
+    dims      the name of a capture or axis -> its size in this model, or the config's key of it
+    names     the names of the other checkpoint in the rules
     left      groups of the checkpoint with Hugging Face names without a rule
     right     groups of the other checkpoint without a rule
     guessed   the number of rules that are guesses
     """
 
     rules: list[str] = field(default_factory=list)
+    models: tuple[str, ...] = ()
     dims: dict[str, str] = field(default_factory=dict)
     left: list[KeyGroup] = field(default_factory=list)
     right: list[KeyGroup] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    hub_names: list[str] = field(default_factory=list)
     guessed: int = 0
 
     @property
@@ -103,11 +70,13 @@ class Draft:
 
     def __str__(self) -> str:
         head = [
-            "# A draft by `ckptmap mappings new`: give it a family and a name, and look at every guess.",
-            "schema = 1", 'family = "mine"', 'scheme = "mine"', "",
+            "# A draft by `ckptmap mappings new`: look at every guess. Give this file to --names to go to these",
+            "# names, or to --names-from with --names hf to leave them. Below a folder of CKPTMAP_MAPPINGS, as",
+            "# mine/mine.toml, it is found by its name.",
+            "schema = 1", 'family = "mine"', 'scheme = "mine"', *self._models(), "", *self._detect(),
         ]  # fmt: skip
         dims = [
-            '[dims]  # of this model; better as config values, n = "num_hidden_layers"',
+            "[dims]  # numbers are of this model; keys of config.json hold for others, too",
             *(f"{axis} = {value}" for axis, value in self.dims.items()),
             "",
         ]
@@ -117,6 +86,16 @@ class Draft:
             "\n".join([*head, *(dims if self.dims else []), *self.rules, *map(one_line, left)])
             + "\n"
         )
+
+    def _models(self) -> list[str]:
+        """Return the line that says for which models the rules are; without it, for none but "mine"."""
+        return [f"models = {_quoted_list(self.models)}"] if self.models else []
+
+    def _detect(self) -> list[str]:
+        """Return the fingerprints: names of the scheme that Hugging Face's side has not."""
+        own = [name for name in self.names if name not in self.hub_names]
+        own = sorted(own, key=lambda name: "{" not in name)[:FINGERPRINTS]
+        return ["[detect]", f"all = {_quoted_list(own)}", ""] if own else []
 
 
 def draft(
@@ -128,43 +107,49 @@ def draft(
     no tensors can be paired.
     """
     with open(source) as hub, open(target) as other:
-        drafter = _Drafter(groups_of(hub), groups_of(other), values)
+        config = config_beside(hub.index.sidecar_dir or hub.path, hub.files.mounts) or {}
+        drafter = _Drafter(groups_of(hub), groups_of(other), values, config)
         result = drafter.run()
-    if not result.rules:
-        raise PlanError(
-            "CKM615",
-            f"{source} and {target}: no two tensors could be the same",
-            "give two checkpoints of one model; `ckptmap diff A B` shows what they hold",
-        )
+        if not result.rules:
+            raise _without_pairs(f"{source} and {target}", result, values)
     return result
 
 
-def groups_of(ckpt: Checkpoint) -> list[KeyGroup]:
-    """Return the groups of the keys of a checkpoint, in stored order."""
-    groups: dict[str, KeyGroup] = {}
-    for fqn in ckpt:
-        pattern, numbers = skeleton(fqn)
-        groups.setdefault(pattern, KeyGroup(pattern, {})).tensors[numbers] = ckpt[fqn]
-    return list(groups.values())
+def _without_pairs(where: str, result: Draft, values: bool) -> PlanError:
+    """Return PlanError CKM615, which says how near the nearest two groups of keys are."""
+    pairs = [(a, b) for a in result.left for b in result.right if a.shape == b.shape]
+    if not pairs:
+        problem = "no two tensors have the same shape"
+        hint = "give two checkpoints of one model; `ckptmap diff A B` shows what they hold"
+        return PlanError("CKM615", f"{where}: {problem}", hint)
+    a, b = min(pairs, key=lambda pair: -_likeness(*pair))
+    both = f"{a.name} and {b.name} have the shape {list(a.shape)}"
+    if values and a.numbers == b.numbers:
+        problem = f"{both}, but no two tensors have the same values"
+        hint = "give two checkpoints of the same weights, or leave --values out: names and shapes tell then"
+    else:
+        problem = f"{both}, but their numbers differ: {len(a.numbers)} and {len(b.numbers)} tensors"
+        hint = "give two checkpoints of one model with as many layers"
+    return PlanError("CKM615", f"{where}: {problem}", hint)
 
 
-def row_digests(lazy: LazyTensor) -> list[bytes]:
-    import xxhash
-
-    if lazy.info.numel > MAX_NUMEL:
-        return []
-    data = tensor_bytes(lazy.read().contiguous())
-    count = lazy.shape[0] if lazy.shape else 1
-    step = data.nbytes // max(1, count)
-    return [xxhash.xxh3_64_digest(data[i * step : (i + 1) * step]) for i in range(count)]
+def _likeness(a: KeyGroup, b: KeyGroup) -> float:
+    return SequenceMatcher(None, a.pattern, b.pattern, autojunk=False).ratio()
 
 
 class _Drafter:
-    def __init__(self, left: list[KeyGroup], right: list[KeyGroup], values: bool) -> None:
-        self.values = values
+    def __init__(
+        self,
+        left: list[KeyGroup],
+        right: list[KeyGroup],
+        values: bool,
+        config: Mapping[str, object],
+    ) -> None:
+        self.values, self.config = values, config
         self.extents: dict[str, set[int]] = {}
         """The name of a capture -> how many different numbers it has; 0: they are not 0..n-1."""
-        self.draft = Draft(left=left, right=right)
+        models = tuple(model_types(config)[:1])
+        self.draft = Draft(left=left, right=right, models=models)
 
     def run(self) -> Draft:
         self._draft_pairs()
@@ -172,8 +157,14 @@ class _Drafter:
         self._draft_joins()
         for letter, (count, *others) in self.extents.items():
             if count and not others:
-                self.draft.dims.setdefault(letter, str(count))
+                self.draft.dims.setdefault(letter, self._count(letter, count))
         return self.draft
+
+    def _count(self, letter: str, count: int) -> str:
+        """Return the key of the config that counts layers or experts, where one has this number; else
+        the number."""
+        keys = (key for key in COUNTS.get(letter, ()) if self.config.get(key) == count)
+        return next(map(_quote, keys), str(count))
 
     def _record_extents(self, group: KeyGroup) -> None:
         """Record how many numbers each capture of the group has.
@@ -189,6 +180,9 @@ class _Drafter:
         note = f"# a guess: {reason}\n" if guessed else ""
         self.draft.rules.append(f"{note}[[rule]]\nhf   = {hub}\nmine = {other}\n")
         self.draft.guessed += guessed
+        for group in groups:
+            on_left = any(group is one for one in self.draft.left)
+            (self.draft.hub_names if on_left else self.draft.names).append(group.name)
         for side in (self.draft.left, self.draft.right):
             side[:] = [
                 group for group in side if all(group is not used_group for used_group in groups)
@@ -220,7 +214,7 @@ class _Drafter:
             self._add_rule(_quote(a.name + hub), _quote(b.name + other), not certain, a, b)
 
     def _match_scores(self, a: KeyGroup, b: KeyGroup) -> Iterator[tuple[float, tuple[str, str]]]:
-        likeness = SequenceMatcher(None, a.pattern, b.pattern, autojunk=False).ratio()
+        likeness = _likeness(a, b)
         if not self.values:
             if a.shape == b.shape:
                 yield likeness, ("", "")
@@ -344,6 +338,10 @@ class _Drafter:
                     if not self.values or [r for p in parts for r in p.rows] == b.rows:
                         return parts
         return None
+
+
+def _quoted_list(texts: Sequence[str]) -> str:
+    return "[" + ", ".join(map(_quote, texts)) + "]"
 
 
 def _quote(text: str) -> str:

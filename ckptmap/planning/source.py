@@ -13,6 +13,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.errors import PlanError
+from ckptmap.mapping.rules import HUB
 from ckptmap.planning.disk_names import in_disk_names, wants_disk_names
 from ckptmap.planning.file_plan import Compare
 from ckptmap.planning.options import Options
@@ -57,15 +58,22 @@ def open_source(
         if options.base is not None:
             source, compares, notes = restored(source, options.base)
         leave = partial(_left_behind, options)
-        if options.names is not None:
+        names = options.names or _names_by_setup(options, setup)
+        if names is not None:
             config = options.config_from
-            source = translated(source, options.names, options.names_from, config, leave)
+            source = translated(source, names, options.names_from, config, leave)
         elif wants_disk_names(source, options, setup):
             source, told = in_disk_names(source, options, leave)
             notes = [*notes, *told]
-    if options.names is None and options.names_from is not None:
+    if names is None and options.names_from is not None:
         notes = [*notes, f"--names-from {options.names_from}: {UNNAMED}"]
     return PlanSource(source, compares, notes)
+
+
+def _names_by_setup(options: Options, setup: Setup) -> str | None:
+    """Return Hugging Face's names for its directory, where --names-from says what the source has."""
+    wanted = options.names_from is not None and setup.carrier is not None and not setup.holds_extra
+    return HUB if wanted else None
 
 
 def _require_config(path: str | None) -> None:

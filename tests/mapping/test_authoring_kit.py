@@ -15,6 +15,7 @@ import torch
 from ckptmap_cli.main import main
 from safetensors.torch import save_file
 
+import ckptmap
 from ckptmap.errors import PlanError
 from ckptmap.mapping.catalog import VARIABLE, available, find
 from ckptmap.mapping.mapping_file import load_scheme
@@ -25,6 +26,8 @@ from ckptmap.testing.mappings import DTYPES, iota, read_table, table, write_tabl
 from tests.mapping.test_convert import write
 from tests.support.mapping_state import config_of, hub_state, state_of
 from tests.support.paths import EXAMPLES
+
+State = dict[str, torch.Tensor]
 
 EXAMPLE = EXAMPLES / "mapping_tests"
 
@@ -191,15 +194,44 @@ def test_the_latest_era_is_meant_unless_said() -> None:
     assert caught.value.code == "CKM603"
 
 
-def test_a_malformed_file_on_the_path_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_broken_file_on_the_path_is_named_and_skipped(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "f").mkdir()
-    (tmp_path / "f" / "x.toml").write_text("schema = ")
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    """Neither a head that is no TOML nor a rule that contradicts itself ends a run that needs neither;
+    the refusals beside a file, for its tests, are no mapping file."""
+    folder = tmp_path / "maps" / "llama"
+    folder.mkdir(parents=True)
+    for name in ("trainer.toml", "trainer.refused.toml"):
+        shutil.copy(mine.with_name(name), folder)
+    (folder / "x.toml").write_text("schema = ")
+    wrong = 'schema = 1\nfamily = "llama"\nscheme = "y"\n[[rule]]\nhf = "a :: i j"\ny = "a :: i"\n'
+    (folder / "y.toml").write_text(wrong)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "maps"))
+    with pytest.warns(RuntimeWarning, match="this mapping file is skipped") as told:
+        found = {entry.title for entry in available()}
+    assert "llama/trainer" in found and not {"llama/x", "llama/y"} & found
+    files = [str(warning.message).partition(":")[0] for warning in told]
+    assert files == [str(folder / "x.toml"), str(folder / "y.toml")]
     with pytest.raises(PlanError, match=r"x\.toml: is not valid TOML") as caught:
-        available()
+        load_scheme(folder / "x.toml")
     assert caught.value.code == "CKM601"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("mta", "meta"), ("Meta", "meta"), ("hf_memory", "hf-memory"), ("lama/meta", "llama/meta")],
+)
+def test_a_misspelt_scheme_is_answered_with_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(PlanError, match="is not a known scheme") as caught:
+        find(name)
+    assert caught.value.hint.startswith(f"did you mean {meant}")
+
+
+def test_a_file_without_its_suffix(mine: Path) -> None:
+    file = mine.rename(mine.with_suffix(".txt"))
+    with pytest.raises(PlanError, match="is not a known scheme") as caught:
+        find(str(file))
+    assert "ends with .toml" in caught.value.hint
 
 
 # --------------------------------------------------------------------------- the command line
@@ -391,10 +423,53 @@ def test_equal_contents_are_a_guess_too(tmp_path: Path) -> None:
     assert 'hf   = "norm.a"\nmine = "n.a"' in file.read_text()
 
 
-def test_nothing_to_draft(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="no two tensors could be the same") as caught:
-        drafted(tmp_path, {"a": torch.ones(3)}, {"b": torch.ones(4)}, values=False)
+@pytest.mark.parametrize(
+    ("hub", "other", "values", "problem"),
+    [
+        ({"a": torch.ones(3)}, {"b": torch.ones(4)}, False, "no two tensors have the same shape"),
+        ({"a.w": torch.ones(3)}, {"b.w": torch.zeros(3)}, True, "a.w and b.w have the shape"),
+        (
+            {"a.0.w": torch.ones(3), "a.1.w": torch.ones(3)}, {"b.w": torch.ones(3)}, False,
+            "their numbers differ: 2 and 1 tensors",
+        ),
+    ],
+)  # fmt: skip
+def test_nothing_to_draft(
+    hub: State, other: State, values: bool, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError, match=problem) as caught:
+        drafted(tmp_path, hub, other, values=values)
     assert caught.value.code == "CKM615"
+
+
+def test_a_draft_is_for_the_model_of_the_config_and_works_in_convert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its path, by its name below CKPTMAP_MAPPINGS, and recognized: in and out of its names."""
+    hub = tmp_path / "hub"
+    write(hub, hub_state("llama"), "llama")
+    own = {key.replace("model.layers", "trunk"): t for key, t in hub_state("llama").items()}
+    torch.save(own, tmp_path / "own.pt")
+    text = str(draft(hub, tmp_path / "own.pt", values=True))
+    assert 'models = ["llama"]' in text and 'n = "num_hidden_layers"' in text
+    assert '[detect]\nall = ["trunk.{n}.' in text
+    file = tmp_path / "maps/mine/mine.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    ways = [
+        {"names": str(file)},
+        {"names_from": str(file)},
+        {"names_from": str(file), "names": "hf"},
+    ]
+    on_path = [{"names": "hf"}, {"names_from": "mine"}, {"names_from": "mine/mine", "names": "hf"}]
+    for number, names in enumerate([*ways, *on_path]):
+        if names in on_path:
+            monkeypatch.setenv(VARIABLE, str(tmp_path / "maps"))
+        out = tmp_path / f"out{number}"
+        ckptmap.convert(tmp_path / "own.pt", out, to="hf", config_from=hub, **names)  # type: ignore[arg-type]
+        assert ckptmap.diff(out, hub, values=True).same, names
+    ckptmap.convert(hub, tmp_path / "back.pt", to="full", names="mine")
+    assert ckptmap.diff(tmp_path / "back.pt", tmp_path / "own.pt", values=True).same
 
 
 def test_a_draft_can_be_tested_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -403,6 +478,6 @@ def test_a_draft_can_be_tested_as_it_is(capsys: pytest.CaptureFixture[str], tmp_
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
     text = cli(capsys, "test", file, "--config", tmp_path / "config.json")
     assert "11 of 11 passed" in text
-    file.write_text(re.sub(r"\nn = \d+", "", file.read_text()))
+    file.write_text(re.sub(r"\nn = .*", "", file.read_text()))
     with pytest.raises(PlanError, match=r"needs a dim 'n', which the mapping file does not define"):
         MappingKit(file, config_of("llama")).check("round_trip", "float32")
