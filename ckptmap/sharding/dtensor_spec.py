@@ -1,8 +1,7 @@
 """Read a pickled DTensor without torch: its mesh, its placements, the boxes of its local tensor.
 
-Both the state that torch 2.13 pickles (`DeviceMesh._layout`, `_flatten_rank_map`) and that of older
-releases (`mesh`, `_flatten_mesh_list`) are read. Sources: torch/distributed/device_mesh.py and
-torch/distributed/tensor/_utils.py (`compute_local_shape_and_global_offset`).
+`pickled_mesh` reads the mesh. Source: torch/distributed/tensor/_utils.py
+(`compute_local_shape_and_global_offset`).
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple, TypeAlias, TypeGuard
-from weakref import WeakKeyDictionary
 
 from ckptmap.errors import SourceError
+from ckptmap.sharding.pickled_mesh import PickledMesh, attributes, ints, malformed, read_mesh
 from ckptmap.tensors import Box, Chunk, Leaf, Opaque, StoredTensor, TensorInfo
 
 MAX_SPLIT = 1 << 16
@@ -231,19 +230,6 @@ def is_dtensor(leaf: Leaf) -> TypeGuard[Opaque]:
     )
 
 
-class PickledMesh(NamedTuple):
-    """The ranks of the whole mesh, the sizes of its dims, the coordinate of this rank."""
-
-    ranks: tuple[int, ...]
-    shape: tuple[int, ...]
-    coordinate: tuple[int, ...]
-
-
-_meshes: WeakKeyDictionary[Opaque, PickledMesh] = WeakKeyDictionary()
-"""The meshes by their pickled object, which all DTensors of a file share. Each is read only once,
-because it lists every rank of the job."""
-
-
 def read_placed(leaf: Opaque, key: str) -> Placed:
     """Return the placed part that a pickled DTensor describes.
 
@@ -251,7 +237,7 @@ def read_placed(leaf: Opaque, key: str) -> Placed:
     and Replicate, such as Partial.
     """
     state = leaf.state if isinstance(leaf.state, Mapping) else {}
-    spec = _attributes(state.get("_spec"))
+    spec = attributes(state.get("_spec"))
     mesh = spec.get("mesh")
     local = state.get("_local_tensor")
     placements = spec.get("placements")
@@ -259,95 +245,31 @@ def read_placed(leaf: Opaque, key: str) -> Placed:
         leaf.info is None
         or not isinstance(local, StoredTensor | Opaque)
         or not isinstance(mesh, Opaque)
-        or not _attributes(mesh)
+        or not attributes(mesh)
     ):
-        raise _malformed(key, "a DTensor without its local tensor, shape or mesh")
-    ranks, shape, coordinate = read_mesh(mesh, key)
+        raise malformed(key, "a DTensor without its local tensor, shape or mesh")
+    ranks, shape, coordinate, _ = read_mesh(mesh, key)
     if not isinstance(placements, list | tuple) or len(placements) != len(shape):
-        raise _malformed(key, f"a DTensor without a placement for each of {len(shape)} mesh dims")
+        raise malformed(key, f"a DTensor without a placement for each of {len(shape)} mesh dims")
     cuts = _cuts(placements, spec.get("shard_order"), len(leaf.info.shape), key)
     geometry = geometry_of(leaf.info.shape, shape, coordinate, cuts)
     return Placed(leaf.info, ranks, shape, coordinate, cuts, local, geometry)
 
 
-def read_mesh(mesh: Opaque, key: str) -> PickledMesh:
-    """Return the contents of a pickled DeviceMesh. Raises SourceError CKM112 if it is malformed."""
-    pickled_mesh = _meshes.get(mesh)
-    if pickled_mesh is None:
-        pickled_mesh = _meshes.setdefault(mesh, _read_mesh(_attributes(mesh), key))
-    return pickled_mesh
-
-
-def mesh_ranks(leaves: Iterable[Leaf]) -> tuple[int, ...]:
-    """Return the mesh ranks of the first DTensor among the leaves; empty if there is none."""
+def first_mesh(leaves: Iterable[Leaf]) -> PickledMesh | None:
+    """Return the mesh of the first DTensor among the leaves; None if there is none."""
     for leaf in leaves:
         if is_dtensor(leaf):
-            return read_placed(leaf, "mesh").ranks
-    return ()
+            read_placed(leaf, "mesh")  # raises if it is malformed
+            mesh = attributes(attributes(leaf).get("_spec")).get("mesh")
+            assert isinstance(mesh, Opaque)
+            return read_mesh(mesh, "mesh")
+    return None
 
 
 def shares_no_rank(ranks: tuple[int, ...], others: Iterable[Collection[int]]) -> bool:
     """Return whether a mesh shares no rank with the others, as the stages of a pipeline do not."""
     return not any(rank in other for other in others for rank in ranks)
-
-
-def _attributes(value: object) -> Mapping[object, object]:
-    return value.state if isinstance(value, Opaque) and isinstance(value.state, Mapping) else {}
-
-
-def _malformed(key: str, problem: str) -> SourceError:
-    return SourceError(
-        "CKM112",
-        f"{key}: {problem}",
-        "the file is damaged, or of a torch release that ckptmap does not know",
-    )
-
-
-def _ints(values: object) -> tuple[int, ...] | None:
-    if isinstance(values, list | tuple) and all(type(value) is int for value in values):
-        return tuple(values)
-    return None
-
-
-def _read_mesh(mesh: Mapping[object, object], key: str) -> PickledMesh:
-    root = _attributes(mesh.get("_root_mesh")) or mesh
-    ranks = _ints(root.get("_flatten_rank_map", root.get("_flatten_mesh_list")))
-    coordinate = _ints(mesh.get("_coordinate_on_dim"))
-    shape: tuple[int, ...] | None
-    if "_layout" in mesh:
-        shape = _layout_shape(_attributes(mesh["_layout"]))
-    else:
-        old = mesh.get("mesh")
-        shape = old.info.shape if isinstance(old, StoredTensor) else None
-    if not ranks or shape is None or coordinate is None or len(shape) != len(coordinate):
-        raise _malformed(key, "a DTensor whose mesh cannot be read")
-    if not all(0 <= at < n for at, n in zip(coordinate, shape, strict=True)):
-        raise _malformed(key, f"mesh coordinate {list(coordinate)} outside {list(shape)}")
-    return PickledMesh(_interned(ranks), shape, coordinate)
-
-
-@lru_cache(maxsize=16)
-def _interned(ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first tuple seen that equals `ranks`: every file of a job lists the same ranks."""
-    return ranks
-
-
-def _layout_shape(layout: Mapping[object, object]) -> tuple[int, ...] | None:
-    """Return the sizes of the mesh dims; None if they cannot be read.
-
-    A flattened dim lists several factors; a dim without factors has size 1.
-    """
-    sizes = []
-    axes = layout.get("axes")
-    for axis in axes if isinstance(axes, list | tuple) else ():
-        factors = _ints(_attributes(axis).get("shape"))
-        if factors is None:
-            return None
-        size = 1
-        for factor in factors:
-            size *= factor
-        sizes.append(size)
-    return tuple(sizes) or None
 
 
 def _cuts(placements: Sequence[object], order: object, ndim: int, key: str) -> tuple[Cutting, ...]:
@@ -360,17 +282,17 @@ def _cuts(placements: Sequence[object], order: object, ndim: int, key: str) -> t
         kind = placement.name if isinstance(placement, Opaque) else type(placement).__name__
         if kind == "Replicate":
             continue
-        attributes = _attributes(placement)
-        split = attributes.get("split_factor") if kind == "_StridedShard" else 1
+        fields = attributes(placement)
+        split = fields.get("split_factor") if kind == "_StridedShard" else 1
         if kind not in ("Shard", "_StridedShard") or type(split) is not int or split < 1:
             raise SourceError(
                 "CKM112",
                 f"{key}: placement {kind} on mesh dim {axis}, expected Shard or Replicate",
                 "save it as a full state dict, or with DCP",
             )
-        dim = attributes.get("dim")
+        dim = fields.get("dim")
         if type(dim) is not int or not -ndim <= dim < ndim or split > MAX_SPLIT:
-            raise _malformed(key, f"{kind}({dim!r:.20}) of a tensor of {ndim} dims")
+            raise malformed(key, f"{kind}({dim!r:.20}) of a tensor of {ndim} dims")
         cuts.append(Cutting(dim % ndim, axis, split))
     return tuple(_ordered(cuts, order) if len(cuts) > 1 else cuts)
 
@@ -384,6 +306,6 @@ def _ordered(cuts: list[Cutting], order: object) -> list[Cutting]:
     for entry in order if isinstance(order, list | tuple) else ():
         args = entry.args if isinstance(entry, Opaque) else entry
         if isinstance(args, tuple) and len(args) == 2 and type(args[0]) is int:
-            order_pairs += [(args[0], axis) for axis in _ints(args[1]) or ()]
+            order_pairs += [(args[0], axis) for axis in ints(args[1]) or ()]
     cut_of = {(cut.dim, cut.axis): cut for cut in cuts}
     return [cut_of[at] for at in order_pairs] if sorted(order_pairs) == sorted(cut_of) else cuts

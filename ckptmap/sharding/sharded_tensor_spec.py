@@ -68,13 +68,18 @@ def check_writer(leaves: Iterable[Leaf], rank: int, file: str) -> int | None:
     for leaf in islice((leaf for leaf in leaves if is_sharded(leaf)), 1):
         metadata = read_sharded(leaf, file)
         if metadata.rank != rank:
-            raise SourceError(
-                "CKM110",
-                f"{file}: was written by rank {metadata.rank}, its name says rank {rank}",
-                "give each file the name that its rank wrote it under",
-            )
+            raise other_writer(file, metadata.rank, rank)
         return metadata.world
     return None
+
+
+def other_writer(file: str, wrote: int, rank: int) -> SourceError:
+    """Return the error for the file of a rank that states the number of another rank."""
+    return SourceError(
+        "CKM110",
+        f"{file}: was written by rank {wrote}, its name says rank {rank}",
+        "give each file the name that its rank wrote it under",
+    )
 
 
 def _shard(shard: object, whole: TensorInfo, key: str) -> tuple[Box, StoredTensor]:

@@ -81,7 +81,11 @@ def rank_trees(path: Path) -> list[Tree]:
 
 
 def load_ranks(path: Path) -> Tree:
-    """Rank files put together: shards concatenated, what is replicated checked to be equal."""
+    """Rank files put together: shards concatenated, what is replicated checked to be equal.
+
+    A key counts that any rank holds: each rank loads its own file, and a pipeline stage has keys of
+    its own.
+    """
     tree: Tree = _merge(rank_trees(path))
     return tree
 
@@ -89,7 +93,8 @@ def load_ranks(path: Path) -> Tree:
 def _merge(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, Mapping):
-        return {key: _merge([value[key] for value in values]) for key in first}
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: _merge([value[key] for value in values if key in value]) for key in keys}
     if isinstance(first, Sequence) and not isinstance(first, str):
         return [_merge(items) for items in zip(*values, strict=True)]
     if isinstance(first, torch.distributed.tensor.DTensor):
@@ -105,6 +110,7 @@ def shards(values: Sequence[Any]) -> tuple[int | None, list[Tensor]]:
     spec = values[0]._spec
     cut = [i for i, placement in enumerate(spec.placements) if placement.is_shard()]
     assert len(cut) <= 1, f"cut along {len(cut)} mesh dims"
+    assert not cut or len(values) == spec.mesh.size(), "a part is missing"
     by_coordinate: dict[int, Tensor] = {}
     for rank, value in enumerate(values):
         coordinate = (value._spec.mesh.mesh == rank).nonzero()[0]

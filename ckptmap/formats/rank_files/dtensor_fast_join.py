@@ -24,9 +24,9 @@ from ckptmap.sharding.dtensor_spec import (
     Placed,
     geometry_of,
     is_dtensor,
-    read_mesh,
     read_placed,
 )
+from ckptmap.sharding.pickled_mesh import read_mesh
 from ckptmap.tensors import Box, Chunk, Opaque, Region, StoredTensor, TensorInfo
 
 Parts: TypeAlias = Sequence[tuple[int, Box]]
@@ -133,9 +133,9 @@ def _coordinates(
         except SourceError:
             return None
     read = ranks.meshes[meshes]
-    if any(theirs is not mesh_ranks or sizes != shape for theirs, sizes, _ in read):
+    if any(theirs is not mesh_ranks or sizes != shape for theirs, sizes, *_ in read):
         return None
-    return tuple([coordinate for _, _, coordinate in read])
+    return tuple([coordinate for _, _, coordinate, _ in read])
 
 
 @lru_cache(maxsize=64)

@@ -24,7 +24,7 @@ from ckptmap.formats.pickle.template import Constant, Hole, Template
 from ckptmap.formats.torch_save.module_metadata import fsdp1_units
 from ckptmap.formats.torch_save.reader import ReadTensor, open_zip, parse
 from ckptmap.formats.zip.reader import Records
-from ckptmap.sharding.dtensor_spec import PickledMesh
+from ckptmap.sharding.pickled_mesh import PickledMesh
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, TensorInfo
 

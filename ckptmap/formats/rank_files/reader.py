@@ -21,8 +21,8 @@ from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.formats.zip.reader import is_zip
 from ckptmap.protocols import Index, Place, in_saved_order
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.sharding.dtensor_spec import is_dtensor, mesh_ranks, shares_no_rank
-from ckptmap.sharding.sharded_tensor_spec import check_writer, is_sharded
+from ckptmap.sharding.dtensor_spec import first_mesh, is_dtensor, shares_no_rank
+from ckptmap.sharding.sharded_tensor_spec import check_writer, is_sharded, other_writer
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Path
 
@@ -208,12 +208,32 @@ def _ranks_inside(group: _Group, trees: Mapping[int, RankTree]) -> tuple[int, bo
         )
     if stated:
         return next(iter(stated)), True
-    by_rank = {rank: mesh_ranks(tree.first(is_dtensor)) for rank, tree in trees.items()}
+    by_rank = {rank: _mesh_ranks(tree, rank, group.files[rank]) for rank, tree in trees.items()}
     meshes = _stages(by_rank)
     if len(meshes) > 1 or (meshes and not all(by_rank.values())):
         return max(map(max, meshes)) + 1, False
     mesh = len(next(filter(None, by_rank.values()), ()))
     return mesh, mesh > 0
+
+
+def _mesh_ranks(tree: RankTree, rank: int, file: str) -> tuple[int, ...]:
+    """Return the ranks of the mesh of a file's first DTensor; empty if it holds none.
+
+    A rank is numbered in the job, or in the mesh of its pipeline stage. Raise SourceError CKM110 if
+    the file was written by another rank than its name says.
+    """
+    mesh = first_mesh(tree.first(is_dtensor))
+    if mesh is None:
+        return ()
+    ranks, wrote = mesh.ranks, mesh.rank
+    in_stage = ranks[rank] if rank < len(ranks) else None
+    if (
+        wrote is not None
+        and wrote not in (rank, in_stage)
+        and (rank in ranks or in_stage is not None)
+    ):
+        raise other_writer(file, wrote, rank)
+    return ranks
 
 
 def _stages(by_rank: Mapping[int, tuple[int, ...]]) -> Collection[tuple[int, ...]]:

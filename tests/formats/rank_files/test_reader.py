@@ -153,6 +153,16 @@ def test_a_stale_rank_is_refused(four: Path) -> None:
         index(four)
 
 
+def test_files_of_ranks_that_were_exchanged_are_refused(four: Path) -> None:
+    one, three = (four / f"model_world_size_4_rank_{rank}.pt" for rank in (1, 3))
+    one.rename(four / "kept")
+    three.rename(one)
+    (four / "kept").rename(three)
+    with pytest.raises(SourceError, match=r"was written by rank 3, its name says rank 1") as caught:
+        index(four)
+    assert caught.value.code == "CKM110"
+
+
 def test_an_absurd_rank_number_is_one_error(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "rank0.pt")
     torch.save({"w": torch.ones(2)}, tmp_path / "rank99999999999.pt")
