@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ckptmap.core.columns import distinct
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME as TORCHAO
-from ckptmap.formats.safetensors.torchao_metadata import parts_of
+from ckptmap.formats.safetensors.torchao_metadata import part_key, parts_of
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.group_checks import malformed
 from ckptmap.quantization.nf4.parts import PARTS as NF4_PARTS
@@ -103,6 +103,21 @@ FORMS = (
         lacks="not all five parts of NF4 and their record", schemes=frozenset({"nf4"}),
     ),
 )  # fmt: skip
+_FLOAT = frozenset({"float64", "float32", "float16", "bfloat16"})
+_INT = frozenset({"int8", "uint8", "int32", "int64"})
+_EXPONENT = frozenset({"uint8", "float8_e8m0fnu"})
+_ONE = (0, 1)
+_KINDS: Mapping[str, tuple[frozenset[str], tuple[int, ...]]] = {
+    "_scales": (_EXPONENT, (2, 3, 4)), ".scales": (_FLOAT, (2, 3)), ".qzeros": (_INT | _FLOAT, (2, 3)),
+    ".g_idx": (_INT, (1, 2)), ".weight_g_idx": (_INT, (1, 2)), ".weight_shape": (_INT, (1, 2)),
+    ".absmax": (_FLOAT | _INT, (1, 2)), ".quant_map": (_FLOAT, (1,)), ".nested_absmax": (_FLOAT, (1,)),
+    ".nested_quant_map": (_FLOAT, (1,)), ".SCB": (_FLOAT, (1, 2)), ".weight_format": (_INT, _ONE),
+    ".input_zero_point": (_INT | _FP8, _ONE), ".output_zero_point": (_INT | _FP8, _ONE),
+    ".input_global_scale": (_FLOAT, _ONE), "_scale_inv": (_FLOAT | _EXPONENT, (0, 1, 2, 3)),
+    ".activation_scale": (_FLOAT, _ONE), ".qscale_act": (_FLOAT, _ONE),
+}  # fmt: skip
+"""Dtypes and numbers of dims that a part of this name may have; a tensor of another kind is a parameter
+that has the name by chance. Stacked weights of experts have one dim more."""
 _NOTED = frozenset({
     ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx", ".weight_global_scale",
     ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".qzeros", ".qscale_weight",
@@ -168,7 +183,7 @@ class _Strays:
         by_stem: dict[str, dict[str, str]] = {}
         for key in keys:
             end = _end(form.parts, key)
-            if end is not None:
+            if end is not None and _may_be(end, self.infos[key]):
                 by_stem.setdefault(_stem(key, end), {})[end] = key
         for stem, parts in by_stem.items():
             why = self._missing(form, stem, parts)
@@ -204,6 +219,10 @@ class _Strays:
             wanted = [_last(name) for name in names if name != stem] or [_last(stem)]
             return [*parts.values()], f"{shown} and no codes, {' or '.join(wanted[:2])}"
         info = self.infos[there]
+        if info.dtype in _FLOAT and all(  # the activations of one layer have one scale
+            end in form.activations and self.infos[key].numel > 1 for end, key in parts.items()
+        ):
+            return None
         is_dense = (
             form.methods != (_METHOD_OF_CT,) and form.dtypes and info.dtype not in form.dtypes
         )
@@ -305,11 +324,13 @@ class _Strays:
     # ------------------------------------------------------------------ torchao
 
     def _flattened(self) -> Iterator[Stray]:
+        entries = {fqn: r for fqn, r in self.records.items() if r.get("scheme") == TORCHAO}
+        if entries:
+            yield from self._beside_flattened(entries)
         keys = [key for key in self.infos if key.endswith(_FLAT_PARTS) and key in self.dense]
         flat = {key: match for key in keys if (match := _FLAT.fullmatch(key))}
         if not flat:
             return
-        entries = {fqn: r for fqn, r in self.records.items() if r.get("scheme") == TORCHAO}
         known = {key for fqn, record in entries.items() for key in parts_of(fqn, record)}
         for key, match in flat.items():
             if key in known:
@@ -322,6 +343,31 @@ class _Strays:
                 yield Stray(
                     key, f"is part of a quantized weight: {stated} has no entry of {weight}"
                 )
+
+    def _beside_flattened(self, entries: Mapping[str, Mapping[str, object]]) -> Iterator[Stray]:
+        """Yield tensors whose names begin as those of a weight's parts do, and are none of them: torchao
+        takes every tensor of such a name for a part."""
+        weights = {part_key(fqn, ""): fqn for fqn in entries}
+        for key in self.dense:
+            module, dot, last = key.rpartition(".")
+            if not last.startswith("_"):
+                continue
+            words = last.split("_")
+            for count in range(2, len(words)):
+                fqn = weights.get(f"{module}{dot}{'_'.join(words[:count])}_")
+                if fqn is not None and key not in parts_of(fqn, entries[fqn]):
+                    names = ", ".join(map(_last, parts_of(fqn, entries[fqn])))
+                    yield Stray(
+                        key,
+                        f"has the name of a part of {fqn}, of which torchao's metadata in the file"
+                        f" lists {names}",
+                    )
+
+
+def _may_be(end: str, info: TensorInfo) -> bool:
+    """Return whether a tensor of this dtype and shape can be a part whose name has this end."""
+    dtypes, dims = _KINDS.get(end, (frozenset({info.dtype}), (len(info.shape),)))
+    return info.dtype in dtypes and len(info.shape) in dims
 
 
 def _may_be_codes(info: TensorInfo) -> bool:

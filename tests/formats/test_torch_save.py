@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -260,6 +261,23 @@ def test_views_that_leave_their_storage(tmp_path: Path, old: bytes, new: bytes, 
     torch.save({"w": torch.ones(3, 5)}, tmp_path / "x.pt")
     patched(tmp_path / "x.pt", old, new)
     with pytest.raises(SourceError, match=match):
+        index(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("size", [2**63, 2**64, 10**400])
+def test_sizes_that_torch_cannot_hold(tmp_path: Path, size: int) -> None:
+    """Though the tensor is empty and needs no bytes; such sizes were written as they were."""
+    torch.save({"w": torch.ones(2, 0)}, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    before, after = b"QK\x00K\x02K\x00", b"QK\x00" + pickle.dumps(size, 2)[2:-1] + b"K\x00"
+    assert before in records["x/data.pkl"], "the offset and the sizes"
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data.replace(before, after))
+    with pytest.raises((TypeError, RuntimeError, ValueError), match=r"[Oo]verflow"):
+        torch.load(tmp_path / "x.pt")
+    with pytest.raises(SourceError, match="exceed 63 bits"):
         index(tmp_path / "x.pt")
 
 

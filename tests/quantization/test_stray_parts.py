@@ -28,7 +28,7 @@ def refused(path: Path, key: str, *said: str) -> None:
         for text in said:
             assert text in strays[key].reason, strays[key].reason
     for to in ("hf", "full-fp32"):
-        with pytest.raises(PlanError, match="quantized weight") as caught:
+        with pytest.raises(PlanError, match=r"quantized weight|name of a part") as caught:
             ckptmap.convert(path, path.parent / "out", to=to)
         assert caught.value.code == "CKM202" and "--drop" in (caught.value.hint or "")
     plan = ckptmap.plan(path, "full", drop=list(strays))
@@ -140,6 +140,49 @@ def test_a_dense_model_with_parameters_of_such_names(tmp_path: Path) -> None:
     noted = [note for note in report.notes if "has the name of a part" in note]
     assert len(noted) == 1 and noted[0].startswith("a.weight_scale: ")
     assert "it is converted as a weight" in noted[0]
+
+
+BY_CHANCE = {
+    "b.logit_scales": torch.ones(7), "b.weight": torch.ones(4, 4), "logit_scales": torch.ones(()),
+    "b.scales": torch.ones(4), "b.g_idx": torch.ones(4), "b.SCB": torch.ones(2, 3, 4), "b.absmax": torch.ones(()),
+    "b.input_scale": torch.ones(4), "b.activation_scale": torch.ones(2, 2), "b.weight_shape": torch.ones(2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "method", ["mxfp4", "gptq", "bitsandbytes", "fp8", "compressed-tensors", "torchao"]
+)
+def test_a_parameter_of_a_dense_layer_is_no_part_by_its_name(method: str, tmp_path: Path) -> None:
+    """Of this dtype and shape, no part has the name, whatever the config states of other layers."""
+    config = {"quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    coded = {
+        "a.up_proj_blocks": torch.zeros(2, 32, 4, 16, dtype=torch.uint8),
+        "a.up_proj_scales": torch.zeros(2, 32, 4, dtype=torch.uint8),
+    }
+    save_file({**coded, **BY_CHANCE}, tmp_path / FILE)
+    ckptmap.convert(tmp_path / FILE, tmp_path / "out.pt", to="full", drop=list(coded))
+    assert torch.load(tmp_path / "out.pt").keys() == BY_CHANCE.keys()
+
+
+def test_the_scales_of_lost_mxfp4_codes_are_refused(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    scales = torch.zeros(2, 32, 4, dtype=torch.uint8)
+    save_file({"a.up_proj_scales": scales, "a.bias": torch.ones(4)}, tmp_path / FILE)
+    refused(tmp_path / FILE, "a.up_proj_scales", "and no codes, up_proj_blocks")
+
+
+def test_a_tensor_with_the_beginning_of_a_torchao_part(
+    written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """torchao takes it for a part, and then puts the weight together no more."""
+    name = "_weight_qdata_2"
+    path = edited(
+        written("torchao"), tmp_path / "in",
+        lambda tensors: tensors.update({STEM + name: tensors[STEM + "_weight_qdata"].clone()}),
+    )  # fmt: skip
+    refused(path, STEM + name, f"has the name of a part of {QUERY}", "lists _weight_")
 
 
 @pytest.mark.parametrize("form", WRITERS)

@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptmap.errors import SourceError
 from ckptmap.formats.pickle.reader import DType, Inert, calling_stub, constructing_stub, stub
 from ckptmap.formats.pickle.reader import load as load_pickle
 from ckptmap.formats.pickle.writer import STORAGE_CLASS
 from ckptmap.formats.torch_save.foreign_archives import before_zip, other_zip
+from ckptmap.formats.torch_save.grid import MAX_NUMEL, Grid, exceeds
 from ckptmap.formats.zip.directory import bad
 from ckptmap.formats.zip.reader import Records, read_records
 from ckptmap.storage.files import Files
@@ -161,36 +162,6 @@ def parse(
     )
 
 
-class Grid(NamedTuple):
-    """The sizes and strides of a view, checked once for the many tensors that share them.
-
-    steps   strides in bytes
-    reach   elements of the storage from the first one of the tensor to the last one
-    end     the same in bytes
-    """
-
-    info: TensorInfo
-    steps: tuple[int, ...]
-    reach: int
-    nbytes: int
-    is_contiguous: bool
-    end: int
-
-    @classmethod
-    def make(cls, dtype: str, size: Any, stride: Any) -> Grid:
-        """Return the grid. Raise UnpicklingError for sizes or strides that are no integers >= 0."""
-        if len(size) != len(stride) or not {*map(type, (*size, *stride))} <= {int}:
-            raise UnpicklingError(f"malformed sizes {size!r:.60} or strides {stride!r:.60}")
-        if min((*size, *stride), default=0) < 0:
-            raise UnpicklingError(f"negative size or stride in {size!r:.60}, {stride!r:.60}")
-        reach = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-        steps = tuple([s * ITEMSIZE[dtype] for s in stride])
-        info = TensorInfo(tuple(size), dtype)
-        dense = Region("", 0, info.shape, steps, info.itemsize).is_contiguous
-        reach = 0 if 0 in size else reach
-        return cls(info, steps, reach, info.nbytes, dense, reach * info.itemsize)
-
-
 class _Storages:
     """Finds the record of each storage that the pickle refers to."""
 
@@ -293,7 +264,7 @@ def _view(
     source, key, _, nbytes = storage.record
     grid = source.grid(dtype, size, stride)
     itemsize = ITEMSIZE[dtype]
-    if type(offset) is not int or offset < 0:
+    if type(offset) is not int or not 0 <= offset <= MAX_NUMEL:
         raise UnpicklingError(
             f"{grid.info} at offset {offset!r:.20} of storage {key!r}, expected an integer >= 0"
         )
@@ -378,7 +349,8 @@ def _rebuild_wrapper_subclass(
 ) -> Opaque:
     """Return the Opaque of a `torch._utils._rebuild_wrapper_subclass`: its outer shape and dtype. The
     pickle gives its inner tensors later, as state."""
-    if not isinstance(cls, Opaque) or any(type(n) is not int or n < 0 for n in size):
+    bad_size = any(type(n) is not int or n < 0 for n in size) or exceeds(size)
+    if not isinstance(cls, Opaque) or bad_size:
         raise UnpicklingError("malformed wrapper subclass")
     info = TensorInfo(tuple(size), dtype.name) if isinstance(dtype, DType) else None
     return Inert.of(cls, (dtype, tuple(size), stride, offset, *rest), None, info)

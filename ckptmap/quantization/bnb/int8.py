@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptmap.core.quantized_codes import CodeGrid
+from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
@@ -121,6 +121,14 @@ class BnbInt8(ScaledEncoding):
 
     def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return divide(super().scales(info, parts), 127.0)
+
+    def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
+        """Return the recoder, which is never exact: SCB / 127 * 127 is rounded twice in fp32, and is not
+        SCB in one of 200 rows."""
+        recoder = super().recoder(info, grid, device)
+        if recoder is not None:
+            recoder.fidelity = "codes"
+        return recoder
 
     def unscaled(self, scales: torch.Tensor) -> torch.Tensor:
         """Return the absmax of each row; infinity, which is refused, where code * absmax would overflow."""
