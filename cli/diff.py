@@ -8,11 +8,12 @@ import typer
 
 from .printer import Printer
 from .shared_parameters import Json
-from .typed_options import TypedOptions, opened_source, takes_options
+from .typed_options import TypedOptions, opened_source, takes_options, typed_names
 
 EXAMPLES = (
     "ckptmap diff runs/step-2000 out/",
     "ckptmap diff model.pt out/ --values",
+    "ckptmap diff ema.pt model.pt --strip-prefix module",
     "ckptmap diff hf://org/name out/",
 )
 
@@ -21,6 +22,12 @@ EXAMPLES = (
     "source_root",
     "like",
     "param_order",
+    "strip_prefix",
+    "rename",
+    "add_prefix",
+    strip_prefix="Remove these segments from the head of A's names that begin with them.",
+    rename="Rename A's names by a pattern of whole names: 'encoder.{x}=layers.{x}'; repeatable.",
+    add_prefix="Put these segments before all names of A.",
     source_root="The dict of A that holds the weights.",
     param_order="The names behind the indices of A's optimizer state.",
 )
@@ -40,7 +47,7 @@ def command(
 
     like = {"like": typed.values["like"]}
     with opened_source(a, typed) as one, opened_source(b, TypedOptions(like)) as two:
-        report = ckptmap.diff(one, two, values=values)
+        report = ckptmap.diff(one, two, values=values, **typed_names(typed))
     Printer(json).show(report)
     if not report.equal:
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ import typer
 
 from .inspect_without_typer import show
 from .shared_parameters import Json
-from .typed_options import TypedOptions, takes_options
+from .typed_options import TypedOptions, takes_options, typed_names
 
 EXAMPLES = (
     "ckptmap inspect runs/step-2000",
@@ -19,7 +19,14 @@ EXAMPLES = (
 )
 
 
-@takes_options("source_root", "like", source_root="The dict that holds the weights.")
+@takes_options(
+    "source_root",
+    "like",
+    "strip_prefix",
+    "rename",
+    "add_prefix",
+    source_root="The dict that holds the weights.",
+)
 def command(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: file or directory.")],
     keys: Annotated[
@@ -40,4 +47,5 @@ def command(
 
     It reads headers only, unpickles nothing and does not import torch.
     """
-    show(path, keys, typed.values["source_root"], json, typed.values["like"], shards)
+    names = typed_names(typed)
+    show(path, keys, typed.values["source_root"], json, typed.values["like"], shards, names)

@@ -5,7 +5,9 @@ Typer takes longer to import than most headers take to read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from .printer import Printer
 
@@ -17,13 +19,16 @@ def show(
     json: bool,
     like: str | None = None,
     shards: bool = False,
+    names: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Print the report of a checkpoint, or with `shards` that of its files."""
+    """Print the report of a checkpoint, or with `shards` that of its files; `names` has the prefixes
+    and patterns that change its names."""
     import ckptmap
     from ckptmap.operations.inspect import InspectReport
     from ckptmap.storage.hub.resolve import origins_in_errors
 
-    with ckptmap.open(path, root=root, like=like) as ckpt, origins_in_errors(ckpt.files.mounts):
+    opened = ckptmap.open(path, root=root, like=like, **names)
+    with opened as ckpt, origins_in_errors(ckpt.files.mounts):
         if not shards:
             Printer(json).show(InspectReport(ckpt, keys))
             return

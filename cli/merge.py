@@ -57,7 +57,8 @@ Leave = Annotated[
 
 @takes_options(
     "world_size", "max_memory", "digest", "device", "threads", "overwrite", "mesh", "tp_plan",
-    "wrap", "exact_scales", "max_shard_size", "config_from", "low_disk", "sync", "check_source",
+    "strip_prefix", "rename", "add_prefix", "wrap", "exact_scales", "max_shard_size", "config_from",
+    "low_disk", "sync", "check_source",
 )  # fmt: skip
 def command(
     base: Annotated[

@@ -155,6 +155,17 @@ TABLE: Mapping[str, CliOption] = {
         read=_wrappers,
     ),
     "names_like": CliOption("Give weights the names that they have in this checkpoint.", "PATH"),
+    "strip_prefix": CliOption(
+        "Remove these segments from the head of all names that begin with them: student.", "PREFIX"
+    ),
+    "rename": CliOption(
+        "Rename by a pattern of whole names, in which {x} takes one segment or more:"
+        " 'encoder.{n}.{x}=layers.{n}.{x}'; repeatable.",
+        "OLD=NEW",
+    ),
+    "add_prefix": CliOption(
+        "Put these segments before all names, after --strip-prefix and --rename.", "PREFIX"
+    ),
     "names": CliOption(
         "Naming scheme of DST: meta, torchtune, hf, auto (hf where the names of SRC are known), or a"
         " mapping file; see `ckptmap mappings list`.",

@@ -150,3 +150,9 @@ def opened_source(path: str, typed: TypedOptions) -> Iterator[Checkpoint | str]:
     given = None if order is None else read_param_order(order)
     with ckptmap.open(path, root=root, like=like, param_order=given) as ckpt:
         yield ckpt
+
+
+def typed_names(typed: TypedOptions) -> dict[str, Value]:
+    """Return the options that change names by prefix and pattern, as arguments of a Python call."""
+    names = {name: typed.values.get(name) for name in ("strip_prefix", "rename", "add_prefix")}
+    return {name: value for name, value in names.items() if value}

@@ -23,6 +23,7 @@ from ckptmap.core.short_repr import short
 from ckptmap.core.state_paths import nest
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import MissingKeyError
+from ckptmap.mapping.renaming import Renaming
 from ckptmap.optim.index_order import Order
 from ckptmap.optim.optimizer_reader import OptimizerReader
 from ckptmap.protocols import Group, Index
@@ -41,7 +42,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     files             its open files
     roles             the leaves of the state dict: weights, optimizer state, the rest
     groups            the stored parts of every weight, by FQN
-    names             plain FQN -> the key as stored
+    names             FQN -> the key as stored
     wrappers          what was stripped from names, one pattern each: `("_orig_mod.",)`
     optimizer_reader  reads the optimizer state; see `optimizer` below
     other             tensors that are neither weights nor optimizer state, by path
@@ -49,6 +50,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     notes             what a reader should be told
     refused           leaves of classes that are never called
     origin            the place on the Hub that `path` stands for, its commit pinned; "": a local path
+    renamings         how its names were changed by prefix and pattern, in this order, before any scheme
     translation       how its names were translated from another scheme's; None: they were not
     merged            the adapter that was merged into it, as a manifest records it; None: none was
     ties              names that are left out, each with the one that it must be equal to
@@ -70,6 +72,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     notes: list[str]
     refused: list[RefusedLeaf]
     origin: str = ""
+    renamings: tuple[Renaming, ...] = ()
     translation: NameTranslation | None = None
     merged: Mapping[str, object] | None = None
     ties: Mapping[str, str] = field(default_factory=dict)

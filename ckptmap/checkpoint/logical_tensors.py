@@ -73,7 +73,11 @@ class LogicalTensors(Mapping[str, Group]):
         """Return the same tensors under `names[key]`."""
         if self.columns is not None:
             return LogicalTensors(self.columns.renamed(names))
-        return LogicalTensors({names[key]: self.dense_or_group(key) for key in self})
+        return LogicalTensors({names[key]: self._named(key, names[key]) for key in self})
+
+    def _named(self, key: str, fqn: str) -> Group | StoredTensor:
+        tensor = self.dense_or_group(key)
+        return tensor._replace(fqn=fqn) if isinstance(tensor, Group) else tensor
 
     def with_groups(self, groups: Mapping[str, Group]) -> LogicalTensors:
         """Return all tensors, those of `groups` in place of the ones with their names or at the end."""

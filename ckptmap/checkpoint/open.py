@@ -19,6 +19,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import same_parts
 from ckptmap.checkpoint.framework_members import index_of, merge_members
 from ckptmap.checkpoint.fsdp1_wrapping import LikeUnits
+from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.split_roles import split_roles
 from ckptmap.checkpoint.stored_order import in_order
 from ckptmap.core.gc_pause import paused_gc
@@ -27,6 +28,7 @@ from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.formats.detect import find, look
+from ckptmap.mapping.renaming import Patterns, Renaming
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.optim.index_order import Order
 from ckptmap.protocols import Directory, Index, Place
@@ -53,6 +55,9 @@ def open(
     like: str | os.PathLike[str] | None = None,
     param_order: Order | None = None,
     source_root: str | None = None,
+    strip_prefix: str | None = None,
+    rename: Patterns = (),
+    add_prefix: str | None = None,
 ) -> Checkpoint:
     """Open whatever checkpoint is at `path`; headers only, no process group, nothing unpickled.
 
@@ -64,13 +69,18 @@ def open(
     no shapes, some do not say which modules are wrapped, and a config.json tells which parameter
     an optimizer's index means. So does
     `param_order`, which goes first: the FQNs of the parameters as they were passed to the
-    optimizer, one list a group. Raises SourceError where the path is no checkpoint, is malformed,
-    or is ambiguous, CKM207 where `param_order` does not fit.
+    optimizer, one list a group. `strip_prefix`, `rename` and `add_prefix` change the names of the
+    weights and of their optimizer state, in this order: `"student"`; patterns such as
+    `"encoder.{x}=layers.{x}"`, in which a capture takes one segment or more; `"net"`. Raises
+    SourceError where the path is no checkpoint, is malformed, or is ambiguous, CKM207 where
+    `param_order` does not fit, PlanError CKM618 and CKM114 where the names cannot be changed so.
     """
+    renaming = Renaming.of(strip_prefix, rename, add_prefix)
     files = Files()
     try:
         root = source_root if root is None else root
-        return open_in(files, path, root=root, like=like, param_order=param_order)
+        ckpt = open_in(files, path, root=root, like=like, param_order=param_order)
+        return renamed(ckpt, renaming)
     except BaseException:
         files.close()
         raise

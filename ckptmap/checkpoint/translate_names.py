@@ -21,7 +21,7 @@ from ckptmap.checkpoint.name_translation import NameTranslation
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import PlanError
 from ckptmap.mapping.derived_tensor import DerivedTensor
-from ckptmap.mapping.detect import SchemeChoice, choose
+from ckptmap.mapping.detect import SchemeChoice, choose, known_below
 from ckptmap.mapping.dims_table import Dims
 from ckptmap.mapping.mapped_tensor import mapped_tensor
 from ckptmap.mapping.mapping_file import parse_scheme
@@ -195,9 +195,13 @@ def _apply_choice(
             error.hint = RESTORE + error.hint
         raise
     if not resolution.targets and infos:
+        hint = "list the schemes with: ckptmap mappings list; name that of this checkpoint with --names-from"
+        change = known_below(infos, config)
         raise PlanError(
             "CKM609",
             f"{ckpt.path}: {choice.text}: no rule matches any of its keys, the first is {next(iter(infos))}",
-            "list the schemes with: ckptmap mappings list; name that of this checkpoint with --names-from",
+            hint
+            if change is None
+            else f"without '{change.old}.' they are known: add {change.options}",
         )
     return _translated(ckpt, resolution, choice, config, left)

@@ -78,6 +78,7 @@ def build(
         "world_size": plan.world_size,
         "source": {"container": plan.ckpt.index.container, "setup": plan.ckpt.setup}
         | ({"origin": plan.ckpt.origin} if plan.ckpt.origin else {}),
+        **({"renamed": renamings} if (renamings := [one.record() for one in plan.ckpt.renamings]) else {}),
         **({} if plan.ckpt.translated is None else {"names": dict(plan.ckpt.translated)}),
         **({} if plan.ckpt.merged is None else {"merged": dict(plan.ckpt.merged)}),
         "files": _files(plan, sha256 or {}, around or {}),

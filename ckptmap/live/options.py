@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TypedDict
 
 from ckptmap.core import argument_checks
 from ckptmap.errors import ArgumentError
+from ckptmap.mapping.renaming import Patterns as RenamePatterns
+from ckptmap.mapping.renaming import Renaming
 
 MAX_MEMORY = 64 << 20
 """Bytes of host buffers by default."""
@@ -37,6 +39,10 @@ class LoadKeywords(TypedDict, total=False):
     fix: bool
     verify: str
     max_memory: int | str
+    strip_prefix: str | None
+    rename: RenamePatterns
+    add_prefix: str | None
+    drop: str | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,9 @@ class LoadOptions:
     verify           "stored": compare every checksum that the checkpoint states with the bytes that
                      the ranks read; "full": also read the rest of what a checksum covers where
                      only a part is needed; "none". With `exact`, "stored" is "full"
+    strip_prefix, rename, add_prefix
+                     change the checkpoint's names, in this order, as in `ckptmap.open`
+    drop             patterns of weights of the checkpoint, by their new names, that are left out
     max_memory       bound of host buffers, beside the tensors themselves: bytes, or `"64MiB"`
     """
 
@@ -77,18 +86,30 @@ class LoadOptions:
     fix: bool = False
     verify: str = "stored"
     max_memory: int = MAX_MEMORY
+    strip_prefix: str | None = None
+    rename: tuple[str, ...] = ()
+    add_prefix: str | None = None
+    drop: tuple[str, ...] = ()
+
+    @property
+    def renaming(self) -> Renaming:
+        """What `strip_prefix`, `rename` and `add_prefix` do to the checkpoint's names."""
+        return Renaming.of(self.strip_prefix, self.rename, self.add_prefix)
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> LoadOptions:
         """Return the options of a call.
 
-        Raises ArgumentError CKM516 with the nearest name for a keyword that `load` does not have.
+        Raises ArgumentError CKM516 with the nearest name for a keyword that `load` does not have,
+        PlanError CKM618 for a prefix or a pattern that is none.
         """
         argument_checks.known_keywords(given, [field.name for field in fields(cls)], "load()")
-        sizes = {
-            "max_memory": argument_checks.nbytes("max_memory", given.get("max_memory", MAX_MEMORY))
+        read = {
+            "max_memory": argument_checks.nbytes("max_memory", given.get("max_memory", MAX_MEMORY)),
+            "drop": argument_checks.patterns("drop", given.get("drop", ())),
         }
-        return cls(**{**given, **sizes})  # type: ignore[arg-type]
+        options = cls(**{**given, **read})  # type: ignore[arg-type]
+        return replace(options, rename=options.renaming.rename)
 
     def check(self) -> None:
         """Raise ArgumentError CKM516 for a value that means nothing."""

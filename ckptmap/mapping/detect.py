@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ckptmap.errors import PlanError
 from ckptmap.mapping.catalog import SUFFIX, CatalogEntry, available, find
 from ckptmap.mapping.name_patterns import NamePattern, skeleton, skeletons, tail
+from ckptmap.mapping.prefixes import PrefixChange, averaged_model, known_prefix
 from ckptmap.mapping.rules import HUB, Detect, NamingScheme
 from ckptmap.tensors import TensorInfo
 
@@ -88,6 +89,14 @@ def recognise(
     """Return the schemes whose fingerprints these keys have, if possible only for the config's model."""
     seen = KeyCounts(keys)
     return _for_model([entry for entry in available() if seen.match(entry.detect)], config)
+
+
+def known_below(
+    keys: Collection[str], config: Mapping[str, object] | None = None
+) -> PrefixChange | None:
+    """Return the prefix without which the keys are those of a known scheme, or of the model that
+    torch's AveragedModel keeps; None: no prefix is the cause."""
+    return averaged_model(keys) or known_prefix(keys, lambda below: bool(recognise(below, config)))
 
 
 def model_types(config: Mapping[str, object] | None) -> list[str]:
@@ -294,27 +303,11 @@ class _Choosing:
             "name the scheme with --names-from (ckptmap mappings list), or draft a mapping file:"
             " ckptmap mappings new --from HF_MODEL --to THIS"
         )
-        prefix = self._prefix()
         problem = f"no known naming scheme has keys such as {next(iter(self.keys), 'none')!r}"
-        if prefix:
-            problem = (
-                f"all {self.seen.count} keys begin with {prefix!r}, and without it they are known"
-            )
-            hint = f"name the dict that holds the weights, or rename them without {prefix!r}"
+        change = known_below(self.keys, self.config)
+        if change is not None:
+            count = self.seen.count
+            keys = f"all {count}" if change.matched == count else f"{change.matched} of {count}"
+            problem = f"{keys} keys begin with '{change.old}.', and without it they are known"
+            hint = f"add {change.options}"
         return PlanError("CKM604", problem, hint)
-
-    def _prefix(self) -> str:
-        """Return a common prefix without which a scheme is recognized, "" without one."""
-        heads = Counter(key.partition(".")[0] for key in self.keys)
-        prefix = ""
-        keys = list(self.keys)
-        while len(heads) == 1 and keys:
-            head = next(iter(heads)) + "."
-            if not all(key.startswith(head) for key in keys):
-                return ""
-            prefix += head
-            keys = [key[len(head) :] for key in keys]
-            if recognise(keys, self.config):
-                return prefix
-            heads = Counter(key.partition(".")[0] for key in keys)
-        return ""

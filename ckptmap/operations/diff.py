@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import difference, same_parts
 from ckptmap.checkpoint.compare_values import match_extra_state, unequal_values
 from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.rename import renamed
 from ckptmap.core.formatting import counted
 from ckptmap.core.printable import as_lines
 from ckptmap.core.short_repr import ShortRepr
 from ckptmap.core.signatures import nearest_keyword
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import TensorSummary, fold
+from ckptmap.mapping.prefixes import PrefixChange, nearest_change
+from ckptmap.mapping.renaming import Patterns, Renaming
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path
@@ -34,6 +38,8 @@ class DiffReport(ShortRepr):
     settings       name -> both values, of what is no tensor: step, scheduler, hyper-parameters
     same           tensors in both that agree
     same_settings  plain values in both that agree
+    mended_by      the command that compares them where only a prefix keeps names from matching; "":
+                   no prefix does
     """
 
     a: str
@@ -45,6 +51,7 @@ class DiffReport(ShortRepr):
     values: bool
     settings: Mapping[str, str] = field(default_factory=dict)
     same_settings: int = 0
+    mended_by: str = ""
 
     @property
     def equal(self) -> bool:
@@ -56,6 +63,7 @@ class DiffReport(ShortRepr):
             "only_a": list(self.only_a), "only_b": list(self.only_b),
             "changed": dict(self.changed), "values": self.values,
             "settings": dict(self.settings), "same_settings": self.same_settings,
+            "mended_by": self.mended_by,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -70,7 +78,10 @@ class DiffReport(ShortRepr):
         verdict = "the same" if self.equal else "different"
         settings_text = f", {self.same_settings} plain values agree" if self.same_settings else ""
         agree = f"{counted(self.same, 'tensor')} agree{'s' * (self.same == 1)} in {compared}{settings_text}"
-        return as_lines([*lines, f"{verdict}: {agree}"])
+        mended = (
+            [f"a prefix keeps names apart; without it: {self.mended_by}"] if self.mended_by else []
+        )
+        return as_lines([*lines, *mended, f"{verdict}: {agree}"])
 
     def _settings(self) -> list[str]:
         if not self.settings:
@@ -99,19 +110,38 @@ def diff(
     b: str | os.PathLike[str] | Checkpoint,
     *,
     values: bool = False,
+    strip_prefix: str | None = None,
+    rename: Patterns = (),
+    add_prefix: str | None = None,
 ) -> DiffReport:
     """Compare weights and optimizer state by FQN; with `values` also decoded values, bit for bit.
+
+    `strip_prefix`, `rename` and `add_prefix` change the names of `a`, as in `ckptmap.open`. The
+    report says which of them would make names match that do not.
 
     Values stream in bounded memory. Other entries are compared where both checkpoints have them; a
     plain value inside such an entry that only one has is a difference.
     """
+    renaming = Renaming.of(strip_prefix, rename, add_prefix)
     with ExitStack() as stack:
         first, second = (
             x if isinstance(x, Checkpoint) else stack.enter_context(open(x)) for x in (a, b)
         )
         for ckpt in (first, second):
             stack.enter_context(origins_in_errors(ckpt.files.mounts))
-        return _diff(first, second, values)
+        report = _diff(renamed(first, renaming), second, values)
+        if renaming or not (report.only_a and report.only_b):
+            return report
+        change = nearest_change(list(first), list(second))
+        return report if change is None else replace(report, mended_by=_mended_by(report, change))
+
+
+def _mended_by(report: DiffReport, change: PrefixChange) -> str:
+    """Return the command that compares the two under names that match."""
+    command = (
+        f"ckptmap diff {quote(report.a)} {quote(report.b)}{' --values' if report.values else ''}"
+    )
+    return f"{command} {change.names_option}"
 
 
 def _diff(first: Checkpoint, second: Checkpoint, values: bool) -> DiffReport:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from math import prod
+from shlex import quote
 from typing import Any, NamedTuple
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -19,7 +20,7 @@ from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import TensorSummary, table
 from ckptmap.errors import CkptmapError
 from ckptmap.mapping.catalog import CatalogEntry
-from ckptmap.mapping.detect import recognise
+from ckptmap.mapping.detect import known_below, recognise
 from ckptmap.mapping.model_config import config_beside
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
@@ -53,6 +54,8 @@ class InspectReport:
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
         self.states = [lazy for states in named.values() for lazy in states.values()]
         self.other = list(ckpt.other.values())
+        self.schemes = self._schemes()
+        self.notes += self._prefix_notes()
 
     # ------------------------------------------------------------------ as JSON
 
@@ -64,7 +67,7 @@ class InspectReport:
             "setup": ckpt.setup,
             "world_size": ckpt.world_size,
             "wrappers": list(ckpt.wrappers),
-            "names": [t for entry in self._schemes() for t in (entry.title, *entry.aliases)],
+            "names": [t for entry in self.schemes for t in (entry.title, *entry.aliases)],
             "encodings": dict(self._count_by("encoding")),
             "dtypes": dict(self._count_by("dtype")),
             "totals": {
@@ -105,6 +108,20 @@ class InspectReport:
         except CkptmapError as error:  # somebody's mapping file is malformed; this is about keys
             self.notes.append(f"naming schemes were not looked up: {error.message}")
             return []
+
+    def _prefix_notes(self) -> list[str]:
+        """Return a note where the names are known without a prefix, with the options that take it off."""
+        try:
+            change = None if self.schemes else known_below(list(self.ckpt))
+        except CkptmapError:  # a malformed mapping file; `_schemes` has said so
+            return []
+        if change is None:
+            return []
+        again = f"ckptmap inspect {quote(self.ckpt.shown)} {change.names_option}"
+        return [
+            f"{change.matched} of {change.wanted} names begin with '{change.old}.', and are known without"
+            f" it: {again}; in convert add {change.options}"
+        ]
 
     def _numel(self) -> int:
         return sum(prod(look.shape) * count for look, count in self.kinds.items())
@@ -176,7 +193,7 @@ class InspectReport:
         yield "container", f"{ckpt.index.container}, {files}{world}"
         yield "setup", ckpt.setup
         yield "wrappers", _first_items(list(ckpt.wrappers))
-        yield "names", " or ".join(entry.title_with_aliases for entry in self._schemes())
+        yield "names", " or ".join(entry.title_with_aliases for entry in self.schemes)
         numel = self._numel()
         size = human(self._nbytes())
         yield "weights", f"{counted(len(self.looks), 'tensor')}, {numel:,} parameters, {size}"

@@ -18,10 +18,12 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.lora.merged_tensor import Merged, without_adapter
 from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.rename import renamed
 from ckptmap.core import argument_checks
 from ckptmap.core.printable import one_line
 from ckptmap.core.signatures import spelled_out
 from ckptmap.errors import ArgumentError, PlanError
+from ckptmap.mapping.renaming import Renaming
 from ckptmap.operations.convert import run
 from ckptmap.planning.file_plan import Encode
 from ckptmap.planning.options import (
@@ -143,8 +145,14 @@ def plan_merge(
                 "merge first, then convert the merged checkpoint with it",
             )
     argument_checks.known_keywords(options, (*OPTIONS, *RUN_OPTION_NAMES, *OWN), "merge()")
-    ckpt = base if isinstance(base, Checkpoint) else open(base)
+    renaming = Renaming.of(
+        options.pop("strip_prefix", None),
+        options.pop("rename", ()),
+        options.pop("add_prefix", None),
+    )
+    opened = base if isinstance(base, Checkpoint) else open(base)
     try:
+        ckpt = renamed(opened, renaming)  # before the merge: the adapter goes by names, too
         to = to or own_setup(ckpt)
         merged = merge_adapter(
             ckpt, adapter, to, adapter_config, leave, config_from=options.get("config_from")
@@ -154,8 +162,8 @@ def plan_merge(
         if quantized_again and not force:
             raise _refuse_quantizing(quantized_again, to)
     except BaseException:
-        if ckpt is not base:
-            ckpt.close()
+        if opened is not base:
+            opened.close()
         raise
     return merge_plan
 

@@ -19,6 +19,7 @@ from ckptmap.checkpoint.compare_values import (
 )
 from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.rename import renamed_like_output
 from ckptmap.checkpoint.translate_names import left_out_as_tied, translated_like_output
 from ckptmap.core.formatting import counted
 from ckptmap.core.printable import as_lines
@@ -168,6 +169,7 @@ def _compared(
 ) -> tuple[str, list[str], dict[str, float]]:
     """Return the name of the source, the problems, and the errors of quantized tensors by FQN."""
     with origins_in_errors(source.files.mounts):
+        source = renamed_like_output(source, document.get("renamed", ()), _weights(document))
         if base is not None:
             source, _, _ = restored(source, base)
         if adapter is not None:
@@ -220,7 +222,7 @@ def _compare_with_source(
     if document.get("merged") is not None and source.merged is None:
         return ["an adapter was merged into it: give that adapter with --adapter PATH"], {}
     beside = matched_extra_tensors(source, ckpt)
-    weights = [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
+    weights = _weights(document)
     for name, entry in document["logical"].items():
         role, fqn = role_and_fqn(name)
         name_here = beside.get(fqn, fqn) if role == "other" else fqn
@@ -259,8 +261,12 @@ def _source_named_like(
         source = _source_ordered_like(ckpt, source)
     if document.get("names") is None:
         return source
-    weights = [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
-    return translated_like_output(source, document["names"], weights)
+    return translated_like_output(source, document["names"], _weights(document))
+
+
+def _weights(document: Mapping[str, Any]) -> list[str]:
+    """Return the FQNs of the weights of an output."""
+    return [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
 
 
 def _payload_problems(name: str, source: LazyTensor, mine: LazyTensor) -> Iterator[str]:

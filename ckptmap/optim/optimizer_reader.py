@@ -6,12 +6,13 @@ is built only when the state itself is asked for: `inspect` runs without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
 from shlex import quote
+from typing import TypeAlias
 
 from ckptmap.errors import SourceError
 from ckptmap.mapping.wrappers import ANYWHERE, HEAD
@@ -32,6 +33,9 @@ from ckptmap.optim.state import (
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.transformers_param_order import find_config, from_config
 from ckptmap.tensors import Leaf, Path, StateNote, TensorInfo
+
+Rename: TypeAlias = Callable[[Collection[str]], Mapping[str, str]]
+"""Returns the new name of every key, by key."""
 
 AS_GIVEN = "as given"
 BY_GROUPS = "param_names in the groups"
@@ -96,6 +100,8 @@ class OptimizerReader:
         self._named: Optimizer | None = None
         self._tried = False
         self._order = ""
+        self._rename: Rename | None = None
+        self._old_names: Mapping[str, str] = {}
         self._note = note
         self.why = note.refused or conflict or (_several(merged) if self.form is None else "")
 
@@ -111,7 +117,8 @@ class OptimizerReader:
         if order is None and config_like is None:
             return self
         reader = self._unnamed()
-        reader._given_order = self._given_order if order is None else order
+        if order is not None:
+            reader._given_order = self._by_old_names(order)
         reader._config_like = self._config_like if config_like is None else config_like
         return reader
 
@@ -144,6 +151,8 @@ class OptimizerReader:
                 self._named = self._named_by_order()
             else:
                 self._named = self.raw.named(self._plain_names(self.raw.keys))
+            if self._named is not None and self._rename is not None:
+                self._named = self._named.named(self._rename(self._named.keys))
             self._tried = True
         return self._named if self._named is not None else Optimizer()
 
@@ -151,6 +160,21 @@ class OptimizerReader:
         """Return a reader whose named state is changed: other names, moments that follow them."""
         reader = copy(self)
         reader._named, reader._tried = change(self.named()), True
+        return reader
+
+    def renamed(self, rename: Rename, weights: Mapping[str, str]) -> OptimizerReader:
+        """Return a reader whose parameters have other names, which `rename` returns by plain FQN.
+
+        `weights` has those of the weights: an order of parameters may name them as they are, or as
+        they will be. No name is looked up yet.
+        """
+        reader = self._unnamed()
+        before, earlier = self._rename, self._old_names
+        if before is None:
+            reader._rename = rename
+        else:
+            reader._rename = lambda keys: _in_turn(keys, before, rename)
+        reader._old_names = {new: earlier.get(old, old) for old, new in weights.items()}
         return reader
 
     def of_weights(self, infos: Mapping[str, TensorInfo]) -> OptimizerReader:
@@ -162,6 +186,7 @@ class OptimizerReader:
         if not self.by_index:
             return self
         reader = self._unnamed()
+        reader._rename, reader._old_names = None, {}
         weights = [Weight(name, info) for name, info in infos.items()]
         reader._model = Model(weights, {name: name for name in infos}, lambda: False)
         reader.__dict__.pop("_infos", None)
@@ -198,7 +223,12 @@ class OptimizerReader:
         if config is None:
             return None
         counts = [len(group[PARAMS]) for group in self.raw.groups]
-        order = from_config(config, self._mounts, counts, self._infos)
+        order: Order | None = from_config(config, self._mounts, counts, self._infos)
+        if order is None and self._old_names:
+            known = self._infos
+            infos = {new: known[old] for new, old in self._old_names.items() if old in known}
+            order = from_config(config, self._mounts, counts, infos)
+            order = None if order is None else self._by_old_names(order)
         if order is None:
             return None
         try:
@@ -207,6 +237,10 @@ class OptimizerReader:
             return None
         groups = "" if len(counts) == 1 else ", in Trainer's decay and no-decay groups"
         return f"the transformers class of {FilePath(config).name}{groups}", order
+
+    def _by_old_names(self, order: Order) -> Order:
+        """Return an order by the names that the weights had before they were renamed."""
+        return [[self._old_names.get(name, name) for name in group] for group in order]
 
     @cached_property
     def _infos(self) -> dict[str, TensorInfo]:
@@ -263,6 +297,13 @@ def _stripped(key: str) -> Iterator[str]:
     while len(path) > 1 and path[0] == HEAD:
         path = path[1:]
         yield ".".join(path)
+
+
+def _in_turn(keys: Collection[str], first: Rename, second: Rename) -> dict[str, str]:
+    """Return key -> the name after both renamings."""
+    once = first(keys)
+    twice = second(list(once.values()))
+    return {key: twice[name] for key, name in once.items()}
 
 
 def _several(leaves: Iterable[Path]) -> str:

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias, TypedDict
 from ckptmap.core import argument_checks
 from ckptmap.core.sizes import Size
 from ckptmap.errors import ArgumentError
+from ckptmap.mapping.renaming import Patterns as RenamePatterns
+from ckptmap.mapping.renaming import Renaming
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import local
 from ckptmap.storage.hub.uri import is_hub
@@ -82,6 +84,14 @@ class Options:
     """Names of wrappers, outermost first: `"ddp,compile"`; None: those of the setup."""
     names_like: str | None = None
     """A checkpoint whose names, wrappers included, the output copies."""
+    strip_prefix: str | None = None
+    """Segments that are removed from the head of the names that begin with them: `"student"`."""
+    add_prefix: str | None = None
+    """Segments that are put before all names: `"net"`."""
+    rename: tuple[str, ...] = ()
+    """Patterns `OLD=NEW` of whole names, such as `"student.{x}={x}"`, where a capture is one segment
+    or more. All patterns see the names without `strip_prefix`; `add_prefix` comes after them. Calls
+    also take a dict of OLD to NEW. The other options, and `names`, go by the new names."""
     names: str | None = None
     """The naming scheme of the output: `"auto"`, `"hf"`, another scheme, or a mapping file."""
     names_from: str | None = None
@@ -114,6 +124,10 @@ class Options:
             argument_checks.integer("world_size", self.world_size, -(1 << 63))
         size = argument_checks.nbytes("max_shard_nbytes", self.max_shard_nbytes)
         self._store("max_shard_nbytes", size)
+        renaming = self.renaming
+        self._store("rename", renaming.rename)
+        self._store("strip_prefix", renaming.strip_prefix or None)
+        self._store("add_prefix", renaming.add_prefix or None)
         if self.param_order is not None:
             self._store("param_order", argument_checks.order("param_order", self.param_order))
         argument_checks.choice("optimizer", self.optimizer, ("keep", "drop"))
@@ -127,6 +141,11 @@ class Options:
 
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    @property
+    def renaming(self) -> Renaming:
+        """What `strip_prefix`, `rename` and `add_prefix` do to names."""
+        return Renaming.of(self.strip_prefix, self.rename, self.add_prefix)
 
     def located(self, mounts: Mounts) -> Options:
         """Return the options with local paths: a path on the Hub becomes its local mirror in `mounts`.
@@ -223,6 +242,9 @@ class MergeOptionKeywords(TypedDict, total=False):
     max_shard_size: Size
     like: Path | None
     exact_scales: bool | Patterns
+    strip_prefix: str | None
+    add_prefix: str | None
+    rename: RenamePatterns
 
 
 class OptionKeywords(MergeOptionKeywords, total=False):

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import NO_STATES, States, states_of
 from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.split_roles import is_reserved_name
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
+from ckptmap.mapping.prefixes import nearest_change
 from ckptmap.mapping.wrappers import HEAD, wrap_prefix
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.request import Request
@@ -63,9 +65,32 @@ def _weight_names(request: Request) -> dict[str, str]:
     if request.options.names_like is not None:
         files = Files(mounts=request.ckpt.files.mounts)
         with open_in(files, request.options.names_like) as like:
+            _require_shared_names(request, like)
             return {fqn: like.names.get(fqn, fqn) for fqn in request.ckpt}
     prefix = _wrapper_prefix(request)
     return {fqn: prefix + fqn if prefix else fqn for fqn in request.ckpt}
+
+
+def _require_shared_names(request: Request, like: Checkpoint) -> None:
+    """Raise PlanError CKM618 where --names-like would change no name."""
+    path, ckpt = request.options.names_like, request.ckpt
+    if not any(fqn in like for fqn in ckpt):
+        change = nearest_change(list(ckpt), list(like))
+        hint = "give a checkpoint of the same model, or rename the weights first with --rename"
+        if change is not None:
+            hint = f"add {change.names_option}: {change.outcome}"
+        raise PlanError(
+            "CKM618",
+            f"--names-like {path}: has none of the {len(ckpt)} names, the first here is"
+            f" {next(iter(ckpt))!r}, there {next(iter(like), 'none')!r}",
+            hint,
+        )
+    if not any(like.names.get(fqn, fqn) != fqn or ckpt.names[fqn] != fqn for fqn in ckpt):
+        raise PlanError(
+            "CKM618",
+            f"--names-like {path}: changes nothing, both have plain names",
+            "leave it out, or name wrappers with --wrap ddp,compile",
+        )
 
 
 def _wrapper_prefix(request: Request) -> str:
@@ -120,7 +145,7 @@ def _require_names_unlike_ddp(selection: Selection) -> None:
             "CKM114",
             f"{selection.written[0]}: all names that are left begin with '{HEAD}.', which readers"
             " take for the wrapper of DDP",
-            f"include a weight without '{HEAD}.', or rename the weights with --names FILE",
+            f"add --strip-prefix {HEAD} for plain names; --wrap ddp puts the wrapper back",
         )
 
 

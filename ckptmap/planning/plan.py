@@ -49,6 +49,9 @@ OPTIONS_IN_HINT = 12
 PATH_OPTIONS = ("names_like", "config_from", "like", "base", "tp_plan")
 """Options that the digest leaves out: a path is not the same on every machine, and what it decides
 shows in the rest of the plan."""
+LATER_OPTIONS = ("strip_prefix", "add_prefix", "rename")
+"""Options that the digest leaves out where they are not used: a plan without them has the digest
+that it had before they came."""
 FIDELITIES = ("bytes", "exact", "codes", "cast", "quantize", "requantize")
 """From lossless to lossy."""
 
@@ -109,7 +112,10 @@ class Plan:
         """Return a SHA-256, the same on every machine for the same source and options."""
         seen = hashlib.sha256()
         options = {**asdict(self.options), **dict.fromkeys(PATH_OPTIONS)}
+        options = {k: v for k, v in options.items() if v or k not in LATER_OPTIONS}
         seen.update(json.dumps([__version__, SCHEMA, options, self.world_size]).encode())
+        if self.ckpt.renamings:
+            seen.update(json.dumps([one.record() for one in self.ckpt.renamings]).encode())
         if self.ckpt.translated is not None:
             seen.update(json.dumps(self.ckpt.translated).encode())
         for name, file_mark in sorted(self._source_files().items()):

@@ -29,6 +29,7 @@ from ckptmap.planning.options import OptionKeywords, Options, options_from
 from ckptmap.planning.output_names import output_names
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.plan import Plan
+from ckptmap.planning.prefix_notes import prefix_notes
 from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.planning.source import PlanSource, open_source
@@ -93,7 +94,7 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
         optimizer = optimizer_state(request, sharding, selection.remarks.dropped)
     layout = tensor_layout(request, sharding, names, selection, encodings, optimizer)
     remarks = selection.remarks + fit + encodings.remarks + optimizer.remarks
-    remarks += Remarks(notes=buffer_notes(selection.values))
+    remarks += Remarks(notes=[*buffer_notes(selection.values), *prefix_notes(request)])
     carried = carried_files(request, selection, names, encodings, layout, remarks)
     remarks += carried.remarks
     remarks += encoding_remarks(request, layout, encodings, remarks.dropped, layout.tied)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open_in
+from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.errors import PlanError
 from ckptmap.mapping.rules import HUB
@@ -45,6 +46,7 @@ def open_source(
     setup  what is written: a Hugging Face directory has names of its own
     files  those of the opened one, else the ones that will read it
 
+    Prefixes come off first: the scales of a base and the schemes of names go by what is below them.
     Scales are restored before names are translated: codes without scales have another shape than
     their tensor, and schemes of names are recognized by shapes. Raises SourceError and PlanError.
     """
@@ -52,6 +54,7 @@ def open_source(
     if not isinstance(source, Checkpoint):
         source = open_in(files, source, root=options.source_root, like=options.like)
     source = source.with_optimizer_order(options.param_order, options.like or options.config_from)
+    source = renamed(source, options.renaming)
     compares: Sequence[Compare] = ()
     notes: Sequence[str] = ()
     with errors_by_given_path(files.mounts):

@@ -41,6 +41,7 @@ def test_all_keys_prefixed(tmp_path: Path) -> None:
     error = refused(tmp_path, "mixtral", state, "hf-memory")
     assert error.code == "CKM604"
     assert f"all {len(state)} keys begin with 'student.'" in error.message
+    assert error.hint == "add --strip-prefix student"
 
 
 def test_a_known_wrapper_is_no_prefix(tmp_path: Path) -> None:

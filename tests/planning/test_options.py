@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -35,14 +35,15 @@ from ckptmap.planning.options import (
 
 def stored(kind: Any) -> Any:
     """What an option of this type is stored as: any path as str, any sequence as a tuple, a size as
-    bytes; True, of patterns, as the pattern of all names."""
+    bytes; True, of patterns, as the pattern of all names; a dict of names as patterns."""
     if kind in (Size, Size | None):
         return int if kind == Size else int | None
     if get_origin(kind) is Sequence:
         return tuple[stored(get_args(kind)[0]), ...]
     if not isinstance(kind, types.UnionType) and get_origin(kind) is not Union:
         return kind
-    members = [stored(member) for member in get_args(kind) if member != os.PathLike[str]]
+    given = [member for member in get_args(kind) if member != os.PathLike[str]]
+    members = [stored(member) for member in given if get_origin(member) is not Mapping]
     if tuple[str, ...] in members:
         members = [member for member in members if member is not bool]
     return Union[tuple(members)]  # noqa: UP007 (made of a list)
@@ -87,7 +88,7 @@ UNKNOWN: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "merge, which leaves names": (
         lambda: ckptmap.merge("x", "y", "z", names="hf"),
-        "names: is not an option of a merge, expected one of config_from, drop",
+        "names: is not an option of a merge, expected one of add_prefix, config_from",
     ),
     **{
         call.__name__: (
@@ -108,7 +109,7 @@ UNKNOWN: dict[str, tuple[Callable[[], object], str]] = {
     },
     "not at all": (
         lambda: ckptmap.plan("x", "hf", zzz=3),
-        r"zzz: is not an argument of plan\(\), expected one of base, config_from, ",
+        r"zzz: is not an argument of plan\(\), expected one of add_prefix, base, ",
     ),
 }
 

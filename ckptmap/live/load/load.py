@@ -14,15 +14,18 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.rename import renamed
 from ckptmap.core import argument_checks
 from ckptmap.core.signatures import spelled_out
 from ckptmap.execution.check_source import begin as begin_check
 from ckptmap.live.load import check_source
 from ckptmap.live.load.continuation import Continuation
 from ckptmap.live.load.load_plan import LoadPlan
+from ckptmap.live.load.mending_names import arguments_hint
 from ckptmap.live.load.same_checkpoint import content_facts
 from ckptmap.live.load.tensor_matcher import TensorMatcher
 from ckptmap.live.model import module_extra_state, name_scheme, peft
@@ -67,6 +70,9 @@ def load(
 
     A model that peft has wrapped takes checkpoints of its base, by the base's names, and its
     adapter's directory: the report's `left` lists the other half, which keeps its values.
+
+    `strip_prefix`, `rename` and `add_prefix` change the checkpoint's names; where a prefix is all that
+    keeps them from matching, CKM501 says which argument mends it.
 
     Names of another scheme become the model's where a mapping file knows both, Meta's for one; the
     report's `names` says so.
@@ -181,12 +187,17 @@ def _plan(
     if checkpoint is not path:
         closing.callback(checkpoint.close)
     facts |= content_facts(checkpoint)
+    stored = list(checkpoint)
+    checkpoint = _renamed(checkpoint, options)
     named = name_scheme.by_model_names(checkpoint, model, targets)
     checkpoint = named.checkpoint
     reader = TensorReader(checkpoint.files, options.max_memory)
     weights = TensorMatcher(checkpoint, reader, targets, options).plan()
     _leave_to_modules(weights, model, named.unmapped)
-    weights.refuse(checkpoint.path, options.strict, options.strict_encoding, buffers_on_meta)
+    weights.refuse(
+        checkpoint.path, options.strict, options.strict_encoding, buffers_on_meta,
+        lambda: arguments_hint(stored, targets, options.renaming),
+    )  # fmt: skip
     state = _plan_state(checkpoint, targets, optimizer, options)
     continuation = Continuation(checkpoint, model, optimizer, scheduler, targets)
     continuation.inexact += differences
@@ -198,6 +209,15 @@ def _plan(
     return PlannedLoad(
         checkpoint, reader, weights, state, continuation, buffers_on_meta, named.names
     )
+
+
+def _renamed(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
+    """Return the checkpoint by the names that the caller gives its weights, without those to drop."""
+    checkpoint = renamed(checkpoint, options.renaming)
+    if not options.drop:
+        return checkpoint
+    dropped = {n for n in checkpoint if any(n == p or fnmatchcase(n, p) for p in options.drop)}
+    return replace(checkpoint, groups=checkpoint.groups.without(dropped))
 
 
 def _leave_to_modules(weights: LoadPlan, model: torch.nn.Module, unmapped: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from ckptmap.live.model.collective_errors import explain
 from ckptmap.live.model.live_form import LoadStep
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import (
+    SHOWN,
     CastTensor,
     Decoded,
     Encoded,
@@ -67,15 +68,23 @@ class LoadPlan:
             self.becomes[target.fqn] = step.becomes
 
     def refuse(
-        self, path: str, strict: bool, strict_encoding: bool, buffers_on_meta: Sequence[str]
+        self,
+        path: str,
+        strict: bool,
+        strict_encoding: bool,
+        buffers_on_meta: Sequence[str],
+        mend: Callable[[], str] = str,
     ) -> None:
-        """Raise LoadError for what must not be loaded: names first, then shapes, then encodings."""
+        """Raise LoadError for what must not be loaded: names first, then shapes, then encodings.
+
+        `mend` returns the arguments that make names match, as a hint; "": none do.
+        """
         if strict:
-            self._refuse_names(path, buffers_on_meta)
+            self._refuse_names(path, buffers_on_meta, mend)
             peft.refuse_values_of_another_base(self.left, path)
             self._refuse_shapes(path)
         elif self.missing and not self.steps:
-            self._refuse_nothing(path)
+            self._refuse_nothing(path, mend)
         for title, names in self.trainable.items():
             raise LoadError(
                 "CKM503",
@@ -91,7 +100,9 @@ class LoadPlan:
                 "change the world size, or pass strict_encoding=False",
             )
 
-    def _refuse_names(self, path: str, buffers_on_meta: Sequence[str]) -> None:
+    def _refuse_names(
+        self, path: str, buffers_on_meta: Sequence[str], mend: Callable[[], str]
+    ) -> None:
         missing = [target.fqn for target in self.missing]
         if missing or self.unexpected:
             seen = []
@@ -104,7 +115,7 @@ class LoadPlan:
             raise LoadError(
                 "CKM501",
                 f"{path}: keys do not match the model, {'; '.join(seen)}",
-                _way_out(missing, self.unexpected),
+                mend() or _way_out(missing, self.unexpected),
             )
         if buffers_on_meta:
             raise LoadError(
@@ -115,14 +126,15 @@ class LoadPlan:
                 "tie_weights), or compute them and load with strict=False",
             )
 
-    def _refuse_nothing(self, path: str) -> None:
+    def _refuse_nothing(self, path: str, mend: Callable[[], str]) -> None:
         """Raise LoadError where strict=False would leave the whole model as it is, without a word."""
         missing = [target.fqn for target in self.missing]
         raise LoadError(
             "CKM501",
             f"{path}: none of the model's {len(missing)} tensors is in it, expected at least one"
             f" although strict=False; the model has {listed(missing)}; it has {listed(self.unexpected)}",
-            "load a checkpoint of this model, or give it the model's names first:"
+            mend()
+            or "load a checkpoint of this model, or give it the model's names first:"
             " ckptmap convert SRC DST --to full --names FILE",
         )
 
@@ -176,4 +188,6 @@ def _way_out(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     live, saved = (any(n.startswith(HEAD) for n in ns) for ns in (missing, unexpected))
     if saved and not live:
         return "wrap the model by get_peft_model first, or load what `ckptmap merge` makes of it"
-    return "load with strict=False to take what matches, or rename with a mapping"
+    if not missing:
+        return f"leave out what the model does not have: drop={list(unexpected[:SHOWN])!r}, or strict=False"
+    return "load with strict=False to take what matches, or give names with rename=['OLD=NEW']"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.quantized_codes import Coded
 from ckptmap.live.load.load_plan import Step
+from ckptmap.live.load.mending_names import state_dict_hint
 from ckptmap.live.load.tensor_matcher import TensorMatcher
 from ckptmap.live.model.live_form import LiveForm, form_of, live_forms
 from ckptmap.live.model.live_tensor import LiveTensor, device_for, fallback_device, like
@@ -99,7 +100,10 @@ def load_live(
         units: list[ReshardTask] = []
         with exchange.kept([ReshardTask(scales)]), live.peers.together():
             plan = _Matcher(checkpoint, reader, targets if weights else ()).plan()
-            plan.refuse(checkpoint.path, strict, False, buffers_on_meta if weights else ())
+            plan.refuse(
+                checkpoint.path, strict, False, buffers_on_meta if weights else (),
+                lambda: state_dict_hint(list(checkpoint), targets),
+            )  # fmt: skip
             for target, step in zip(plan.targets, plan.steps, strict=True):
                 source = checkpoint[target.named_in(checkpoint)[0]]
                 units.append(_unit(target, source, step, device))

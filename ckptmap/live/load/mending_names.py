@@ -1,0 +1,51 @@
+"""The arguments of `load` that make the names of a checkpoint those of the model, for a hint.
+
+student.fc.weight in the file, fc.weight in the model  ->  strip_prefix='student'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.mapping.detect import known_below
+from ckptmap.mapping.prefixes import PrefixChange, nearest_change
+from ckptmap.mapping.renaming import Renaming
+
+
+def arguments_hint(names: Collection[str], targets: Sequence[LiveTensor], given: Renaming) -> str:
+    """Return the hint; "": no change of a prefix makes names match.
+
+    names  those of the checkpoint, before the arguments of this call have changed them
+    given  what those arguments change
+    """
+    change = nearest_change(names, list(_wanted(targets)))
+    if change is None:
+        known = known_below(names)
+        return "" if known is None else _text(known, "names of a known scheme are below it")
+    if change.renaming == given and not change.drop:
+        return ""
+    new = set(change.renaming.names(names, "checkpoint").values())
+    all_there = all(target.named_in(new) for target in targets)
+    return _text(change, change.outcome, strict=all_there and change.drop is not None)
+
+
+def state_dict_hint(names: Collection[str], targets: Sequence[LiveTensor]) -> str:
+    """Return the expression that gives a state dict the model's names; "": a prefix is not the cause."""
+    change = nearest_change(names, list(_wanted(targets)))
+    if change is None or (change.old and change.new):
+        return ""
+    key = f"{change.new + '.'!r} + k" if change.new else f"k.removeprefix({change.old + '.'!r})"
+    return f"pass {{{key}: v for k, v in state_dict.items()}}: {change.outcome}"
+
+
+def _text(change: PrefixChange, outcome: str, strict: bool = True) -> str:
+    rest = "" if strict else ", strict=False"
+    return f"load it with {change.arguments}{rest}: {outcome}"
+
+
+def _wanted(targets: Sequence[LiveTensor]) -> Iterator[str]:
+    """Yield the names that a checkpoint of the model has: of one that peft has wrapped, its base's."""
+    for target in targets:
+        adapted = target.adapted
+        yield from target.names if adapted is None or not adapted.base else adapted.base
