@@ -21,7 +21,7 @@ from ckptmap.checkpoint.name_translation import NameTranslation
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import PlanError
 from ckptmap.mapping.derived_tensor import DerivedTensor
-from ckptmap.mapping.detect import SchemeChoice, choose, known_below
+from ckptmap.mapping.detect import SchemeChoice, choose, known_below, recognise
 from ckptmap.mapping.dims_table import Dims
 from ckptmap.mapping.mapped_tensor import mapped_tensor
 from ckptmap.mapping.mapping_file import parse_scheme
@@ -193,15 +193,20 @@ def _apply_choice(
             infos
         ):  # its shape is that of packed codes
             error.hint = RESTORE + error.hint
+        if error.code == "CKM607":
+            error.hint = _prefix_hint(infos, config) or error.hint
         raise
     if not resolution.targets and infos:
-        hint = "list the schemes with: ckptmap mappings list; name that of this checkpoint with --names-from"
-        change = known_below(infos, config)
         raise PlanError(
             "CKM609",
             f"{ckpt.path}: {choice.text}: no rule matches any of its keys, the first is {next(iter(infos))}",
-            hint
-            if change is None
-            else f"without '{change.old}.' they are known: add {change.options}",
+            _prefix_hint(infos, config)
+            or "list the schemes with: ckptmap mappings list; name that of this checkpoint with --names-from",
         )
     return _translated(ckpt, resolution, choice, config, left)
+
+
+def _prefix_hint(keys: Collection[str], config: Mapping[str, object] | None) -> str:
+    """Return the options that take off the prefix without which the keys are known; "": there is none."""
+    change = None if recognise(keys, config) else known_below(keys, config)
+    return "" if change is None else f"without '{change.old}.' they are known: add {change.options}"

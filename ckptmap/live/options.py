@@ -42,7 +42,7 @@ class LoadKeywords(TypedDict, total=False):
     strip_prefix: str | None
     rename: RenamePatterns
     add_prefix: str | None
-    drop: str | Sequence[str]
+    drop: Sequence[str]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,10 +17,13 @@ from ckptmap.live.options import LoadKeywords, LoadOptions
 
 
 def test_keywords_and_options_agree() -> None:
-    """A size is given as bytes or text, and stored as bytes."""
+    """A size is given as bytes or text, and stored as bytes; patterns in any sequence, and in a tuple."""
     of_call = get_type_hints(LoadKeywords)
     assert of_call.pop("max_memory") == int | str
-    assert of_call | {"max_memory": int} == get_type_hints(LoadOptions)
+    assert of_call.pop("rename") == Sequence[str] | Mapping[str, str]
+    assert of_call.pop("drop") == Sequence[str]
+    stored = {"max_memory": int, "rename": tuple[str, ...], "drop": tuple[str, ...]}
+    assert of_call | stored == get_type_hints(LoadOptions)
 
 
 def test_the_signature_has_every_option() -> None:
