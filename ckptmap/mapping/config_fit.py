@@ -14,6 +14,7 @@ from ckptmap.errors import PlanError
 from ckptmap.mapping.catalog import CatalogEntry, available
 from ckptmap.mapping.detect import KeyCounts, recognise
 from ckptmap.mapping.name_patterns import skeletons
+from ckptmap.mapping.prefixes import PrefixChange, averaged_model, known_prefix
 from ckptmap.mapping.resolve import resolve
 from ckptmap.mapping.rules import HUB, NamingScheme
 from ckptmap.tensors import TensorInfo
@@ -49,18 +50,11 @@ class Family:
         name = self.disk.rules[0].hub[0].names[0]
         return name.render(dict.fromkeys(name.captures, 0), (0,) * len(name.holes))
 
-    def common_prefix(self, keys: Collection[str]) -> str:
-        """Return the segments in front of all keys without which most are names of the model; ""
-        where there are none."""
-        prefix, rest = "", list(keys)
-        while rest:
-            head = rest[0].partition(".")[0] + "."
-            if not all(key.startswith(head) for key in rest):
-                return ""
-            prefix, rest = prefix + head, [key[len(head) :] for key in rest]
-            if KeyCounts(rest).left(self.disk, hub=True) < len(rest) / 2:
-                return prefix.rstrip(".")
-        return ""
+    def prefix(self, keys: Collection[str]) -> PrefixChange | None:
+        """Return the prefix without which most keys below it are names of the model; None: there is none."""
+        return averaged_model(keys) or known_prefix(
+            keys, lambda below: KeyCounts(below).left(self.disk, hub=True) < len(below) / 2
+        )
 
     def difference(
         self, infos: Mapping[str, TensorInfo], config: Mapping[str, object]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from shlex import quote
 
 from ckptmap.core.formatting import counted
 from ckptmap.errors import CkptmapError, PlanError
@@ -93,9 +92,11 @@ def _stranger(
         f"{fitting or 'none'} of {counted(len(written), 'name')} fits {family.model_type}, which config.json"
         f" describes: found {first!r}, expected such as {family.example!r}; {AT_RANDOM}"
     )
-    prefix, scheme = family.common_prefix(written), other_scheme(written, config)
-    if prefix:
-        hint = f"all {len(written)} begin with it: add --strip-prefix {quote(prefix)}"
+    change, scheme = family.prefix(written), other_scheme(written, config)
+    if change is not None:
+        hint = (
+            f"{change.matched} of {change.wanted} fit without '{change.old}.': add {change.options}"
+        )
     elif scheme is not None:
         hint = f"the names are those of {scheme.title}: add --names hf"
     else:
