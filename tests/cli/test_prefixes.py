@@ -175,7 +175,11 @@ def test_names_of_an_option_agree() -> None:
     """The command line and Python call an option by one name."""
     other = {name: field_of(name) for name in TABLE if field_of(name) != name}
     assert other == {"max_shard_size": "max_shard_nbytes"}  # Python takes both
-    also = {flag.removeprefix("--") for option in TABLE.values() for flag in option.names[1:]}
+    also = {
+        flag.removeprefix("--").replace("-", "_")
+        for option in TABLE.values()
+        for flag in option.names[1:]
+    }
     assert {*TABLE, *other.values(), *also, "progress"} == set(ConvertKeywords.__annotations__)
     names = {"strip_prefix", "rename", "add_prefix", "drop", "max_memory"}
     assert names <= set(TABLE) and names <= set(LoadKeywords.__annotations__)
