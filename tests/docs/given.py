@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from tests.corpus import Corpus
 from tests.corpus.models import tiny_llama
@@ -44,6 +45,22 @@ def training_script(path: Path, writers: Callable[[], Writers]) -> None:
     state = torch.compile(model, backend="eager").state_dict()
     named = {f"module.{key}": tensor for key, tensor in state.items()}
     torch.save({"model": named, "optimizer": optimizer.state_dict(), "epoch": 3}, path)
+
+
+def average(path: Path, writers: Callable[[], Writers]) -> None:
+    """An exponential moving average, by torch's own AveragedModel."""
+    torch.save(AveragedModel(tiny_llama()).state_dict(), path)
+
+
+def distillation(path: Path, writers: Callable[[], Writers]) -> None:
+    """A training module with a student, a teacher and a loss with a buffer."""
+    parts = {"student": tiny_llama(seed=1), "teacher": tiny_llama()}
+    module = torch.nn.ModuleDict({**parts, "dino_loss": torch.nn.BatchNorm1d(3, affine=False)})
+    torch.save(module.state_dict(), path)
+
+
+def plain_state_dict(path: Path, writers: Callable[[], Writers]) -> None:
+    torch.save(tiny_llama().state_dict(), path)
 
 
 def directory(name: str, path: Path, writers: Callable[[], Writers]) -> None:
@@ -82,6 +99,12 @@ BASE = {"base": hub_model}
 GIVEN: Mapping[str, Mapping[str, Make]] = {
     "tutorial.md": {},
     "recipes/wrapped-names.md": {"run/model.pt": training_script, **BASE},
+    "recipes/prefixes.md": {
+        "distilled.pt": distillation,
+        "ema.pt": average,
+        "model.pt": plain_state_dict,
+        **BASE,
+    },
     "recipes/accelerate-to-hf.md": {
         "checkpoint-2": partial(directory, "trainer_fsdp_sharded_w2/checkpoint-2"),
         **BASE,

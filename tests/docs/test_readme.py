@@ -12,16 +12,22 @@ import pytest
 import torch
 
 from tests.corpus.models import tiny_llama
-from tests.docs.given import Make, Writers, directory, four_bit, hub_model, lora, training_script
+from tests.docs.given import (
+    Make,
+    Writers,
+    average,
+    directory,
+    four_bit,
+    hub_model,
+    lora,
+    plain_state_dict,
+    training_script,
+)
 from tests.docs.page import output
 from tests.support.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
 ROWS = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `(ckptmap [^`]+)` \|$", README, re.MULTILINE)
-
-
-def plain_state_dict(path: Path, writers: Callable[[], Writers]) -> None:
-    torch.save(tiny_llama().state_dict(), path)
 
 
 def meta(path: Path, writers: Callable[[], Writers]) -> None:
@@ -39,6 +45,7 @@ GIVEN: dict[str, Make] = {
     "model.pt": training_script,
     "plain.pt": plain_state_dict,
     "file.pt": training_script,
+    "ema.pt": average,
     "run": TRAINER,
     "actor": partial(directory, "verl_w2/actor"),
     "base": hub_model,
@@ -79,7 +86,7 @@ def test_row(
 
 
 def test_the_table_has_its_rows() -> None:
-    assert len(ROWS) == 13  # and one on paths of the Hub, which recipes/hub.md runs
+    assert len(ROWS) == 14  # and one on paths of the Hub, which recipes/hub.md runs
 
 
 def test_the_python_of_the_readme_names_what_there_is() -> None:
