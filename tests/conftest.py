@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -28,6 +29,9 @@ settings.register_profile("ckptmap", deadline=None)
 settings.register_profile("fast", deadline=None, max_examples=25)
 settings.load_profile("ckptmap")
 
+# Collecting imports libraries and makes 100,000s of objects, and no garbage; see `pytest_collection_finish`.
+gc.disable()
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell's &, as its children are
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -47,6 +51,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts ranks and what is slow; the longest files go first."""
     marks.mark(items)
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """Take what collecting has made out of every later garbage collection: it stays to the end."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let the process that only collects reports end without a look at 100,000s of objects of them."""
+    if session.config.pluginmanager.hasplugin("dsession"):
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
