@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckptmap.operations.hub.pull import pull
     from ckptmap.operations.hub.push import push
     from ckptmap.operations.merge import merge
+    from ckptmap.operations.report.page import report
     from ckptmap.operations.verify import verify
     from ckptmap.planning.plan import Plan
     from ckptmap.planning.planner import plan
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint", "CkptmapError", "LazyTensor", "Plan", "Report", "__version__", "convert",
-    "diff", "load", "merge", "open", "plan", "pull", "push", "save", "translate", "verify",
+    "diff", "load", "merge", "open", "plan", "pull", "push", "report", "save", "translate", "verify",
 ]  # fmt: skip
 
 # No module may bear the name of a function here: importing it would shadow the function.
@@ -43,7 +44,8 @@ _HOMES = {
     "Checkpoint": "checkpoint.checkpoint", "CkptmapError": "errors", "LazyTensor": "storage.lazy_tensor",
     "Plan": "planning.plan", "Report": "planning.report", "convert": "operations.convert",
     "diff": "operations.diff", "load": "live.load.load", "merge": "operations.merge", "open": "checkpoint.open",
-    "plan": "planning.planner", "pull": "operations.hub.pull", "push": "operations.hub.push", "save": "live.save.save",
+    "plan": "planning.planner", "pull": "operations.hub.pull", "push": "operations.hub.push",
+    "report": "operations.report.page", "save": "live.save.save",
     "translate": "live.state_dict.translate", "verify": "operations.verify",
 }  # fmt: skip
 

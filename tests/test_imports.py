@@ -15,7 +15,16 @@ import torch
 
 from tests.support.paths import ROOT
 
-HEAVY = {"torch", "torchao", "numpy", "safetensors", "xxhash", "transformers", "huggingface_hub"}
+HEAVY = {
+    "torch",
+    "torchao",
+    "numpy",
+    "safetensors",
+    "xxhash",
+    "transformers",
+    "huggingface_hub",
+    "jinja2",
+}
 
 COLUMN: tuple[tuple[str, ...], ...] = (
     ("error_codes", "errors", "protocols", "registry", "setups", "tensors", "version"),
@@ -293,6 +302,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_inspect_imports_nothing_heavy(source: Path) -> None:
     assert imported_by("inspect", str(source)) == set()
+
+
+def test_report_imports_only_what_renders_it(source: Path, tmp_path: Path) -> None:
+    args = ("report", str(source), "--to", "fsdp2-nf4", "-o", str(tmp_path / "report.html"))
+    assert imported_by(*args) == {"jinja2"}
 
 
 def test_plan_imports_nothing_heavy(source: Path) -> None:

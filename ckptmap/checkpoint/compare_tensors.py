@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,10 +61,13 @@ def same_parts(a: LazyTensor, b: LazyTensor) -> str | None:
     return None
 
 
-def difference(a: LazyTensor, b: LazyTensor) -> Difference | None:
+def difference(
+    a: LazyTensor, b: LazyTensor, seen: Callable[[torch.Tensor], None] | None = None
+) -> Difference | None:
     """Return how the decoded values differ; None: they are bit-equal.
 
     If only the dtype differs, the first is cast to the second's. NaNs of the same bits are equal.
+    `seen` gets the differences of every box in which there are some, as float64.
     """
     import torch
 
@@ -86,6 +89,8 @@ def difference(a: LazyTensor, b: LazyTensor) -> Difference | None:
             if not a_values.is_complex()
             else (a_values - b_values).abs().double()
         )
+        if seen is not None:
+            seen(delta)
         worst = max(worst, float(delta.nan_to_num(nan=float("inf")).abs().max()))
         square = float((delta * delta).sum())
         squares_diff += square

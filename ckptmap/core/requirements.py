@@ -18,7 +18,7 @@ LIBRARIES = {
     for name in (
         "torch", "numpy", "torchao", "safetensors", "huggingface_hub", "typer", "xxhash", "isal",
         "transformers", "accelerate", "bitsandbytes", "peft", "compressed-tensors", "triton",
-        "lightning", "pytest",
+        "lightning", "pytest", "jinja2",
     )
 }  # fmt: skip
 """Module -> distribution, of the libraries that ckptmap imports."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.compare_tensors import difference, same_parts
+from ckptmap.checkpoint.compare_tensors import Difference, difference, same_parts
 from ckptmap.checkpoint.compare_values import match_extra_state, unequal_values
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed
@@ -70,9 +70,11 @@ class DiffReport(ShortRepr):
         compared = (
             "shape, dtype, encoding and values" if self.values else "shape, dtype and encoding"
         )
-        lines = [f"only in {self.a}: {name}{times}" for name, times, _ in _fold_names(self.only_a)]
-        lines += [f"only in {self.b}: {name}{times}" for name, times, _ in _fold_names(self.only_b)]
-        changed = _fold_names(list(self.changed), list(self.changed.values()))
+        lines = [f"only in {self.a}: {name}{times}" for name, times, _ in folded_names(self.only_a)]
+        lines += [
+            f"only in {self.b}: {name}{times}" for name, times, _ in folded_names(self.only_b)
+        ]
+        changed = folded_names(list(self.changed), list(self.changed.values()))
         lines += [f"{name}: {reason}{times}" for name, times, reason in changed]
         lines += self._settings()
         verdict = "the same" if self.equal else "different"
@@ -92,7 +94,7 @@ class DiffReport(ShortRepr):
         return ["what is no tensor:", *lines]
 
 
-def _fold_names(
+def folded_names(
     names: Sequence[str], reasons: Sequence[str] = ()
 ) -> Iterator[tuple[str, str, str]]:
     """Yield pattern, count and reason of names that differ only in numbers and share a reason.
@@ -129,11 +131,16 @@ def diff(
         )
         for ckpt in (first, second):
             stack.enter_context(origins_in_errors(ckpt.files.mounts))
-        report = _diff(renamed(first, renaming), second, values)
-        if renaming or not (report.only_a and report.only_b):
-            return report
-        change = nearest_change(list(first), list(second))
-        return report if change is None else replace(report, mended_by=_mended_by(report, change))
+        report = compare(renamed(first, renaming), second, _values_differ if values else None)
+        return report if renaming else with_prefix_told(report, first, second)
+
+
+def with_prefix_told(report: DiffReport, first: Checkpoint, second: Checkpoint) -> DiffReport:
+    """Return the report with the command that makes names match, where a prefix keeps them apart."""
+    if not (report.only_a and report.only_b):
+        return report
+    change = nearest_change(list(first), list(second))
+    return report if change is None else replace(report, mended_by=_mended_by(report, change))
 
 
 def _mended_by(report: DiffReport, change: PrefixChange) -> str:
@@ -144,7 +151,19 @@ def _mended_by(report: DiffReport, change: PrefixChange) -> str:
     return f"{command} {change.names_option}"
 
 
-def _diff(first: Checkpoint, second: Checkpoint, values: bool) -> DiffReport:
+Measure = Callable[[str, LazyTensor, LazyTensor], Difference | None]
+"""Compares the values of two tensors that have this name; None: they are bit-equal."""
+
+
+def _values_differ(name: str, a: LazyTensor, b: LazyTensor) -> Difference | None:
+    return difference(a, b)
+
+
+def compare(first: Checkpoint, second: Checkpoint, measure: Measure | None) -> DiffReport:
+    """Return the differences of two opened checkpoints; without `measure` values are not compared.
+
+    `measure` is called for tensors of one shape whose stored bytes differ.
+    """
     first_tensors, second_tensors = _tensors(first), _tensors(second)
     first_others, second_others = map(
         _other_tensors, (first, second), match_extra_state(first, second)
@@ -159,7 +178,7 @@ def _diff(first: Checkpoint, second: Checkpoint, values: bool) -> DiffReport:
     changed: dict[str, str] = {}
     for name in first_tensors:
         if name in second_tensors:
-            reason = _difference_of(first_tensors[name], second_tensors[name], values)
+            reason = _difference_of(name, first_tensors[name], second_tensors[name], measure)
             if reason is not None:
                 changed[name] = reason
     common = sum(name in second_tensors for name in first_tensors)
@@ -169,7 +188,7 @@ def _diff(first: Checkpoint, second: Checkpoint, values: bool) -> DiffReport:
         first.shown, second.shown, common - len(changed),
         tuple(name for name in first_tensors if name not in second_tensors),
         tuple(name for name in second_tensors if name not in first_tensors),
-        changed, values, settings, equal_count,
+        changed, measure is not None, settings, equal_count,
     )  # fmt: skip
 
 
@@ -188,7 +207,7 @@ def _other_tensors(ckpt: Checkpoint, names: Mapping[Path, Path]) -> dict[str, La
     }
 
 
-def _difference_of(a: LazyTensor, b: LazyTensor, values: bool) -> str | None:
+def _difference_of(name: str, a: LazyTensor, b: LazyTensor, measure: Measure | None) -> str | None:
     if a.shape != b.shape:
         return f"shape {list(a.shape)} and {list(b.shape)}"
     reasons = []
@@ -196,8 +215,8 @@ def _difference_of(a: LazyTensor, b: LazyTensor, values: bool) -> str | None:
         reasons.append(f"dtype {a.dtype} and {b.dtype}")
     if a.encoding != b.encoding:
         reasons.append(f"encoding {a.encoding} and {b.encoding}")
-    if values and not (not reasons and same_parts(a, b) is None):
-        differ = difference(a, b)
+    if measure is not None and not (not reasons and same_parts(a, b) is None):
+        differ = measure(name, a, b)
         if differ is not None:
             reasons.append(
                 f"{differ.count} of {a.info.numel} values differ, by at most {differ.max_abs:.3e}"

@@ -17,7 +17,7 @@ from ckptmap.core.columns import distinct, each
 from ckptmap.core.formatting import counted, human
 from ckptmap.core.printable import as_lines
 from ckptmap.core.state_paths import join
-from ckptmap.core.tensor_table import TensorSummary, table
+from ckptmap.core.tensor_table import KeyPattern, TensorSummary, fold, table
 from ckptmap.errors import CkptmapError
 from ckptmap.mapping.catalog import CatalogEntry
 from ckptmap.mapping.detect import known_below, recognise
@@ -29,7 +29,7 @@ SHOWN = 8
 """Entries of `extra`, wrappers and ties that the text lists; JSON has all."""
 
 
-class _Look(NamedTuple):
+class Look(NamedTuple):
     """The facts of a tensor that its row of the table and the counts above it show."""
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class InspectReport:
         self.notes = list(ckpt.notes)
         infos = ckpt.infos()
         self.looks = dict(zip(infos, each(infos.values(), _plain), strict=True))
-        self.looks |= {fqn: _look(ckpt[fqn]) for fqn in ckpt.groups.encoded()}
+        self.looks |= {fqn: look_of(ckpt[fqn]) for fqn in ckpt.groups.encoded()}
         self.kinds = self._counts()
         # Not read where keyed by index: naming parameters may build a transformers class.
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
@@ -72,7 +72,7 @@ class InspectReport:
             "dtypes": dict(self._count_by("dtype")),
             "totals": {
                 "tensors": len(self.looks),
-                "numel": self._numel(),
+                "numel": self.numel(),
                 "nbytes": self._nbytes(),
                 "files": len(ckpt.index.files),
             },
@@ -87,10 +87,10 @@ class InspectReport:
             "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._matching_tensors()],
         }
 
-    def _counts(self) -> Counter[_Look]:
+    def _counts(self) -> Counter[Look]:
         """Return how many weights share each set of facts, of which there are few."""
         many = Counter(map(id, self.looks.values()))
-        kinds: Counter[_Look] = Counter()
+        kinds: Counter[Look] = Counter()
         for look in distinct(self.looks.values()).values():
             kinds[look] += many[id(look)]
         return kinds
@@ -123,7 +123,8 @@ class InspectReport:
             f" it: {again}; in convert add {change.options}"
         ]
 
-    def _numel(self) -> int:
+    def numel(self) -> int:
+        """Return the number of parameters."""
         return sum(prod(look.shape) * count for look, count in self.kinds.items())
 
     def _nbytes(self) -> int:
@@ -166,7 +167,7 @@ class InspectReport:
     # ------------------------------------------------------------------ as text
 
     def __str__(self) -> str:
-        facts = [(name, text) for name, text in self._facts() if text]
+        facts = [(name, text) for name, text in self.facts() if text]
         block = [f"  {name:<11}{text}" for name, text in facts]
         lines = self._table() or ["  no tensor has such a name"]
         return as_lines([self.ckpt.shown, *block, "", *lines])
@@ -174,19 +175,28 @@ class InspectReport:
     def _table(self) -> list[str]:
         """Return the lines of the table. Optimizer state, which repeats every weight two or three
         times, is listed only where `keys` is given."""
+        return table(*self._rows(with_states=self.keys != "*"))
+
+    def patterns(self) -> list[KeyPattern]:
+        """Return the rows of the table, optimizer state among them."""
+        return fold(*self._rows(with_states=True))
+
+    def _rows(self, with_states: bool) -> tuple[list[str], list[TensorSummary]]:
+        """Return the names that `keys` matches, and what the table shows of each."""
         summaries = self.looks
         if self.keys != "*":
             summaries = {fqn: look for fqn, look in summaries.items() if self._matches_keys(fqn)}
         names = list(summaries)
         looks = each(summaries.values(), lambda look: _row("model", look))
-        states = [("optimizer", lazy) for lazy in self.states if self.keys != "*"]
+        states = [("optimizer", lazy) for lazy in self.states if with_states]
         for role, lazy in (*states, *(("other", lazy) for lazy in self.other)):
             if self._matches_keys(lazy.fqn):
                 names.append(lazy.fqn)
-                looks.append(_row(role, _look(lazy)))
-        return table(names, looks)
+                looks.append(_row(role, look_of(lazy)))
+        return names, looks
 
-    def _facts(self) -> Iterator[tuple[str, str]]:
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """Yield the name and text of each fact; the text is empty where there is none."""
         ckpt = self.ckpt
         world = f", written by {ckpt.world_size} ranks" if ckpt.world_size > 1 else ""
         files = counted(len(ckpt.index.files), "file")
@@ -194,13 +204,13 @@ class InspectReport:
         yield "setup", ckpt.setup
         yield "wrappers", _first_items(list(ckpt.wrappers))
         yield "names", " or ".join(entry.title_with_aliases for entry in self.schemes)
-        numel = self._numel()
+        numel = self.numel()
         size = human(self._nbytes())
         yield "weights", f"{counted(len(self.looks), 'tensor')}, {numel:,} parameters, {size}"
         yield "dtypes", _histogram(self._count_by("dtype"))
         yield "encodings", _histogram(self._count_by("encoding"))
         yield "tied", _first_items([" = ".join(names) for names in self.ckpt.sharing()])
-        yield "optimizer", self._optimizer_line()
+        yield "optimizer", self.optimizer_line()
         yield "other", counted(len(self.other), "tensor") if self.other else ""
         extra = [f"{join(path)} = {_short_text(value)}" for path, value in ckpt.plain.items()]
         yield "extra", _first_items(extra)
@@ -209,7 +219,8 @@ class InspectReport:
         for note in self.notes:
             yield "note", note
 
-    def _optimizer_line(self) -> str:
+    def optimizer_line(self) -> str:
+        """Return what there is of optimizer state; "" where there is none."""
         optimizer = self._optimizer()
         if optimizer["keyed_by"] is None:
             return ""
@@ -231,16 +242,17 @@ def _entry(role: str, lazy: LazyTensor, ckpt: Checkpoint) -> dict[str, object]:
     }
 
 
-def _row(role: str, look: _Look) -> TensorSummary:
+def _row(role: str, look: Look) -> TensorSummary:
     return TensorSummary(role, look.shape, look.kind, "", look.nbytes)
 
 
-def _plain(info: TensorInfo) -> _Look:
-    return _Look(info.shape, info.dtype, "dense", info.nbytes, (info.dtype,))
+def _plain(info: TensorInfo) -> Look:
+    return Look(info.shape, info.dtype, "dense", info.nbytes, (info.dtype,))
 
 
-def _look(lazy: LazyTensor) -> _Look:
-    return _Look(lazy.shape, lazy.dtype, lazy.encoding, lazy.nbytes, (_kind(lazy),))
+def look_of(lazy: LazyTensor) -> Look:
+    """Return the facts of one tensor."""
+    return Look(lazy.shape, lazy.dtype, lazy.encoding, lazy.nbytes, (_kind(lazy),))
 
 
 def _kind(lazy: LazyTensor) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,25 +29,22 @@ from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.execution import manifest as manifests
 from ckptmap.operations.check_digests import check_digests
 from ckptmap.operations.check_structure import check_structure, chunks_of
+from ckptmap.operations.encode_again import FEED_NUMEL, encoded_writes
 from ckptmap.operations.extra_files import extra_files
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity, writes_keeping_codes
 from ckptmap.planning.restored_scales import restored
-from ckptmap.protocols import Write
-from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.manifest_file import parse
 from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.storage.resource_limits import SHORT
-from ckptmap.tensors import Box
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 SHOWN = 20
 """Problems that the text lists."""
-FEED_NUMEL = 1 << 19
 
 
 @dataclass(frozen=True, repr=False)
@@ -305,17 +301,10 @@ def _cast(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str
 
 def _quantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
     """Encode the source once more: every part must be equal bit for bit. No error is judged."""
-    encoder = mine.encoding_.encoder(source.info, "cpu")
-    feeds = (encoder.feed(*values) for values in _steps(source, encoder.step))
-    for write in chain.from_iterable(chain(feeds, _when_exhausted(encoder.finish))):
+    for write in encoded_writes(source, mine.encoding_):
         if not holds(mine, write):
             return f"{write.part} differ from an encoding of the source"
     return _measure(source, mine, errors)
-
-
-def _when_exhausted(finish: Callable[[], Iterable[Write]]) -> Iterator[Iterable[Write]]:
-    """Call `finish` only when the iterators before it in a chain are exhausted."""
-    yield finish()
 
 
 def _recoded(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
@@ -342,18 +331,3 @@ CHECKS: Mapping[str, Callable[[LazyTensor, LazyTensor, dict[str, float]], str | 
     "bytes": _moved, "exact": _moved, "codes": _recoded, "cast": _cast,
     "quantize": _quantized, "requantize": _quantized,
 }  # fmt: skip
-
-
-def _steps(lazy: LazyTensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (flat offset, values) in row-major order; all but the last hold a multiple of `step`
-    elements."""
-    import torch
-
-    offset, rest = 0, torch.empty(0, dtype=lazy.torch_dtype)
-    for box in row_major_boxes(Box.whole(lazy.shape), FEED_NUMEL):
-        rest = torch.cat([rest, lazy.read(box.offsets, box.sizes).view(-1)])
-        whole = len(rest) - len(rest) % step
-        yield offset, rest[:whole]
-        offset, rest = offset + whole, rest[whole:]
-    if len(rest):
-        yield offset, rest

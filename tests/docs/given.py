@@ -112,6 +112,7 @@ GIVEN: Mapping[str, Mapping[str, Make]] = {
     "recipes/rank-files-to-hf.md": {"global_step_2": partial(directory, "verl_w2"), **BASE},
     "recipes/qlora-fsdp2.md": BASE,
     "recipes/another-world-size.md": {"step-100": partial(case, "fsdp2_dcp_optimizer_w2")},
+    "recipes/report.md": BASE,
     "recipes/dequantize.md": {"quantized": four_bit},
     "recipes/meta-and-megatron.md": BASE,
     "recipes/merge-lora.md": {"adapter": lora},

@@ -74,6 +74,7 @@ SLOW = frozenset(
         "mapping/test_published_shapes.py::test_every_scheme_there_and_back",
         "mapping/test_transformers_live.py::test_gemma_3_with_images_in_all_its_names",
         "mapping/test_transformers_live.py::test_transformers_still_writes_and_loads_these_names",
+        "operations/report/test_in_browser.py",
         "operations/hub/test_pull.py::test_a_pull_killed_anywhere",
         "operations/hub/test_pull.py::test_a_push_killed_anywhere",
         "operations/hub/test_pull.py::test_ctrl_c_says_how_to_continue",

@@ -1,0 +1,60 @@
+"""Write a report to a file; only a file that is a report is replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckptmap.errors import DestinationError
+from ckptmap.storage.own_files import create
+
+MARK = b'<meta name="generator" content="ckptmap report">'
+HEAD = 4096
+"""The mark lies within so many first bytes of every report."""
+
+
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Raise DestinationError CKM304 where a report cannot be written at `path`: a file that is no
+    report lies there, or there is no such directory."""
+    file = Path(path)
+    if file.is_symlink() or file.exists():
+        if not _is_report(file):
+            raise DestinationError(
+                "CKM304",
+                f"{path}: is there already, and no report of ckptmap",
+                "choose another name with -o FILE",
+            )
+    elif not file.parent.is_dir():
+        raise DestinationError(
+            "CKM304",
+            f"{path}: cannot be written: there is no directory {file.parent}",
+            "make the directory, or choose another place with -o FILE",
+        )
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """Write the page, whole or not at all. Raises DestinationError CKM304."""
+    require_writable(path)
+    file = Path(path)
+    made = file.with_name(f".{file.name[:200]}.{os.getpid()}")
+    try:
+        create(made, [text.encode("utf-8", "backslashreplace")])
+        made.replace(file)
+    except OSError as error:
+        made.unlink(missing_ok=True)
+        raise DestinationError(
+            "CKM304",
+            f"{path}: cannot be written: {(error.strerror or str(error)).lower()}",
+            "choose another place with -o FILE",
+        ) from error
+
+
+def _is_report(file: Path) -> bool:
+    """Return whether a plain file begins as a report does."""
+    if file.is_symlink() or not file.is_file():
+        return False
+    try:
+        with file.open("rb") as stream:
+            return MARK in stream.read(HEAD)
+    except OSError:
+        return False
