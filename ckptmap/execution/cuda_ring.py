@@ -17,7 +17,7 @@ from ckptmap.protocols import Write
 from ckptmap.quantization.blockwise.chunks import DEVICE_NUMEL
 from ckptmap.storage import device_copies
 from ckptmap.storage.device_copies import DEPTH, Lanes
-from ckptmap.storage.pinned_memory import host_memory
+from ckptmap.tensors import Box
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ def feed_numel(device: str, budget: int, widest: int, on_cpu: int) -> int:
 
 
 class _Coming(NamedTuple):
-    """A result on its way back: what to write, the event of its arrival, and its block (-1: none)."""
+    """A result on its way back: what to write, the event of its arrival, and the block that it comes to."""
 
     write: Write
     arrival: Any
@@ -94,35 +94,46 @@ class _Coming(NamedTuple):
 def landed(writes: Iterable[Write], device: str) -> Iterator[Write]:
     """Yield the writes in order with their values on the CPU, valid until the next one is asked for.
 
-    Up to DEPTH results are copied back while the encoder computes later ones.
+    Up to DEPTH results are copied back while the encoder computes later ones. One that is larger than
+    a block comes back in several writes, so that no pinned memory is taken beside the blocks.
     """
     way = device_copies.lanes(device)
     if way is None:
         yield from writes
         return
-    blocks, coming = way.blocks("down"), deque[_Coming]()
-    for write in writes:
-        values = write.values.detach().contiguous()
-        if values.device.type != way.device.type or not values.numel():
+    coming = deque[_Coming]()
+    for write in writes:  # whoever makes the first one has bounded the blocks
+        blocks = way.blocks("down")
+        if write.values.device.type != way.device.type or not write.values.numel():
             yield from _arrived(coming, 0)
             yield write
             continue
-        turn = blocks.next_turn(values.nbytes)
-        if turn != blocks.turn:  # what the block holds is written before it is used again
-            yield from _arrived(coming, sum(result.block != turn for result in coming))
-        coming.append(_sent_back(way, write, values))
-        yield from _arrived(coming, DEPTH)
+        for part in _in_blocks(write, blocks.nbytes):
+            turn = blocks.next_turn(part.values.nbytes)
+            if turn != blocks.turn:  # what the block holds is written before it is used again
+                yield from _arrived(coming, sum(result.block != turn for result in coming))
+            coming.append(_sent_back(way, part))
+            yield from _arrived(coming, DEPTH)
     yield from _arrived(coming, 0)
 
 
-def _sent_back(way: Lanes, write: Write, values: torch.Tensor) -> _Coming:
-    blocks, block = way.blocks("down"), -1
-    if values.nbytes > blocks.nbytes:
-        here = host_memory(values.shape, values.dtype)
-    else:
-        here = blocks.take(values.nbytes).view(values.dtype).view(values.shape)
-        block = blocks.turn
-    return _Coming(Write(write.part, write.box, here), way.download(here, values), block)
+def _in_blocks(write: Write, nbytes: int) -> Iterator[Write]:
+    """Yield the write in runs of at most `nbytes` each; its values are flat."""
+    values = write.values.detach().contiguous()
+    start, step = write.box.offsets[0], nbytes // values.element_size()
+    if values.numel() <= step:
+        yield Write(write.part, write.box, values)
+        return
+    for at in range(0, values.numel(), step):
+        part = values.narrow(0, at, min(step, values.numel() - at))
+        yield Write(write.part, Box((start + at,), (part.numel(),)), part)
+
+
+def _sent_back(way: Lanes, write: Write) -> _Coming:
+    blocks, values = way.blocks("down"), write.values
+    here = blocks.take(values.nbytes).view(values.dtype).view(values.shape)
+    arrival = way.download(here, values)
+    return _Coming(Write(write.part, write.box, here), arrival, blocks.turn)
 
 
 def _arrived(coming: deque[_Coming], leave: int) -> Iterator[Write]:

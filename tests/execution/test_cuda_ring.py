@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +194,57 @@ def test_a_conversion_by_a_device_that_takes_its_time_is_the_same(
                 assert torch.equal(
                     one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)
                 )
+
+
+class Pinned:
+    """Counts the pinned memory of a run's threads as torch's allocator does: blocks of 2^n bytes, until
+    nobody holds them. (The main thread, which proves the output, reads it for the CPU.)"""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(shape, dtype=dtype)
+        if threading.current_thread() is threading.main_thread():
+            return made
+        nbytes = 1 << (made.nbytes - 1).bit_length()
+        self._add(nbytes)
+        weakref.finalize(made.untyped_storage(), self._add, -nbytes)
+        return made
+
+    def _add(self, nbytes: int) -> None:
+        with self._lock:
+            self.now += nbytes
+            self.peak = max(self.peak, self.now)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("to", ["full-nf4", "full-fp32", "hf-fp8", "full-bnb-nf4-dq"])
+def test_pinned_memory_stays_within_max_memory(
+    to: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where blocks must be smaller than they are unless bounded, and a result is as large as one or
+    larger: it may not come to a block whose result before was not written."""
+    maker = torch.Generator().manual_seed(2)
+    state = {
+        f"{i}.up_proj.weight": torch.randn(384, 1024, generator=maker).bfloat16() for i in range(3)
+    }
+    torch.save(state, tmp_path / "dense")
+    ckptmap.convert(tmp_path / "dense", tmp_path / "in", to="full-nf4")
+    source = tmp_path / ("in" if to == "full-fp32" else "dense")
+    ckptmap.convert(source, tmp_path / "expected", to=to)
+    pinned, memory = Pinned(), threads * (2 << 20)
+    one_late_a_thread(monkeypatch)
+    monkeypatch.setattr(device_copies, "host_memory", pinned)
+    ckptmap.convert(source, tmp_path / "found", to=to, threads=threads, max_memory=memory)
+    assert 0 < pinned.peak <= memory // 2, "the other half is the buffer of what is written"
+    with ckptmap.open(tmp_path / "expected") as a, ckptmap.open(tmp_path / "found") as b:
+        for fqn, lazy in a.items():
+            for part, stored in lazy.parts.items():
+                whole = Box.whole(stored.info.shape)
+                one, two = (which.read_part(part, whole).reshape(-1) for which in (lazy, b[fqn]))
+                assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), (fqn, part)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ckptmap.execution import cuda_ring
 from ckptmap.storage import device_copies
 from ckptmap.storage.device_copies import BLOCK_NBYTES, Lanes
 
@@ -89,8 +88,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, lanes: Callable[[Any], Lanes]) -> N
         return torch.empty(shape, dtype=dtype, device="cpu")
 
     monkeypatch.setattr(device_copies, "lanes", lanes)
-    for module in (device_copies, cuda_ring):
-        monkeypatch.setattr(module, "host_memory", host_memory)
+    monkeypatch.setattr(device_copies, "host_memory", host_memory)
 
 
 def one_late_a_thread(monkeypatch: pytest.MonkeyPatch) -> list[Late]:
