@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.blockwise.bucketize import FineBucketizer
-from ckptmap.quantization.blockwise.chunks import chunk_numel
+from ckptmap.quantization.blockwise.chunks import chunk_numel, sent
 from ckptmap.quantization.blockwise.exact_division import divide
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _bucketizer(qmap: torch.Tensor) -> FineBucketizer | None:
     key = on_cpu.numpy().tobytes(), str(qmap.device)
     if key not in _bucketizers:
         limits = thresholds(on_cpu)
-        _bucketizers[key] = None if limits is None else FineBucketizer(limits.to(qmap.device))
+        _bucketizers[key] = None if limits is None else FineBucketizer(sent(limits, qmap.device))
     _of_tables()[qmap] = version, _bucketizers[key]
     return _bucketizers[key]
 

@@ -132,7 +132,12 @@ class CastEncoder:
 
     def finish(self) -> Iterable[Write]:
         """Raise RunError CKM309 where finite values became infinite; there is nothing to write."""
-        count = sum(int(count) for count, _ in self._overflows)
+        import torch
+
+        if not self._overflows:
+            return ()
+        # One number is waited for, not one a box.
+        count = int(torch.stack([lost for lost, _ in self._overflows]).sum())
         if count:
             largest = max(float(peak) for _, peak in self._overflows)
             raise RunError(

@@ -31,14 +31,17 @@ def stopped_by_sigterm(stop: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def one_torch_thread(wanted: bool) -> Iterator[None]:
-    """Set torch to one thread, because the run has threads of its own. `wanted` False: torch is not
-    imported."""
+    """Set torch to one thread, because the run has threads of its own, or because a sum depends on how
+    it is split, and must have the same bits everywhere. `wanted` False: torch is not imported."""
     if not wanted:
         yield
         return
     import torch
 
     before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
     torch.set_num_threads(1)
     try:
         yield

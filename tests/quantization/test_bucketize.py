@@ -17,7 +17,7 @@ from tests.support.dispatched import Kernels, NeverWaits
 EDGES = {
     "bitsandbytes nf4": lambda: fourbit._bucketizer("nf4", "cpu")._thresholds,
     "bitsandbytes fp4": lambda: fourbit._bucketizer("fp4", "cpu")._thresholds,
-    "torchao nf4": lambda: nf4_codes._thresholds("cpu"),
+    "torchao nf4": lambda: nf4_codes._thresholds(),
 }
 
 
@@ -105,7 +105,7 @@ def test_a_table_without_thresholds_is_left_to_its_library() -> None:
 
 
 def test_a_device_that_holds_no_values_is_never_asked(device: Device) -> None:
-    limits = nf4_codes._thresholds("cpu")
+    limits = nf4_codes._thresholds()
     with device.mode():
         there = torch.linspace(-1, 1, 15, device=device.name)
         codes = torch.arange(16, dtype=torch.uint8, device=device.name)

@@ -14,6 +14,7 @@ from ckptmap.protocols import Refusal
 from ckptmap.quantization.nf4 import kernels as nf4_codes
 from ckptmap.quantization.nf4.encoding import FACTOR, PARTS, NF4Encoder, default_encoding
 from ckptmap.quantization.nf4.scheme import NF4
+from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.tensors import Box, TensorInfo
 from tests.conftest import Device
 from tests.support.examples import examples
@@ -34,7 +35,7 @@ SHAPES = ((64, 64), (1001, 64), (48, 128), (4096, 64), (128, 1024), (16384,), (1
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
     """torchao's mean depends on the thread count; ours is that of one thread."""
-    with nf4_codes.one_thread():
+    with one_torch_thread(True):
         yield
 
 

@@ -19,11 +19,11 @@ from ckptmap.errors import LoadError, SourceError
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.live.quantized.nf4_torchao import from_torchao, live_scaler_block, regroup, to_torchao
 from ckptmap.protocols import Group, Refusal, Scheme
-from ckptmap.quantization.nf4 import kernels as nf4_codes
 from ckptmap.quantization.nf4.encoding import PARTS, default_encoding
 from ckptmap.quantization.nf4.scheme import NF4, NF4Scheme
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.tensors import Box, Chunk, Cut, Opaque, Region, StoredTensor, TensorInfo
 from tests.support.examples import examples
 from tests.support.nf4_cases import DTYPES, MODULE, decode, info_of, quantize, slices, weights
@@ -34,7 +34,7 @@ SCHEME: Scheme = NF4Scheme()
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
     """torchao's mean depends on the thread count; ours is that of one thread."""
-    with nf4_codes.one_thread():
+    with one_torch_thread(True):
         yield
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptmap.quantization.blockwise.chunks import sent
+
 if TYPE_CHECKING:
     import torch
 
@@ -74,9 +76,8 @@ class FineBucketizer:
         import torch
 
         self._thresholds = thresholds
-        self._codes = torch.arange(
-            thresholds.numel() + 1, dtype=torch.uint8, device=thresholds.device
-        )
+        codes = torch.arange(thresholds.numel() + 1, dtype=torch.uint8)
+        self._codes = sent(codes, thresholds.device)
         self._tables = _by_bits(thresholds) if thresholds.is_cpu else None
 
     def bucketize(self, quotients: torch.Tensor, spare: torch.Tensor, out: torch.Tensor) -> None:

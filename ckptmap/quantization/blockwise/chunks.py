@@ -57,19 +57,35 @@ def smaller_chunks(halvings: int) -> Iterator[None]:
         _smaller.halvings = before
 
 
-def constant(
-    name: Hashable, device: torch.device | str, make: Callable[[torch.device], torch.Tensor]
-) -> torch.Tensor:
-    """Return a tensor that never changes, made once for each device by `make`.
+def sent(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a tensor of the CPU on a device.
 
-    To make it from a list for each box would wait for the device each time.
+    The copy has ended when this returns, because its memory is pageable: so any stream may use it.
+    """
+    import torch
+
+    at = torch.device(device)
+    if at.type == "cpu":
+        return values
+    there = torch.empty(values.shape, dtype=values.dtype, device=at)
+    return (
+        there.copy_(values) if type(values) is torch.Tensor else there
+    )  # a fake one has no values
+
+
+def constant(
+    name: Hashable, device: torch.device | str, make: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """Return a tensor that never changes, which `make` makes on the CPU, and each device keeps.
+
+    So it has the same bits everywhere. To make it for each box would wait for the device each time.
     """
     import torch
 
     key = name, torch.empty(0, device=device).device  # "cuda" with its index
     held = _constants.get(key)
     if held is None:
-        held = make(key[1])
+        held = sent(make(), key[1])
         if type(held) is torch.Tensor:  # a fake one must not outlive its mode
             _constants[key] = held
     return held

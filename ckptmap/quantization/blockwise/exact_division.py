@@ -26,6 +26,6 @@ def divide(values: torch.Tensor, number: float, *, out: torch.Tensor | None = No
     divisor = constant(
         ("divisor", number, dtype),
         values.device,
-        lambda at: torch.tensor(number, dtype=dtype, device=at),
+        lambda: torch.tensor(number, dtype=dtype),
     )
     return torch.div(values, divisor, out=out)

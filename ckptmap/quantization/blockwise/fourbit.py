@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.core.devices import indexed
 from ckptmap.quantization.blockwise.bucketize import Bucketizer
-from ckptmap.quantization.blockwise.chunks import chunk_numel, constant
+from ckptmap.quantization.blockwise.chunks import chunk_numel, constant, sent
 from ckptmap.tensors import Box, TensorInfo, contiguous_strides
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
     return constant(
         ("4-bit values", kind),
         device,
-        lambda at: torch.tensor(table_values(kind), dtype=torch.float32, device=at),
+        lambda: torch.tensor(table_values(kind), dtype=torch.float32),
     )
 
 
@@ -65,17 +65,20 @@ def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def _bucketizer(kind: str, device: str) -> Bucketizer:
-    """Return the bucketizer of the midpoints between neighbours; a quotient at a midpoint is below it."""
+    """Return the bucketizer of the midpoints between neighbours; a quotient at a midpoint is below it.
+
+    The CPU computes them for every device.
+    """
     import torch
 
     device = indexed(device)
     bucketizer = _bucketizers.get((kind, device))
     if bucketizer is not None:
         return bucketizer
-    ordered, codes = table(kind, device).sort(stable=True)
+    ordered, codes = table(kind).sort(stable=True)
     middles = (ordered.narrow(0, 0, 15) + ordered.narrow(0, 1, 15)) / 2
     above = middles.nextafter(torch.full_like(middles, torch.inf))
-    bucketizer = Bucketizer(above, codes.to(torch.uint8))
+    bucketizer = Bucketizer(sent(above, device), sent(codes.to(torch.uint8), device))
     if type(above) is torch.Tensor:  # a fake one must not outlive its mode
         _bucketizers[kind, device] = bucketizer
     return bucketizer
@@ -185,7 +188,7 @@ class FourBitDequantizer:
     def __init__(self, numel: int, kind: str, device: torch.device) -> None:
         import torch
 
-        self._pairs = constant(("4-bit pairs", kind), device, lambda at: pairs(table(kind, at)))
+        self._pairs = constant(("4-bit pairs", kind), device, lambda: pairs(table(kind)))
         self._values = torch.empty(numel, dtype=torch.float32, device=device)
 
     def run(self, packed: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptmap.quantization.blockwise.chunks import chunk_numel
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 CHUNK_NUMEL = 512 * 1024
-"""Elements per chunk."""
+"""Elements per chunk on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +57,26 @@ def quantize_rows(values: torch.Tensor, rule: RoundingRule) -> QuantizedBlocks:
     import torch
 
     rows, width = values.shape
-    if not values.is_cpu:
-        return _quantize(values, rule, None, None)
-    step = min(rows, max(1, CHUNK_NUMEL // width))
-    wide = torch.empty((step, width), dtype=torch.float32)
-    codes = torch.empty((rows, width), dtype=getattr(torch, rule.codes_dtype))
+    step = min(rows, max(1, chunk_numel(values.device, CHUNK_NUMEL) // width))
+    wide = torch.empty((step, width), dtype=torch.float32) if values.is_cpu else None
+    codes = values.new_empty((rows, width), dtype=getattr(torch, rule.codes_dtype))
     quantized = []
     for start in range(0, rows, step):
         count = min(step, rows - start)
-        part, room = values.narrow(0, start, count), wide.narrow(0, 0, count)
+        part, room = values.narrow(0, start, count), None
+        if wide is not None:
+            room = wide.narrow(0, 0, count)
         quantized.append(_quantize(part, rule, room, codes.narrow(0, start, count)))
     scales, peaks = _joined([f.scales for f in quantized]), _joined([f.absmax for f in quantized])
     return QuantizedBlocks(codes, scales, peaks)
 
 
 def _quantize(
-    values: torch.Tensor, rule: RoundingRule, wide: torch.Tensor | None, codes: torch.Tensor | None
+    values: torch.Tensor, rule: RoundingRule, wide: torch.Tensor | None, codes: torch.Tensor
 ) -> QuantizedBlocks:
-    """Quantize rows, through the buffer `wide` into `codes` where given.
+    """Quantize rows into `codes`, on a CPU through the buffer `wide`.
 
-    Memory that is new in each call costs more than all of the arithmetic.
+    There, memory that is new in each call costs more than all of the arithmetic.
     """
     import torch
 
@@ -87,8 +88,7 @@ def _quantize(
     scale, operand = rule.scales(absmax)
     made = _as_float32(values, wide)
     rule.apply(made, operand.unsqueeze(1))
-    coded = made.to(getattr(torch, rule.codes_dtype)) if codes is None else codes.copy_(made)
-    return QuantizedBlocks(coded, scale, absmax)
+    return QuantizedBlocks(codes.copy_(made), scale, absmax)
 
 
 def _as_float32(values: torch.Tensor, wide: torch.Tensor | None) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.quantization.blockwise.chunks import chunk_numel
 from ckptmap.quantization.blockwise.eight_bit_scales import ScaleLevels
+from ckptmap.storage.process_guards import one_torch_thread
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,8 @@ def quantize(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Quantize absmax [m] f32 -> q [m] u8, scale [ceil(m/256)] f32, offset, as bitsandbytes computes them."""
     import torch
 
-    offset = float(absmax.mean())
+    with one_torch_thread(True):
+        offset = float(absmax.mean())
     values = dynamic_map()
     middles = (values[:-1] + values[1:]) / 2
     codes = torch.empty(absmax.shape, dtype=torch.uint8)

@@ -26,6 +26,7 @@ from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.nf4 import kernels as nf4_codes
 from ckptmap.quantization.nf4.parts import DATA, FACTOR, MEAN, PARTS, SCALERS, TABLE
 from ckptmap.quantization.nf4.scales import ExactEncoder, NF4Recoder
+from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ class NF4Encoder:
 
     def _scales(self, absmax: torch.Tensor) -> Iterator[Write]:
         unit = self._encoding.scaler_block_size
-        with nf4_codes.one_thread():
+        with one_torch_thread(True):
             mean = absmax.mean()
         step = max(nf4_codes.CHUNK_NUMEL // unit, 1) * unit
         for start in range(0, absmax.numel(), step):

@@ -15,14 +15,12 @@ that stay in a CPU's cache, on a device in larger ones (see `chunks`). Nothing h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckptmap.core.devices import indexed
 from ckptmap.errors import RunError
 from ckptmap.quantization.blockwise.bucketize import Bucketizer
-from ckptmap.quantization.blockwise.chunks import chunk_numel
+from ckptmap.quantization.blockwise.chunks import chunk_numel, sent
 from ckptmap.quantization.blockwise.fourbit import pack, pairs
 
 if TYPE_CHECKING:
@@ -42,20 +40,20 @@ ZERO_CODE = TABLE.index(0.0)
 _lookups: dict[tuple[torch.dtype, str], torch.Tensor | Bucketizer] = {}
 
 
-def value_table(dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+def value_table(dtype: torch.dtype) -> torch.Tensor:
     """Return the 16 values in T."""
     import torch
 
-    return torch.tensor(TABLE, dtype=dtype, device=device)
+    return torch.tensor(TABLE, dtype=dtype)
 
 
 def nearest(values: torch.Tensor) -> torch.Tensor:
     """Return codes by torchao's rule: the first index of the least |value - table|, rounded to T.
 
     Along the table the distance falls, then rises, and no two neighbours are so close that a fall
-    is rounded away: so the index is the number of falls, which is the same on every device.
+    is rounded away: so the index is the number of falls.
     """
-    distance = (values.unsqueeze(-1) - value_table(values.dtype, values.device)).abs()
+    distance = (values.unsqueeze(-1) - value_table(values.dtype)).abs()
     return (distance.diff(dim=-1) < 0).sum(-1)
 
 
@@ -65,34 +63,33 @@ def nearest(values: torch.Tensor) -> torch.Tensor:
 def lookup(dtype: torch.dtype, device: str) -> torch.Tensor | Bucketizer:
     """Return what maps quotients to codes: a table [65536] u8 by 16 bits, for float32 a Bucketizer.
 
-    A NaN, which is 0/0, has the code of 0.
+    A NaN, which is 0/0, has the code of 0. The CPU computes it for every device.
     """
     import torch
 
     device = indexed(device)
     table = _lookups.get((dtype, device))
     if table is None:
-        limits = _thresholds(device) if dtype.itemsize == 4 else None
-        if limits is None:
-            table = made = _lookup_16(dtype, device)
+        if dtype.itemsize == 4:
+            made = sent(torch.arange(16, dtype=torch.uint8), device)
+            table = Bucketizer(sent(_thresholds(), device), made)
         else:
-            table = Bucketizer(limits, made := torch.arange(16, dtype=torch.uint8, device=device))
+            table = made = sent(_lookup_16(dtype), device)
         if type(made) is torch.Tensor:  # a fake one must not outlive its mode
             _lookups[dtype, device] = table
     return table
 
 
-def _lookup_16(dtype: torch.dtype, device: str) -> torch.Tensor:
+def _lookup_16(dtype: torch.dtype) -> torch.Tensor:
     """Return the code of every 16-bit pattern, in the order of its unsigned value."""
     import torch
 
-    patterns = torch.arange(65536, dtype=torch.int32, device=device)
-    values = patterns.to(torch.int16).view(dtype)
+    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     codes = nearest(values)
     return torch.where(values.isnan(), ZERO_CODE, codes).to(torch.uint8)
 
 
-def _thresholds(device: str) -> torch.Tensor:
+def _thresholds() -> torch.Tensor:
     """Return the least float32 of each code 1 to 15.
 
     Both differences are monotone in the value, so there is one, a few ulp from the midpoint of two
@@ -100,13 +97,13 @@ def _thresholds(device: str) -> torch.Tensor:
     """
     import torch
 
-    table = value_table(torch.float32, device)
+    table = value_table(torch.float32)
     lower, upper = table.narrow(0, 0, 15).double(), table.narrow(0, 1, 15).double()
     middle = ((lower + upper) / 2).float().view(torch.int32)
-    around = torch.arange(-128, 129, dtype=torch.int32, device=device)
+    around = torch.arange(-128, 129, dtype=torch.int32)
     values = (middle.unsqueeze(-1) + around).view(torch.float32)  # [15, 257], none crosses 0
     values = values.sort(dim=-1).values
-    below = nearest(values) <= torch.arange(15, device=device).unsqueeze(-1)
+    below = nearest(values) <= torch.arange(15).unsqueeze(-1)
     return values.gather(1, below.sum(-1, keepdim=True)).squeeze(1)
 
 
@@ -216,22 +213,6 @@ def check_finite(absmax: torch.Tensor, block: int) -> None:
             f"the first within flat elements {first} to {first + block - 1}",
             "leave this tensor unquantized with --no-encode, or repair it",
         )
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one torch thread: a sum depends on how it is split, and must be equal on every machine."""
-    import torch
-
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def quantize_scalers(
