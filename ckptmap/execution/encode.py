@@ -21,6 +21,7 @@ from ckptmap.execution.smaller_feeds import Progress, with_smaller_feeds
 from ckptmap.planning.file_plan import Compare, Encode, SlotRef
 from ckptmap.planning.kept_codes import writes_keeping_codes
 from ckptmap.protocols import Encoder, Refusal, Write
+from ckptmap.protocols.encodings import DecodesOnHost
 from ckptmap.quantization.blockwise.chunks import smaller
 from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.device_copies import fill_tensor
@@ -55,8 +56,8 @@ def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
     progress = Progress(context.advance)
     again = replace(context, advance=progress.advance)
     return with_smaller_feeds(
-        context.feed_size, context.device, step.tensor.fqn, progress,
-        lambda: _encode(again, step, buffer),
+        context.feed_size, context.device, lambda: _encode(again, step, buffer),
+        fqn=step.tensor.fqn, again=progress.again,
     )  # fmt: skip
 
 
@@ -85,8 +86,10 @@ def _device(context: Context, step: Encode) -> str:
     """Return where the values are computed.
 
     Dense values that become dense ones ("dense rearranged" are read so) stay on the CPU: there and back
-    by the link takes longer than a cast.
+    by the link takes longer than a cast. So do those that only the CPU computes.
     """
+    if isinstance(step.tensor.encoding_, DecodesOnHost):
+        return "cpu"
     is_dense = step.tensor.encoding in ("dense", "dense rearranged")
     return "cpu" if is_dense and step.encoding.name == "dense" else context.device
 

@@ -1,8 +1,8 @@
-"""Encode a tensor again with smaller feeds where the device ran out of memory.
+"""Encode or load a tensor again with smaller feeds where the device ran out of memory.
 
     feeds of 4M elements -> out of memory -> the tensor again, 2M at a time -> ... -> 4K, or an error
 
-A feed's size changes no bit of the output, and all of the tensor's slots are written again.
+A feed's size changes no bit of the result, and all of the tensor is written again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ckptmap.core.devices import current_device
 from ckptmap.core.formatting import first_line
 from ckptmap.errors import RunError
 from ckptmap.quantization.blockwise.chunks import DEVICE_NUMEL, smaller_chunks
@@ -18,6 +19,11 @@ from ckptmap.storage.resource_limits import SHORT
 
 MOST_HALVINGS = 10
 """From 4M elements to 4K, with which a device is hardly used."""
+OF_A_RUN = (
+    "end what uses the device, give --threads 1 and a smaller --max-memory, or --device cpu; then"
+    " run the same command again"
+)
+OF_A_LOAD = "end what uses the device, or pass a smaller max_memory; then load all of it again"
 
 T = TypeVar("T")
 
@@ -49,9 +55,18 @@ class Progress:
 
 
 def with_smaller_feeds(
-    size: FeedSize, device: str, fqn: str, progress: Progress, attempt: Callable[[], T]
+    size: FeedSize,
+    device: str | None,
+    attempt: Callable[[], T],
+    *,
+    fqn: str = "",
+    again: Callable[[], None] | None = None,
+    hint: str = OF_A_RUN,
 ) -> T:
     """Return what `attempt` returns, which is called again with smaller feeds while memory runs out.
+
+    device  None: whichever runs out of memory
+    again   called before each further attempt
 
     Raises RunError CKM313 where the smallest feed is too much, too.
     """
@@ -64,24 +79,26 @@ def with_smaller_feeds(
                 return attempt()
         except torch.OutOfMemoryError as error:
             if halvings >= MOST_HALVINGS:
-                raise _too_little(device, fqn, error) from error
+                raise _too_little(device or current_device(), error, fqn, hint) from error
         # The error is gone by now, and with it the memory that its frames held.
         size.halvings = max(size.halvings, halvings + 1)
-        progress.again()
-        _give_back(device)
+        if again is not None:
+            again()
+        give_back(device or current_device())
 
 
-def _too_little(device: str, fqn: str, error: Exception) -> RunError:
+def _too_little(device: str, error: Exception, fqn: str, hint: str) -> RunError:
+    """Return the error of a device whose memory is too small for the smallest feed."""
     numel = DEVICE_NUMEL >> MOST_HALVINGS
+    what = f"{fqn}: {device}" if fqn else device
     return RunError(
         SHORT,
-        f"{fqn}: {device} ran out of memory, with {numel} elements at a time too: {first_line(error)}",
-        "end what uses the device, give --threads 1 and a smaller --max-memory, or --device cpu; then"
-        " run the same command again",
+        f"{what} ran out of memory, with {numel} elements at a time too: {first_line(error)}",
+        hint,
     )
 
 
-def _give_back(device: str) -> None:
+def give_back(device: str) -> None:
     """Return to the device what torch keeps for later allocations: another thread may need it."""
     import torch
 

@@ -146,11 +146,15 @@ class DerivedTensor(LazyTensor):
         def read_source(piece: Piece, bounds: Box) -> torch.Tensor:
             return self._sources[piece.source].read(bounds.offsets, bounds.sizes, out.device)
 
+        ops = [(value_ops.parse_value_op(text), inverse) for text, inverse in self._mapped.ops]
+        if out.device.type != "cpu" and any(op.on_host for op, _ in ops):
+            out.copy_(self._read_on_host(box))
+            return
         if self._mapped.zeros is not None:
             out.zero_()
         gather(self._pieces, box, out, read_source)
-        for text, inverse in self._mapped.ops:
-            out.copy_(value_ops.parse_value_op(text).apply(out, inverse))
+        for op, inverse in ops:
+            out.copy_(op.apply(out, inverse))
 
 
 class DerivedCodes(DerivedTensor):

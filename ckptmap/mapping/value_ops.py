@@ -6,6 +6,7 @@
 
 Other operations come from installed packages, through the entry point group `ckptmap.value_ops`: an
 object with `name`, `forward(values)` and `inverse(values)`, elementwise on tensors, keeping the dtype.
+They run on the CPU whatever the device is: a GPU may round a function of theirs otherwise.
 A mapping file only names an operation; it cannot import anything.
 """
 
@@ -26,12 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ValueOp:
-    """One operation with its argument; `apply(values, inverse)` keeps shape and device."""
+    """One operation with its argument; `apply(values, inverse)` keeps shape and device.
+
+    on_host  only the CPU is known to make its bits
+    """
 
     text: str
     apply: Callable[[torch.Tensor, bool], torch.Tensor]
     dtype: str = ""
     """The dtype it casts to, "" where it keeps the dtype."""
+    on_host: bool = False
 
     def result(self, info: TensorInfo, inverse: bool) -> TensorInfo:
         """Return shape and dtype of the result. Raises PlanError CKM613 for a dtype that is not floating."""
@@ -58,6 +63,7 @@ def parse_value_op(text: str) -> ValueOp:
         return ValueOp(
             text,
             lambda values, inverse: (installed.inverse if inverse else installed.forward)(values),
+            on_host=True,
         )
     raise PlanError(
         "CKM613",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo
 
@@ -91,6 +91,14 @@ class KeepsOnHost(Protocol):
     @property
     def host_parts(self) -> Collection[str]:
         """The parts that `decode` takes on the CPU; it takes the others on the device of `out`."""
+
+
+@runtime_checkable
+class DecodesOnHost(Protocol):
+    """An encoding whose values the CPU computes wherever they are wanted, because another device would
+    make other bits: it sums in another order."""
+
+    decodes_on_host: ClassVar[bool]
 
 
 # Encodings whose codes another can keep bit for bit, and how: see `ckptmap.core.quantized_codes`.

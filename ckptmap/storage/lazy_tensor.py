@@ -14,7 +14,7 @@ from ckptmap.core.quantized_codes import Coded
 from ckptmap.core.short_repr import short
 from ckptmap.errors import ArgumentError
 from ckptmap.protocols import Group
-from ckptmap.protocols.encodings import KeepsOnHost
+from ckptmap.protocols.encodings import DecodesOnHost, KeepsOnHost
 from ckptmap.storage.device_copies import fill_tensor
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.files import Files
@@ -169,12 +169,23 @@ class LazyTensor:
 
     def read_into(self, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (box.sizes, logical dtype, contiguous, any device) with the decoded box."""
+        if isinstance(self.encoding_, DecodesOnHost) and out.device.type != "cpu":
+            out.copy_(self._read_on_host(box))
+            return
         on_host = self.encoding_.host_parts if isinstance(self.encoding_, KeepsOnHost) else ()
         parts = {
             name: self.read_part(name, cut, "cpu" if name in on_host else out.device)
             for name, cut in self._cuts(box)
         }
         self.encoding_.decode(self.info, parts, box, out)
+
+    def _read_on_host(self, box: Box) -> torch.Tensor:
+        """Return the decoded box, computed by the CPU."""
+        import torch
+
+        here = torch.empty(box.sizes, dtype=self.torch_dtype)
+        self.read_into(box, here)
+        return here
 
     def _cuts(self, box: Box) -> list[tuple[str, Box]]:
         cuts = []
@@ -199,11 +210,16 @@ class LazyTensor:
         return coded.scales(self.info, parts)
 
     def read_codes(self, box: Box, out: torch.Tensor) -> None:
-        """Fill `out` with a box of its canonical codes; only for an encoding that is `Coded`."""
+        """Fill `out` (any device) with a box of its canonical codes; only for an encoding that is
+        `Coded`."""
         coded = self.encoding_
         assert isinstance(coded, Coded), f"{self.fqn}: {self.encoding} has no codes"
         cuts = {name: coded.code_box(self.info, name, box) for name in self.parts}
-        parts = {name: self.read_part(name, cut) for name, cut in cuts.items() if cut is not None}
+        parts = {
+            name: self.read_part(name, cut, out.device)
+            for name, cut in cuts.items()
+            if cut is not None
+        }
         coded.codes(self.info, parts, box, out)
 
     def read_part(self, part: str, box: Box, device: str | torch.device = "cpu") -> torch.Tensor:

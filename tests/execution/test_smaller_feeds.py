@@ -153,7 +153,7 @@ def test_the_device_gets_its_memory_back_before_the_next_attempt(
     gc.disable()
     try:
         size = FeedSize()
-        assert with_smaller_feeds(size, "cuda:0", "w", Progress(print), attempt) == "done"
+        assert with_smaller_feeds(size, "cuda:0", attempt, fqn="w") == "done"
     finally:
         gc.enable()
     assert sizes == [DEVICE_NUMEL, DEVICE_NUMEL // 2] and emptied == [True]

@@ -11,16 +11,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+import ckptmap
+from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.errors import PlanError
+from ckptmap.mapping.derived_tensor import DerivedTensor
 from ckptmap.mapping.dims_table import Dims
 from ckptmap.mapping.expressions import Unknown, parse_expr
 from ckptmap.mapping.mapping_file import load_scheme, parse_scheme
 from ckptmap.mapping.name_patterns import parse_names, skeleton
+from ckptmap.mapping.resolve import MappedTensor
 from ckptmap.mapping.rules import NamingScheme
 from ckptmap.mapping.scheme_to_scheme import translate
 from ckptmap.mapping.translate_state_dict import applied
 from ckptmap.storage.lazy_tensor import info_of
+from ckptmap.tensors import Box
 
 State = dict[str, torch.Tensor]
 
@@ -472,7 +478,9 @@ class Halved:
         return values * 2
 
 
-def test_an_installed_op_brings_its_inverse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_op_brings_its_inverse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ckptmap.mapping import value_ops
 
     class Entry:
@@ -488,6 +496,21 @@ def test_an_installed_op_brings_its_inverse(monkeypatch: pytest.MonkeyPatch) -> 
     made = mapped(found, {"a": torch.tensor([2.0])})
     assert made["b"].item() == 1.0
     assert mapped(found, made, back=True)["a"].item() == 2.0
+    save_file({"a": torch.tensor([2.0])}, tmp_path / "a.safetensors")
+    where = []
+    forward = Halved.forward
+
+    @staticmethod
+    def noted(values: torch.Tensor) -> torch.Tensor:
+        where.append(values.device.type)
+        return forward(values)
+
+    monkeypatch.setattr(Halved, "forward", noted)
+    with ckptmap.open(tmp_path / "a.safetensors") as opened:
+        one = MappedTensor("b", opened["a"].info, "a", ops=(("halved", False),))
+        derived = DerivedTensor(one, {"a": opened["a"]}, DENSE)
+        derived.read_into(Box.whole((1,)), torch.empty(1, device="meta"))
+    assert where == ["cpu"], "a GPU may round it otherwise"
     value_ops.parse_value_op.cache_clear()
     monkeypatch.setattr(Entry, "loaded", len)
     with pytest.raises(PlanError, match="has no forward and inverse") as caught:

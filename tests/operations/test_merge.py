@@ -23,15 +23,17 @@ import ckptmap
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.checkpoint.lora.adapter_config import read_config
 from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
-from ckptmap.checkpoint.lora.merged_tensor import MAGNITUDE, A, B, Merged, Norms, dora
+from ckptmap.checkpoint.lora.merged_tensor import A, B, Merged, dora
 from ckptmap.errors import ArgumentError, PlanError, RunError, SourceError
+from ckptmap.execution import encode
+from ckptmap.execution.copy import Context
 from ckptmap.operations.merge import MergeReport, merge, plan_merge
+from ckptmap.planning.file_plan import Encode
 from ckptmap.protocols import Group
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.storage.files import Files
+from ckptmap.quantization.dense import DenseAs
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, TensorInfo
-from tests.conftest import Device
 from tests.corpus.ranks import run_ranks
 from tests.support import bnb_cases
 from tests.support.bnb_cases import logits, quantized, refused, same
@@ -389,20 +391,26 @@ def boxed(ckpt: ckptmap.Checkpoint, flip: bool, scaled: bool) -> LazyTensor:
     return LazyTensor("w", group, ckpt.files)
 
 
-def test_every_tensor_is_on_the_device(device: Device) -> None:
-    """Scaled by the norms of a pass that was made on the CPU."""
-    norms = Norms(Group("w", TensorInfo((45, 4999), "float32"), DENSE, {}), Files())
-    norms._norms = torch.ones(45)
-    encoding = Merged(DENSE, "bfloat16", 5, 0.25, norms=norms)
-    info, box = TensorInfo((45, 4999), "bfloat16"), Box((3, 7), (20, 4990))
-    if device.fake:
-        pytest.skip("a build of torch without CUDA cannot fake a product of matrices")
-    shapes = {"": (20, 4990), A: (5, 4999), B: (32, 5), MAGNITUDE: (20,)}
-    parts = {name: torch.ones(shape, device=device.name) for name, shape in shapes.items()}
-    parts[""] = parts[""].bfloat16()
-    found = encoding.changed(info, parts, box)
-    assert found.device.type == torch.device(device.name).type
-    assert torch.equal(found.cpu(), torch.full((20, 4990), 2.25))
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_cpu_merges_whatever_the_device_is(
+    box_source: tuple[Path, Path], scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's product of matrices has other bits, and `verify` compares a merge to the bit."""
+    seen = []
+    change = Merged.changed
+
+    def changed(self: Merged, info: TensorInfo, parts: Any, box: Box) -> Tensor:
+        seen.append({values.device.type for values in parts.values()})
+        return change(self, info, parts, box)
+
+    monkeypatch.setattr(Merged, "changed", changed)
+    with ckptmap.open(box_source[0]) as ckpt:
+        lazy = boxed(ckpt, False, scaled)
+        lazy.read_into(Box((3, 7), (20, 4990)), torch.empty(20, 4990, device="meta"))
+        assert seen[0] == {"cpu"}, "parts of the base and of the adapter"
+        encode_step = Encode(lazy, DenseAs("bfloat16"), {}, "cast")
+        context = Context((), lazy.files, None, 1 << 20, "cuda", print)  # type: ignore[arg-type]
+        assert encode._device(context, encode_step) == "cpu"
 
 
 @pytest.mark.parametrize("name", ["lora", "dora"])

@@ -9,7 +9,9 @@ any other and nothing is held whole. Formulas: Hu et al. 2021 (LoRA), Liu et al.
 
 Arithmetic is in fp32 (fp64 over an fp64 base). The product is made of tiles that lie at fixed
 places of the weight, so that no bit depends on the boxes that are asked for, and with them on
-memory bounds, threads or ranks. Beside the box, its columns of A and its rows of B are held:
+memory bounds, threads or ranks. The CPU makes them whatever device is given: a GPU's product of
+matrices sums in another order (or in TF32, where the process allows that), and `verify` compares a
+merge to the bit. Beside the box, its columns of A and its rows of B are held:
 rank times what the box measures on either side.
 """
 
@@ -56,6 +58,7 @@ class ChangedTensor:
 
     lossy = True
     """Its values are not those that the base has stored."""
+    decodes_on_host = True
     remark = ""
 
     @property
@@ -104,8 +107,7 @@ class ChangedTensor:
         """Return the box of the base, decoded to the base's dtype, then cast to fp32 or wider."""
         import torch
 
-        device = next(iter(parts.values())).device
-        stored = torch.empty(box.sizes, dtype=getattr(torch, self.dtype), device=device)
+        stored = torch.empty(box.sizes, dtype=getattr(torch, self.dtype))
         self.base.decode(self.base_info(info), parts, box, stored)
         return stored.to(torch.promote_types(stored.dtype, torch.float32))
 
@@ -160,8 +162,7 @@ class Merged(ChangedTensor):
         self._add(turned, info, parts, box)
         if self.norms is not None:
             at, count = _turned(box.offsets, self.flip)[0], _turned(box.sizes, self.flip)[0]
-            norms = self.norms.values()[at : at + count].to(turned.device)
-            factor = parts[MAGNITUDE].float() / norms
+            factor = parts[MAGNITUDE].float() / self.norms.values()[at : at + count]
             turned.mul_(factor.view(-1, 1))
         return values
 
