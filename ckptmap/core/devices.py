@@ -1,4 +1,4 @@
-"""Names of devices: the index that a name without one stands for."""
+"""Names of devices: the index that a name without one stands for, and the device in use."""
 
 from __future__ import annotations
 
@@ -28,3 +28,14 @@ def indexed(device: str, local_rank: int | None = None) -> str:
     if local_rank is None:
         return f"{named.type}:{module.current_device()}"
     return f"{named.type}:{local_rank % max(1, module.device_count())}"
+
+
+def current_device() -> str:
+    """Return the name of the accelerator that this thread uses, with its index; `cpu` where there is none.
+
+    This begins to use the accelerator, if nothing has.
+    """
+    import torch
+
+    found = torch.accelerator.current_accelerator()
+    return "cpu" if found is None else indexed(found.type)

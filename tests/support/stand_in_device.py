@@ -12,14 +12,19 @@ import torch
 class OnDevice(torch.Tensor):
     """A CPU tensor that says it is on another device."""
 
-    where: torch.device
+    where = torch.device("cpu")  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.where
 
-    def detach(self) -> OnDevice:
-        return on_device(super().detach(), self.where)
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A view of a tensor of a device is on it, too."""
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(made, OnDevice) and args and isinstance(args[0], OnDevice):
+            made.where = args[0].where
+        return made
 
 
 def on_device(values: torch.Tensor, where: torch.device | str) -> OnDevice:

@@ -151,7 +151,7 @@ class LoadPlan:
         done = 0
         try:
             for step in self.steps:
-                step(reader)
+                reader.run(step)
                 done += 1
         except Exception as error:
             loaded, now = [t.fqn for t in self.targets[:done]], self.targets[done].fqn

@@ -6,9 +6,12 @@ of this one runs (see `storage.device_copies`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ckptmap.execution.smaller_feeds import OF_A_LOAD, FeedSize, with_smaller_feeds
 from ckptmap.live.model.load_report import Meter
+from ckptmap.quantization.blockwise.chunks import smaller
 from ckptmap.storage import device_copies
 from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.files import Files
@@ -30,6 +33,15 @@ class TensorReader:
         self.files = files
         self.max_memory = max_memory
         self.meter = Meter()
+        self._feed_size = FeedSize()
+
+    def run(self, step: Callable[[TensorReader], None]) -> None:
+        """Run a step that fills one tensor; again with smaller buffers where a device runs out of memory.
+
+        A step may be run again: it overwrites what an attempt has left. Raises RunError CKM313 where the
+        smallest buffers are too much.
+        """
+        with_smaller_feeds(self._feed_size, None, lambda: step(self), hint=OF_A_LOAD)
 
     def dense(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
         """Read `box` of a dense tensor into `out` (box.sizes, any floating or the same dtype)."""
@@ -69,7 +81,7 @@ class TensorReader:
             with self.meter.hold(pinned, torch.device("cpu")):
                 device_copies.fill_tensor(self.files, stored, box, out)
             return
-        numel = min(box.numel, max(1, self.max_memory // stored.info.itemsize))
+        numel = min(box.numel, smaller(max(1, self.max_memory // stored.info.itemsize)))
         with self.meter.hold(numel * stored.info.itemsize, out.device):
             staging = torch.empty(numel, dtype=dtype, device=out.device)
             for part in row_major_boxes(box, numel):
@@ -82,13 +94,21 @@ class TensorReader:
         import torch
 
         itemsize = source.info.itemsize
-        most = max(1, self.max_memory // (DECODE_COPIES * itemsize))
+        most = smaller(max(1, self.max_memory // (DECODE_COPIES * itemsize)))
         device_copies.bound_blocks(out.device, self.max_memory)
         for part in row_major_boxes(box, most):
             with self.meter.hold(DECODE_COPIES * part.numel * itemsize, out.device):
                 values = torch.empty(part.sizes, dtype=source.torch_dtype, device=out.device)
                 source.read_into(part, values)
                 window(out, part.relative_to(box.offsets)).copy_(values)
+
+    def codes(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
+        """Read `box` of a tensor's quantization codes into `out` (box.sizes), unpacked on its device."""
+        device_copies.bound_blocks(out.device, self.max_memory)
+        most = smaller(max(1, self.max_memory // (2 * out.element_size())))
+        for part in row_major_boxes(box, most):
+            with self.meter.hold(2 * part.numel * out.element_size(), out.device):
+                source.read_codes(part, window(out, part.relative_to(box.offsets)))
 
     def same(self, first: LazyTensor, other: LazyTensor, box: Box) -> bool:
         """Return whether the box has the same decoded bits in two tensors of one shape and dtype."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from ckptmap.live.model.live_tensor import cut, is_dtensor, local_boxes
@@ -41,6 +41,14 @@ class StateNotes:
     initialised: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
+    def lengths(self) -> Sequence[int]:
+        return [len(getattr(self, item.name)) for item in fields(self)]
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Drop what was added since `lengths` were those of the lists."""
+        for item, length in zip(fields(self), lengths, strict=True):
+            del getattr(self, item.name)[length:]
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -70,6 +78,15 @@ class StateLoader:
         self.lead = most_stepped(sources)
 
     def __call__(self, reader: TensorReader) -> None:
+        """Fill the parameter's state. An error leaves no notes, so that the step can be run again."""
+        before = self.notes.lengths()
+        try:
+            self._load(reader)
+        except Exception:
+            self.notes.cut(before)
+            raise
+
+    def _load(self, reader: TensorReader) -> None:
         part = self.owner.part
         blank = part.family.present(part) or part.family.blank(part, self.lead)
         if not blank:

@@ -68,7 +68,7 @@ class StatePlan:
         """Run every step, after the weights are loaded."""
         try:
             for step in self.steps:
-                step(reader)
+                reader.run(step)
         except Exception as error:
             loaded = f"{len(self.notes.loaded)} entries of the optimizer's state"
             explain(error, f"the weights are loaded, and {loaded}: load both again")

@@ -207,7 +207,7 @@ def put(reader: TensorReader, source: LazyTensor, target: LiveTensor, device: to
         live = live_state(target)
         assert live is not None, f"{target.fqn} has no settings to quantize with"
         if keeps_codes(source, target):
-            codes, state = _from_codes(source, live, device)
+            codes, state = _from_codes(reader, source, live, device)
         else:
             codes, state = _quantized(reader, source, live, device)
     for module, name in target.places:
@@ -242,7 +242,7 @@ def _from_nf4(
 
 
 def _from_codes(
-    source: LazyTensor, live: BnbQuantState, device: torch.device
+    reader: TensorReader, source: LazyTensor, live: BnbQuantState, device: torch.device
 ) -> tuple[torch.Tensor, BnbQuantState]:
     """Return bitsandbytes' own codes, and a state with the decoded scales in float32."""
     import torch
@@ -250,14 +250,14 @@ def _from_codes(
 
     grid = code_grid(source)
     assert grid is not None, "asked before"
-    codes = torch.empty(grid.codes.shape, dtype=torch.uint8)
-    source.read_codes(Box.whole(grid.codes.shape), codes)
+    codes = torch.empty(grid.codes.shape, dtype=torch.uint8, device=device)
+    reader.codes(source, Box.whole(grid.codes.shape), codes)
     state = QuantState(
         absmax=source.read_scales().view(-1).to(device), shape=_size(source),
         code=get_4bit_type(grid.name, device=str(device)), blocksize=2 * grid.block[0],
         quant_type=grid.name, dtype=live.dtype,
     )  # fmt: skip
-    return codes.to(device), state
+    return codes, state
 
 
 def _quantized(

@@ -199,19 +199,7 @@ def read_rows(
     import torch
 
     codes = torch.empty(rows.box.sizes, dtype=torch.int8, device=device)
-    width = rows.box.sizes[1]
-    step = max(1, reader.max_memory // (2 * max(1, width)))
-    for first in range(0, rows.box.sizes[0], step):
-        count = min(step, rows.box.sizes[0] - first)
-        box = Box((rows.box.offsets[0] + first, 0), (count, width))
-        place = codes.narrow(0, first, count)
-        if device.type == "cpu":
-            source.read_codes(box, place)
-            continue
-        with reader.meter.hold(count * width, torch.device("cpu")):
-            read = torch.empty(box.sizes, dtype=torch.int8)
-            source.read_codes(box, read)
-            place.copy_(read)
+    reader.codes(source, rows.box, codes)
     scales = source.read_scales()
     _refuse_infinite(source, scales)
     block = rows.grid.block[0]

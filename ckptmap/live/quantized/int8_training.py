@@ -93,13 +93,13 @@ def fill(
     assert _is_trained_int8(live)
     for box, place in local_boxes(target):
         first, count = place.offsets[0], place.sizes[0]
+        rows = live.int_data.narrow(0, first, count)
         if scales is None:
             codes, scale = _quantized(reader, source, box, live)
+            rows.copy_(codes)
         else:
-            codes = live.int_data.new_empty(box.sizes, device="cpu")
-            source.read_codes(box, codes)
+            reader.codes(source, box, rows)
             scale = scales.narrow(0, box.offsets[0], count)
-        live.int_data.narrow(0, first, count).copy_(codes)
         live.scale.narrow(0, first, count).copy_(scale)
 
 

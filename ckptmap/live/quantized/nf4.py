@@ -32,6 +32,7 @@ from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.quantized.nf4_torchao import from_torchao, live_scaler_block, regroup, to_torchao
 from ckptmap.planning.kept_codes import code_grid, writes_keeping_codes
 from ckptmap.protocols import Refusal
+from ckptmap.quantization.blockwise.chunks import chunk_numel
 from ckptmap.quantization.nf4.encoding import (
     DATA,
     FACTOR,
@@ -315,7 +316,7 @@ def quantize_rows(
         return _build(parts, rows)
     encoder = rows.stored.encoder(rows.whole, str(device))
     with reader.meter.hold(encoder.state_nbytes, device):
-        for box, offset in _chunks(rows.whole, rows.stored.block_size, reader.max_memory):
+        for box, offset in _chunks(rows.whole, rows.stored.block_size, reader.max_memory, device):
             values = torch.empty(box.sizes, dtype=getattr(torch, rows.whole.dtype), device=device)
             with reader.meter.hold(values.numel() * values.element_size(), device):
                 reader.decoded(source, box, values)
@@ -353,11 +354,13 @@ def _keep(
         parts[name].view(-1)[to : to + n] = values[come : come + n]
 
 
-def _chunks(info: TensorInfo, block: int, max_memory: int) -> list[tuple[Box, int]]:
+def _chunks(
+    info: TensorInfo, block: int, max_memory: int, device: torch.device
+) -> list[tuple[Box, int]]:
     """Return boxes of rows that hold whole blocks, each with the number of its first flat element."""
     width = math.prod(info.shape[1:])
     grain = block // math.gcd(block, width)
-    numel = min(CHUNK_NUMEL, max_memory // (2 * info.itemsize))
+    numel = min(chunk_numel(device, CHUNK_NUMEL), max_memory // (2 * info.itemsize))
     step = max(1, numel // (width * grain)) * grain
     rest = (0,) * (len(info.shape) - 1)
     return [

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ckptmap.execution.smaller_feeds import give_back
 from ckptmap.live.model.tensor_reader import as_bytes
 from ckptmap.live.optimizer.local_state import LocalCodes, LocalShard
 
@@ -73,11 +74,26 @@ class _Checksums:
         self._sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
 
     def add(self, values: torch.Tensor) -> None:
-        """Start the checksum of a tensor, which must stay alive until `by_tensor`."""
-        if values.device not in self._weights:
-            self._weights[values.device] = weights(0, CHUNK_NUMEL, values.device)
-        total = checksum(values, self._weights[values.device])
-        self._sums.setdefault(values.device, []).append((id(values), total))
+        """Start the checksum of a tensor, which must stay alive until `by_tensor`.
+
+        The CPU computes it, the same number, where the device has no memory left for it.
+        """
+        import torch
+
+        try:
+            self._add(values, id(values))
+            return
+        except torch.OutOfMemoryError:
+            pass  # what the attempt took is freed when this block ends
+        give_back(str(values.device))
+        self._add(values.cpu(), id(values))
+
+    def _add(self, values: torch.Tensor, tensor: int) -> None:
+        where = values.device
+        if where not in self._weights:
+            self._weights[where] = weights(0, CHUNK_NUMEL, where)
+        total = checksum(values, self._weights[where])
+        self._sums.setdefault(where, []).append((tensor, total))
 
     def by_tensor(self) -> dict[int, str]:
         """Return the digests by the id of their tensor: one copy to the host for each device."""

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ckptmap import registry
 from ckptmap.checkpoint.open import open as open_checkpoint
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, first_line
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.execution import manifest
+from ckptmap.execution.smaller_feeds import give_back
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.model.tensor_reader import as_bytes, is_as_it_lies
 from ckptmap.operations.check_structure import check_structure
@@ -31,6 +32,7 @@ from ckptmap.storage.own_files import open_plain, write_new
 from ckptmap.storage.pinned_memory import Slabs
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.publish_by_marker import is_pending
+from ckptmap.storage.resource_limits import SHORT
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 
@@ -86,11 +88,37 @@ def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> Sna
         elif _is_copied_apart(live):
             devices[live.device] = None
             values[key] = next(places).view(live.dtype).view(live.shape)
-            values[key].copy_(live, non_blocking=True)
+            _start_copy(values[key], live)
         else:
             values[key] = torch.empty(live.shape, dtype=live.dtype, device="cpu")
             values[key].copy_(live)
     return Snapshot(values, [_end_of_copies(device) for device in devices], slabs)
+
+
+def _start_copy(here: torch.Tensor, live: torch.Tensor) -> None:
+    """Start the copy of a device's tensor to contiguous memory of the CPU.
+
+    For one that does not lie in row-major order torch makes another on the device. Where that does not
+    fit, it is copied by halves. Raises RunError CKM313 where not even a row fits.
+    """
+    import torch
+
+    try:
+        # A view's sign is taken first: torch would change it while the copy is under way (pytorch#146286).
+        here.copy_(live.resolve_conj().resolve_neg(), non_blocking=True)
+        return
+    except torch.OutOfMemoryError as error:
+        if not live.ndim or live.shape[0] < 2:
+            raise RunError(
+                SHORT,
+                f"{live.device} ran out of memory while {list(live.shape)} {live.dtype} was brought into"
+                f" row-major order: {first_line(error)}",
+                "end what uses the device, or make the model's tensors contiguous; then save again",
+            ) from error
+    give_back(str(live.device))
+    half = live.shape[0] // 2
+    for start, count in ((0, half), (half, live.shape[0] - half)):
+        _start_copy(here.narrow(0, start, count), live.narrow(0, start, count))
 
 
 def _is_copied_apart(live: torch.Tensor) -> bool:

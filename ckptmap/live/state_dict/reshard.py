@@ -121,7 +121,7 @@ class Exchange:
             with self._peers.together():
                 for unit in units[first:end]:
                     if unit.step is not None:
-                        unit.step(reader)
+                        reader.run(unit.step)
                 self._memory.clear()
 
     @contextmanager

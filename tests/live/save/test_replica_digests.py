@@ -16,7 +16,7 @@ from ckptmap.live.save import replica_digests
 from ckptmap.live.save.assign_writers import offers_of
 from ckptmap.live.save.replica_digests import CHUNK_NUMEL, checksum, differ, digests_of, weights
 from ckptmap.tensors import Box, TensorInfo
-from tests.support.stand_in_device import on_device
+from tests.support.stand_in_device import DeviceModule, OnDevice, install, on_device
 
 CPU = torch.device("cpu")
 
@@ -164,3 +164,27 @@ def test_digests_of_the_cpu_and_of_a_device_are_not_compared(
     assert on_cpu[0].startswith("xxh3 ") and on_gpu[0].startswith("sum64 ")
     assert not differ(on_cpu, on_gpu) and differ(on_cpu, changed)
     assert differ(on_cpu, on_cpu * 2) and not differ((), on_cpu)
+
+
+def test_the_cpu_computes_it_where_the_device_has_no_memory_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same number, so that it is compared with those of ranks that had memory."""
+    module: Any = DeviceModule()
+    emptied: list[int] = []
+    module.empty_cache = lambda: emptied.append(1)
+    install(monkeypatch, module)
+    values = torch.randn(300, 7)
+    held = LocalShard(Box.whole((300, 7)), on_device(values, "cuda:0"))
+    monkeypatch.setattr(replica_digests, "weights", lambda a, n, device: weights(a, n, CPU))
+    wanted = digests_of([[held]])
+
+    def on_cpu(given: torch.Tensor, of_chunk: torch.Tensor) -> torch.Tensor:
+        if given.device.type != "cpu":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return checksum(given, of_chunk)
+
+    monkeypatch.setattr(replica_digests, "checksum", on_cpu)
+    monkeypatch.setattr(OnDevice, "cpu", lambda self: values.clone())
+    assert digests_of([[held]]) == wanted and wanted[0][0].startswith("sum64 ")
+    assert emptied == [1]

@@ -89,6 +89,67 @@ def test_the_event_comes_after_the_last_copy_of_its_device(
     assert started == [True] * 3 and len(taken.copies) == 2
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, fits: int) -> list[tuple[int, ...]]:
+    """Let copies run out of memory that must bring more than `fits` elements in order first; return the
+    shapes that were copied. No copy may be of a conjugate or negative view: torch changes the signs of
+    the host's memory at once, while the copy goes on."""
+    copied: list[tuple[int, ...]] = []
+    copy = torch.Tensor.copy_
+
+    def copy_(here: torch.Tensor, live: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        assert not (non_blocking and (live.is_conj() or live.is_neg()))
+        if not live.is_contiguous() and live.numel() > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        copied.append(tuple(live.shape))
+        return copy(here, live.as_subclass(torch.Tensor))
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    return copied
+
+
+def test_a_view_has_its_own_signs_before_it_is_copied(
+    device: DeviceModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.complex(torch.arange(4.0), torch.arange(4.0) + 1)
+    views = {
+        "conj": whole.conj(),
+        "neg": torch._neg_view(torch.arange(3.0)),
+        "both": whole.conj().imag,
+    }
+    assert views["conj"].is_conj() and views["neg"].is_neg() and views["both"].is_neg()
+    watched(monkeypatch, 100)
+    taken = snapshot(values(**{k: on_device(v, "cuda:0") for k, v in views.items()}), copied=True)
+    for (path, _), found in taken.values.items():
+        wanted = views[str(path[1])].resolve_conj().resolve_neg()
+        assert not (found.is_conj() or found.is_neg()) and torch.equal(found, wanted)
+
+
+def test_a_tensor_that_is_brought_in_order_by_halves(
+    device: DeviceModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[int] = []
+    device.empty_cache = lambda: emptied.append(1)  # type: ignore[attr-defined]
+    live = torch.arange(7 * 10).view(10, 7).t()
+    copied = watched(monkeypatch, 20)
+    taken = snapshot(
+        values(a=on_device(live, "cuda:0"), b=on_device(live.t(), "cuda:0")), copied=True
+    )
+    assert copied == [(1, 10), (2, 10), (2, 10), (2, 10), (10, 7)] and len(emptied) == 3
+    first, second = taken.values.values()
+    assert torch.equal(first, live) and torch.equal(second, live.t())
+
+
+def test_a_row_that_does_not_fit_is_an_error(
+    device: DeviceModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched(monkeypatch, 3)
+    with pytest.raises(
+        RunError, match=r"^cuda:0 ran out of memory while \[1, 10\] torch.int64"
+    ) as caught:
+        snapshot(values(a=on_device(torch.arange(70).view(10, 7).t(), "cuda:0")), copied=True)
+    assert caught.value.code == "CKM313" and "contiguous" in caught.value.hint
+
+
 def test_a_device_without_events_is_copied_from_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, DeviceModule(has_events=False))
     taken = snapshot(values(a=on_device(torch.arange(4), "mps:0")), copied=False)
