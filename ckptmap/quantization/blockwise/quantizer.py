@@ -59,24 +59,29 @@ def quantize_rows(values: torch.Tensor, rule: RoundingRule) -> QuantizedBlocks:
     rows, width = values.shape
     step = min(rows, max(1, chunk_numel(values.device, CHUNK_NUMEL) // width))
     wide = torch.empty((step, width), dtype=torch.float32) if values.is_cpu else None
-    codes = values.new_empty((rows, width), dtype=getattr(torch, rule.codes_dtype))
+    codes = (
+        torch.empty((rows, width), dtype=getattr(torch, rule.codes_dtype))
+        if values.is_cpu
+        else None
+    )
     quantized = []
     for start in range(0, rows, step):
-        count = min(step, rows - start)
-        part, room = values.narrow(0, start, count), None
-        if wide is not None:
-            room = wide.narrow(0, 0, count)
-        quantized.append(_quantize(part, rule, room, codes.narrow(0, start, count)))
+        part = values.narrow(0, start, min(step, rows - start))
+        rooms = [
+            b if b is None else b.narrow(0, at, len(part)) for b, at in ((wide, 0), (codes, start))
+        ]
+        quantized.append(_quantize(part, rule, *rooms))
     scales, peaks = _joined([f.scales for f in quantized]), _joined([f.absmax for f in quantized])
-    return QuantizedBlocks(codes, scales, peaks)
+    coded = _joined([f.codes for f in quantized]) if codes is None else codes
+    return QuantizedBlocks(coded, scales, peaks)
 
 
 def _quantize(
-    values: torch.Tensor, rule: RoundingRule, wide: torch.Tensor | None, codes: torch.Tensor
+    values: torch.Tensor, rule: RoundingRule, wide: torch.Tensor | None, codes: torch.Tensor | None
 ) -> QuantizedBlocks:
-    """Quantize rows into `codes`, on a CPU through the buffer `wide`.
+    """Quantize rows, through the buffer `wide` into `codes` where given.
 
-    There, memory that is new in each call costs more than all of the arithmetic.
+    On a CPU, memory that is new in each call costs more than all of the arithmetic.
     """
     import torch
 
@@ -88,7 +93,8 @@ def _quantize(
     scale, operand = rule.scales(absmax)
     made = _as_float32(values, wide)
     rule.apply(made, operand.unsqueeze(1))
-    return QuantizedBlocks(codes.copy_(made), scale, absmax)
+    coded = made.to(getattr(torch, rule.codes_dtype)) if codes is None else codes.copy_(made)
+    return QuantizedBlocks(coded, scale, absmax)
 
 
 def _as_float32(values: torch.Tensor, wide: torch.Tensor | None) -> torch.Tensor:
