@@ -18,7 +18,7 @@ from ckptmap.quantization.compressed_tensors.packed import Packed
 from ckptmap.quantization.dense import DenseAs
 from ckptmap.quantization.nf4.encoding import NF4
 from ckptmap.tensors import Box, TensorInfo
-from tests.support.dispatched import Kernels, NeverWaits, Waited
+from tests.support.dispatched import Kernels, NeverWaits, Traffic, Waited
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -92,6 +92,27 @@ def decoded(encoding: Encoding, info: TensorInfo, box: Box) -> Kernels:
     return kernels
 
 
+MEMORY, LINK = 4.8e12, 50e9
+"""Bytes a second of an H200's memory, and of its link in each direction."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_kernels_and_results_hide_behind_the_link(name: str, dtype: str) -> None:
+    """What a kernel of our own would have to gain; the table is in `chunks`."""
+    encoder = targets(dtype)[name].encoder(TensorInfo(INFO.shape, dtype), "meta")
+    values = torch.empty(DEVICE_NUMEL, dtype=getattr(torch, dtype), device="meta")
+    list(encoder.feed(0, values))
+    with Traffic() as moved:
+        writes = list(encoder.feed(values.numel(), values))
+    is_short = "4" in name
+    share = 1 / 3 if is_short or dtype == "float32" else 0.6  # of the memory's rate
+    back = sum(write.values.nbytes for write in writes)
+    assert moved.nbytes / (MEMORY * share) + back / LINK <= values.nbytes / LINK
+    low, high = (41, 60) if dtype == "float32" else (22, 35) if is_short else (33, 52)
+    assert low <= round(moved.nbytes / DEVICE_NUMEL) <= high, "as the table says"
+
+
 READ = {
     "ct-int4": Packed(bits=4, block=(1, 128), scale_dtype="bfloat16"),
     "ct-int4 zero points": Packed(
@@ -111,6 +132,20 @@ def test_a_decoder_launches_few_kernels(name: str, columns: int) -> None:
     assert one.total <= most, dict(one.counts)
     whole = decoded(encoding, INFO, Box((0, 0), (INFO.shape[0], columns)))
     assert whole.total <= FEEDS * most, dict(whole.counts)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *READ])
+def test_a_decoder_takes_far_less_than_its_result(name: str) -> None:
+    """Which goes back on the stream of the kernels, 2 bytes an element."""
+    encoding, box = READ.get(name) or targets("bfloat16")[name], Box((0, 0), (ROWS, WIDTH))
+    parts = on_meta(encoding, INFO, box)
+    out = torch.empty(box.sizes, dtype=torch.bfloat16, device="meta")
+    encoding.decode(INFO, parts, box, out)
+    with Traffic() as moved:
+        encoding.decode(INFO, parts, box, out)
+    low, high = (50, 71) if "int4" in name else (10, 28)
+    assert low <= moved.nbytes / DEVICE_NUMEL <= high, "as the table says"
+    assert moved.nbytes / MEMORY <= 0.4 * out.nbytes / LINK
 
 
 def test_codes_are_packed_alike_on_a_device() -> None:

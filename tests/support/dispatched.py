@@ -1,15 +1,17 @@
 """What code asks of a device, seen on the meta device, which takes the branches of devices and needs none.
 
-`Kernels` counts the kernels that a GPU would launch; `NeverWaits` raises where the host would wait for it.
+`Kernels` counts the kernels that a GPU would launch, `Traffic` the bytes they move; `NeverWaits` raises where the host would wait for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 LAUNCHES_NOTHING = {
     "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "lift_fresh",
@@ -38,6 +40,31 @@ class Kernels(TorchDispatchMode):
         if _name(func) not in LAUNCHES_NOTHING:
             self.counts[_name(func)] += 1
         return func(*args, **kwargs or {})
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes of memory that kernels read and write; what is broadcast is read once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        name = _name(func)
+        if name not in LAUNCHES_NOTHING:
+            read = args[1:] if name == "copy_" else args  # the values before are not read
+            options = [value for key, value in kwargs.items() if key != "out"]
+            self.nbytes += sum(map(_touched, tree_leaves((read, options, made))))
+        return made
+
+
+def _touched(value: Any) -> int:
+    if not isinstance(value, torch.Tensor):
+        return 0
+    sizes = zip(value.shape, value.stride(), strict=True)
+    return value.element_size() * math.prod(size if stride else 1 for size, stride in sizes)
 
 
 class Waited(AssertionError):
