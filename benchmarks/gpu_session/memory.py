@@ -9,8 +9,10 @@ from benchmarks.gpu_session.session import StepRun
 
 
 @contextmanager
-def peaks(step: StepRun, what: str) -> Iterator[None]:
+def peaks(step: StepRun, what: str, most_pinned: int | None = None) -> Iterator[None]:
     """Report the most that torch's allocators had handed out in the block, beyond what they had before it.
+
+    most_pinned  bytes of pinned memory that it may take; None: any
 
     Nothing where the device is not a GPU.
     """
@@ -28,13 +30,18 @@ def peaks(step: StepRun, what: str) -> Iterator[None]:
     device, pinned = torch.cuda.max_memory_allocated() - device, active_pinned("peak") - pinned
     step.result.figure(f"{what}: device memory at most", device / 2**20, "MiB")
     step.result.figure(f"{what}: pinned memory at most", pinned / 2**20, "MiB")
+    if most_pinned is not None:
+        within = f"at most {most_pinned >> 20} MiB, found {pinned / 2**20:.0f}"
+        step.result.check(f"{what}: pinned memory within max_memory", pinned <= most_pinned, within)
 
 
 def active_pinned(which: str) -> int:
     """Return the bytes of pinned memory that are in use ("current"), or were at most ("peak").
 
-    Pinned blocks have 2^n bytes, and count as such.
+    Pinned blocks have 2^n bytes, and count as such. Before it had names of its own for blocks that are
+    kept for later, torch called the bytes in use "allocated".
     """
     import torch
 
-    return int(torch.cuda.host_memory_stats().get(f"active_bytes.{which}", 0))
+    found = torch.cuda.host_memory_stats()
+    return int(found.get(f"active_bytes.{which}", found.get(f"allocated_bytes.{which}", 0)))

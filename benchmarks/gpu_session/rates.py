@@ -23,6 +23,7 @@ from benchmarks.gpu_session.encoders import (
     feeds,
     placed,
 )
+from benchmarks.gpu_session.importable import is_importable
 from benchmarks.gpu_session.memory import peaks
 from benchmarks.gpu_session.session import StepRun
 from benchmarks.gpu_session.timing import clocked, link_s_per_byte, timed, weight
@@ -30,6 +31,8 @@ from benchmarks.gpu_session.timing import clocked, link_s_per_byte, timed, weigh
 GOAL = 0.8
 """The share of the pinned link's rate that bf16 to NF4 should reach, staged."""
 LINK_NBYTES = 1 << 30
+FEEDS = (1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 24)
+"""Elements at once, of which the middle is what conversions use."""
 WAYS = ("nf4", "int8", "bnb-nf4")
 """Encodings whose conversions are timed, there and back."""
 
@@ -42,8 +45,12 @@ def run(step: StepRun) -> None:
     w = weight(side, "bfloat16")
     info = TensorInfo(tuple(w.shape), "bfloat16")
     staged_rates(step, info, w, link_s, rounds)
+    staged_by_feed(step, info, w, link_s, rounds)
     kernel_times(step, info, w.to(step.device), link_s, rounds)
-    conversions(step, w, link_s)
+    if is_importable("xxhash"):
+        conversions(step, w, link_s)
+    else:
+        step.result.note("conversions: not run: need xxhash")
 
 
 def links(step: StepRun) -> float:
@@ -78,7 +85,29 @@ def staged_rates(step: StepRun, info: Any, w: Any, link_s: float, rounds: int) -
             )  # fmt: skip
 
 
-def staged(encoding: Any, info: Any, pinned: Any, device: str) -> Callable[[], Any]:
+def staged_by_feed(step: StepRun, info: Any, w: Any, link_s: float, rounds: int) -> None:
+    """Report how bf16 to NF4 depends on the elements that are sent and computed at once."""
+    if not step.on_cuda:
+        return
+    from ckptmap.quantization.blockwise import chunks
+
+    pinned, encoding, usual = w.pin_memory(), encodings(info)["nf4"], chunks.DEVICE_NUMEL
+    try:
+        for feed in FEEDS:
+            chunks.DEVICE_NUMEL = feed
+            run = staged(encoding, info, pinned, step.device, feed)
+            took = timed(run, rounds, step.device)
+            step.result.figure(
+                f"staged nf4, {feed >> 20}M elements at once", pinned.nbytes / took / 1e9, "GB/s",
+                ratio=pinned.nbytes * link_s / took, of="the pinned link",
+            )  # fmt: skip
+    finally:
+        chunks.DEVICE_NUMEL = usual
+
+
+def staged(
+    encoding: Any, info: Any, pinned: Any, device: str, feed: int | None = None
+) -> Callable[[], Any]:
     """Return a run that copies boxes from pinned memory, two ahead, and encodes each on arrival.
 
     It uses the two streams of `ckptmap.storage.device_copies`, as a conversion does.
@@ -91,7 +120,7 @@ def staged(encoding: Any, info: Any, pinned: Any, device: str) -> Callable[[], A
 
     def run() -> None:
         way, encoder = Lanes(device), encoding.encoder(info, device)
-        runs = list(feeds(encoder, flat.numel()))
+        runs = list(feeds(encoder, flat.numel(), feed))
         places = [torch.empty(runs[0][1], dtype=flat.dtype, device=device) for _ in range(DEPTH)]
         free = [way.mark()] * DEPTH
         for turn, (start, end) in enumerate(runs):
@@ -104,7 +133,11 @@ def staged(encoding: Any, info: Any, pinned: Any, device: str) -> Callable[[], A
 
 
 def kernel_times(step: StepRun, info: Any, there: Any, link_s: float, rounds: int) -> None:
-    """Report encode and decode on the device alone, and the kernels of the libraries here."""
+    """Report encode and decode on the device alone, and the kernels of the libraries here.
+
+    Where these take longer than the link takes for the dense values (a ratio below 1), torch's ops cost
+    more than the link, and a kernel of our own would pay: see `ckptmap.quantization.blockwise.chunks`.
+    """
     nbytes = there.numel() * there.element_size()
     for name, encoding in encodings(info).items():
         with step.result.attempt(f"kernel {name}"):
@@ -118,7 +151,7 @@ def kernel_times(step: StepRun, info: Any, there: Any, link_s: float, rounds: in
                 took = timed(call, rounds, step.device)
                 step.result.figure(
                     f"kernel {name} {job}", 1e3 * took, "ms", ratio=nbytes * link_s / took,
-                    of="the pinned link",
+                    of="the pinned link", goal=1,
                 )  # fmt: skip
     library_kernels(step, there, rounds)
 
@@ -176,12 +209,15 @@ def compare_devices(
 
     nbytes  bytes of the dense values, by which rates are counted
     """
+    from ckptmap.planning.options import DEVICE_MEMORY
+
     what = f"convert {of or 'bf16'} -> {to.partition('-')[2]}"
     out = {where: step.work / f"{to}-{where.partition(':')[0]}" for where in ("cpu", step.device)}
     with step.result.attempt(what):
         took = {}
         for where, path in out.items():
-            with peaks(step, f"{what}, {where}") if where != "cpu" else nullcontext():
+            bounded = peaks(step, f"{what}, {where}", DEVICE_MEMORY)
+            with bounded if where != "cpu" else nullcontext():
                 took[where] = seconds(source, path, to, where, step)
         for where in dict.fromkeys(("cpu", step.device)):
             step.result.figure(f"{what}, {where}", nbytes / took[where] / 1e9, "GB/s",

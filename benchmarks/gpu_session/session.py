@@ -26,6 +26,8 @@ PATIENCE = {"full": 1, "tiny": 4}
 """By what the limits of the steps are multiplied: they are for a machine with a GPU that does nothing else."""
 LAST_S = 3.0
 """Seconds before its limit at which a step prints where it hangs."""
+DEATH_S = 10.0
+"""Seconds that a killed process is waited for."""
 LOG = "gpu-session.log"
 """The whole output of all steps that did not pass, in the session's folder."""
 LOG_CHARACTERS = 6000
@@ -70,20 +72,27 @@ class StepRun:
 
 @dataclass(frozen=True)
 class Options:
-    """How a session is run. `limit_s` bounds all steps together; `work` None: chosen by its room."""
+    """How a session is run.
+
+    limit_s  seconds for all steps together
+    work     the folder for checkpoints; None: chosen by its room
+    began    when the session began, by the monotonic clock; None: with its first step
+    """
 
     out: Path
     device: str = "cuda"
     size: str = "full"
     limit_s: float = 540.0
     work: Path | None = None
+    began: float | None = None
 
 
 def run_session(steps: Sequence[Step], options: Options, device_name: str) -> dict[str, Any]:
     """Run the steps in order and return the session; its files are written after each step."""
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / LOG).unlink(missing_ok=True)
-    ends = time.monotonic() + options.limit_s
+    began = time.monotonic() if options.began is None else options.began
+    ends = began + options.limit_s
     with tempfile.TemporaryDirectory(prefix="ckptmap-gpu-", dir=_work(options)) as folder:
         session: dict[str, Any] = {
             "schema": 1,
@@ -95,6 +104,7 @@ def run_session(steps: Sequence[Step], options: Options, device_name: str) -> di
             "versions": {"python": sys.version.split()[0], **versions()},
             "steps": [],
         }
+        write_session(options.out, session)  # also where the session is killed in its first step
         for step in steps:
             print(f"== {step.name}: {step.what}", flush=True)
             done = _run(step, options, Path(folder), ends - time.monotonic())
@@ -188,7 +198,11 @@ def _run_process(step: Step, options: Options, work: Path, log: Path, limit_s: f
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it has started: they share one process group."""
+    """End the process and all that it has started: they share one process group.
+
+    One that waits in the driver of a device may stay, and must not hold up the steps after it.
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(DEATH_S)
