@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -159,3 +161,17 @@ def show(plan: Plan, report: Report | None, out: Printer) -> None:
         out.text(str(report.dst))
     else:
         out.show(report)
+        if not out.json and "--plan" not in out.args and _lacks_config(plan):
+            out.text(f"add its config.json with: {_with_config(out.args)}")
+
+
+def _lacks_config(plan: Plan) -> bool:
+    """Return whether the output is for transformers, which loads it with a config.json only."""
+    carries = plan.aim.setup.carrier is not None
+    return carries and not any(name.endswith("config.json") for name in plan.carried)
+
+
+def _with_config(args: Sequence[str]) -> str:
+    """Return the same command with a config; MODEL is a directory, a config.json or a place on the Hub."""
+    added = ["--config-from", "MODEL", *(["--overwrite"] if "--overwrite" not in args else [])]
+    return shlex.join(["ckptmap", *args, *added])

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
     gc.set_threshold(*GC_THRESHOLD)
-    Printer.printed, Printer.typed = False, _typed(args)
+    Printer.printed, Printer.args, Printer.typed = False, tuple(args), _typed(args)
     out = Printer(json="--json" in args)
     before = _on_terminate(_interrupt)
     try:

@@ -36,6 +36,9 @@ class Printer:
     typed: ClassVar[Mapping[str, str]] = {}
     """Absolute path -> as the user typed it. Texts name files as the user does."""
 
+    args: ClassVar[tuple[str, ...]] = ()
+    """The command line, without the name of the program."""
+
     def __init__(self, json: bool = False, quiet: bool = False) -> None:
         self.json = json
         self.quiet = quiet

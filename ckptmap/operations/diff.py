@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.compare_tensors import Difference, difference, same_parts
+from ckptmap.checkpoint.compare_tensors import Difference, difference
 from ckptmap.checkpoint.compare_values import match_extra_state, unequal_values
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed
@@ -22,6 +22,7 @@ from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import TensorSummary, fold
 from ckptmap.mapping.prefixes import PrefixChange, nearest_change
 from ckptmap.mapping.renaming import Patterns, Renaming
+from ckptmap.operations.tensor_change import Measure, TensorChange, change_of, lines_of
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path
@@ -34,7 +35,8 @@ SHOWN = 20
 class DiffReport(ShortRepr):
     """The differences of two checkpoints.
 
-    changed        FQN -> what differs: shape, dtype, encoding, values
+    changed        FQN -> how it differs: shape, dtype, encoding, values
+    stored_keys    FQN -> both keys as they are stored, where wrappers make them differ
     settings       name -> both values, of what is no tensor: step, scheduler, hyper-parameters
     same           tensors in both that agree
     same_settings  plain values in both that agree
@@ -47,11 +49,12 @@ class DiffReport(ShortRepr):
     same: int
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
-    changed: Mapping[str, str]
+    changed: Mapping[str, TensorChange]
     values: bool
     settings: Mapping[str, str] = field(default_factory=dict)
     same_settings: int = 0
     mended_by: str = ""
+    stored_keys: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
@@ -61,7 +64,9 @@ class DiffReport(ShortRepr):
         return {
             "schema": 1, "equal": self.equal, "a": self.a, "b": self.b, "same": self.same,
             "only_a": list(self.only_a), "only_b": list(self.only_b),
-            "changed": dict(self.changed), "values": self.values,
+            "changed": {name: str(change) for name, change in self.changed.items()},
+            "changes": {name: change.to_json() for name, change in self.changed.items()},
+            "values": self.values, "stored_keys": dict(self.stored_keys),
             "settings": dict(self.settings), "same_settings": self.same_settings,
             "mended_by": self.mended_by,
         }  # fmt: skip
@@ -74,16 +79,31 @@ class DiffReport(ShortRepr):
         lines += [
             f"only in {self.b}: {name}{times}" for name, times, _ in folded_names(self.only_b)
         ]
-        changed = folded_names(list(self.changed), list(self.changed.values()))
-        lines += [f"{name}: {reason}{times}" for name, times, reason in changed]
-        lines += self._settings()
-        verdict = "the same" if self.equal else "different"
+        lines += [*lines_of(self.changed), *self._settings(), *self._stored_keys()]
         settings_text = f", {self.same_settings} plain values agree" if self.same_settings else ""
         agree = f"{counted(self.same, 'tensor')} agree{'s' * (self.same == 1)} in {compared}{settings_text}"
-        mended = (
-            [f"a prefix keeps names apart; without it: {self.mended_by}"] if self.mended_by else []
-        )
-        return as_lines([*lines, *mended, f"{verdict}: {agree}"])
+        if self.mended_by:
+            lines.append(f"a prefix keeps names apart; without it: {self.mended_by}")
+        if self.equal:
+            return as_lines([*lines, f"the same: {agree}"])
+        return as_lines([*lines, f"different: {agree}; {self._verdict()}"])
+
+    def _verdict(self) -> str:
+        """Return how many differ: "23 of 30 differ, 2 are only in a.pt"."""
+        differ = len(self.changed)
+        parts = [f"{differ} of {self.same + differ} differ{'s' * (differ == 1)}"]
+        for names, where in ((self.only_a, self.a), (self.only_b, self.b)):
+            if names:
+                parts.append(f"{len(names)} {'is' if len(names) == 1 else 'are'} only in {where}")
+        return ", ".join(parts)
+
+    def _stored_keys(self) -> list[str]:
+        """Return the line that tells of names which are plain only after wrappers came off."""
+        if not self.stored_keys:
+            return []
+        a, b = next(iter(self.stored_keys.values()))
+        count = counted(len(self.stored_keys), "name")
+        return [f"stored keys of {count} differ, as in {a!r} and {b!r}; plain names are compared"]
 
     def _settings(self) -> list[str]:
         if not self.settings:
@@ -151,10 +171,6 @@ def _mended_by(report: DiffReport, change: PrefixChange) -> str:
     return f"{command} {change.names_option}"
 
 
-Measure = Callable[[str, LazyTensor, LazyTensor], Difference | None]
-"""Compares the values of two tensors that have this name; None: they are bit-equal."""
-
-
 def _values_differ(name: str, a: LazyTensor, b: LazyTensor) -> Difference | None:
     return difference(a, b)
 
@@ -175,12 +191,12 @@ def compare(first: Checkpoint, second: Checkpoint, measure: Measure | None) -> D
     second_tensors.update(
         {name: lazy for name, lazy in second_others.items() if name in common_others}
     )
-    changed: dict[str, str] = {}
+    changed: dict[str, TensorChange] = {}
     for name in first_tensors:
         if name in second_tensors:
-            reason = _difference_of(name, first_tensors[name], second_tensors[name], measure)
-            if reason is not None:
-                changed[name] = reason
+            change = change_of(name, first_tensors[name], second_tensors[name], measure)
+            if change is not None:
+                changed[name] = change
     common = sum(name in second_tensors for name in first_tensors)
     equal_count, unequal_pairs = unequal_values(first, second)
     settings = {name: f"{a!r:.60} and {b!r:.60}" for name, (a, b) in unequal_pairs.items()}
@@ -189,6 +205,7 @@ def compare(first: Checkpoint, second: Checkpoint, measure: Measure | None) -> D
         tuple(name for name in first_tensors if name not in second_tensors),
         tuple(name for name in second_tensors if name not in first_tensors),
         changed, measure is not None, settings, equal_count,
+        stored_keys=_stored_keys(first, second),
     )  # fmt: skip
 
 
@@ -207,21 +224,9 @@ def _other_tensors(ckpt: Checkpoint, names: Mapping[Path, Path]) -> dict[str, La
     }
 
 
-def _difference_of(name: str, a: LazyTensor, b: LazyTensor, measure: Measure | None) -> str | None:
-    if a.shape != b.shape:
-        return f"shape {list(a.shape)} and {list(b.shape)}"
-    reasons = []
-    if a.dtype != b.dtype:
-        reasons.append(f"dtype {a.dtype} and {b.dtype}")
-    if a.encoding != b.encoding:
-        reasons.append(f"encoding {a.encoding} and {b.encoding}")
-    if measure is not None and not (not reasons and same_parts(a, b) is None):
-        differ = measure(name, a, b)
-        if differ is not None:
-            reasons.append(
-                f"{differ.count} of {a.info.numel} values differ, by at most {differ.max_abs:.3e}"
-                f" ({differ.relative:.3e} relative rms), the first at {list(differ.index)}"
-            )
-        elif not reasons:
-            return None  # other bytes, the same values: two ways to store them
-    return "; ".join(reasons) or None
+def _stored_keys(first: Checkpoint, second: Checkpoint) -> dict[str, tuple[str, str]]:
+    """Return both stored keys of the weights that have the same plain name and other stored ones."""
+    if not (first.wrappers or second.wrappers):
+        return {}
+    pairs = ((fqn, (key, second.names.get(fqn, key))) for fqn, key in first.names.items())
+    return {fqn: (a, b) for fqn, (a, b) in pairs if a != b}

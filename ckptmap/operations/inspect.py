@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from math import prod
 from shlex import quote
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.columns import distinct, each
 from ckptmap.core.formatting import counted, human
+from ckptmap.core.name_globs import matches, suggestion
 from ckptmap.core.printable import as_lines
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import KeyPattern, TensorSummary, fold, table
@@ -103,11 +103,7 @@ class InspectReport:
             )
         except CkptmapError:
             config = None
-        try:
-            return recognise(list(self.ckpt), config)
-        except CkptmapError as error:  # somebody's mapping file is malformed; this is about keys
-            self.notes.append(f"naming schemes were not looked up: {error.message}")
-            return []
+        return recognise(list(self.ckpt), config)
 
     def _prefix_notes(self) -> list[str]:
         """Return a note where the names are known without a prefix, with the options that take it off."""
@@ -161,15 +157,18 @@ class InspectReport:
                 if self._matches_keys(lazy.fqn):
                     yield role, lazy
 
+    def _meant(self) -> str:
+        return suggestion(self.keys, list(self.ckpt))
+
     def _matches_keys(self, fqn: str) -> bool:
-        return self.keys == "*" or fnmatchcase(fqn, self.keys)
+        return self.keys == "*" or matches(fqn, self.keys)
 
     # ------------------------------------------------------------------ as text
 
     def __str__(self) -> str:
         facts = [(name, text) for name, text in self.facts() if text]
         block = [f"  {name:<11}{text}" for name, text in facts]
-        lines = self._table() or ["  no tensor has such a name"]
+        lines = self._table() or [f"  no tensor has such a name; {self._meant()}".rstrip("; ")]
         return as_lines([self.ckpt.shown, *block, "", *lines])
 
     def _table(self) -> list[str]:

@@ -13,11 +13,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import PurePath
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.formatting import counted, human
+from ckptmap.core.name_globs import matches
 from ckptmap.core.printable import as_lines
 from ckptmap.storage.lazy_tensor import LazyTensor
 
@@ -99,7 +99,7 @@ class ShardsReport:
         return as_lines([self._ckpt.shown, *self._facts(), "", *self._file_lines(), *self._lines()])
 
     def _listed(self) -> Iterable[Piece]:
-        return (piece for piece in self.pieces if fnmatchcase(piece.fqn, self._keys))
+        return (piece for piece in self.pieces if matches(piece.fqn, self._keys))
 
     def _facts(self) -> Iterator[str]:
         nbytes = sum(share.nbytes for share in self.files)

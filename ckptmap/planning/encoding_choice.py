@@ -6,9 +6,8 @@ tensor of given shape and dtype, or leaves the tensor as it is.
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core.name_globs import matches_any
 from ckptmap.core.quantized_codes import KeepsCodes, Repairs, ScalesExactly, TakesModules
 from ckptmap.errors import PlanError
 from ckptmap.planning.kept_codes import code_grid
@@ -25,7 +24,7 @@ def encoding_for(
     `declared`: a config.json tells the scheme's library which modules are quantized. Raises PlanError
     CKM203 where --encode names a tensor that the scheme cannot hold, or the library would not load it.
     """
-    if scheme is None or lazy.encoding == scheme.name or matches(lazy.fqn, options.no_encode):
+    if scheme is None or lazy.encoding == scheme.name or matches_any(lazy.fqn, options.no_encode):
         return _repaired(lazy)
     encoding = _chosen(lazy, scheme, options)
     if encoding is None:
@@ -36,8 +35,8 @@ def encoding_for(
 
 
 def _chosen(lazy: LazyTensor, scheme: Scheme, options: Options) -> Encoding | None:
-    exact = matches(lazy.fqn, options.exact_scales)
-    named = matches(lazy.fqn, options.encode)
+    exact = matches_any(lazy.fqn, options.exact_scales)
+    named = matches_any(lazy.fqn, options.encode)
     if options.encode and not named:
         return None
     grid = code_grid(lazy)
@@ -94,12 +93,7 @@ def beside_ties(ckpt: Checkpoint, scheme: Scheme | None, options: Options) -> di
 
 def _takes(scheme: Scheme, lazy: LazyTensor, options: Options) -> bool:
     encoding = scheme.target(lazy.fqn, lazy.info)
-    return encoding is not None and not matches(lazy.fqn, options.no_encode)
-
-
-def matches(fqn: str, patterns: tuple[str, ...]) -> bool:
-    """Return whether the FQN matches one of the glob patterns."""
-    return any(fnmatchcase(fqn, pattern) for pattern in patterns)
+    return encoding is not None and not matches_any(lazy.fqn, options.no_encode)
 
 
 def _repaired(lazy: LazyTensor) -> Encoding | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from fnmatch import fnmatchcase
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core.name_globs import matches, suggestion
 from ckptmap.core.tensor_table import listed
 from ckptmap.planning.conversion import Steps
 from ckptmap.planning.layout_builder import TensorLayout
@@ -59,12 +59,12 @@ def _unmatched(options: Options, fqns: Collection[str], dropped: Collection[str]
         "include": fqns, "encode": fqns, "no-encode": fqns, "exclude": dropped, "drop": dropped
     }  # fmt: skip
     return {
-        f"--{option} {pattern!r}": "nothing is named so"
+        f"--{option} {pattern!r}": f"nothing is named so; {suggestion(pattern, fqns)}".rstrip("; ")
         for option, names in names_of.items()
         for pattern in getattr(options, option.replace("-", "_"))
-        if not any(name == pattern or fnmatchcase(name, pattern) for name in names)
+        if not any(matches(name, pattern) for name in names)
         # --drop of an entry drops all that is below it.
-        and not any(fnmatchcase(name, f"{pattern}.*") for name in names if names is dropped)
+        and not any(matches(name, f"{pattern}.*") for name in names if names is dropped)
     }
 
 

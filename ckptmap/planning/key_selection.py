@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+from ckptmap.core.name_globs import suggestion
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
 from ckptmap.planning.copied_files import CopiedFiles, copied_files
@@ -23,6 +24,8 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path, PlainValue
 
 T = TypeVar("T")
+NAMES_SHOWN = 3
+"""Names that an error shows of a checkpoint."""
 UNITS_SHOWN = 4
 """Patterns of FSDP units that a note lists."""
 _SAVE_PLAIN = (
@@ -78,11 +81,20 @@ def select(request: Request, sharding: OutputSharding) -> Selection:
     remarks = remarks + Remarks(dropped, notes=notes)
     selection = Selection(weights, ties, others, values, optimizer, copied, remarks)
     if not selection.written:
-        hint = "check --include and --exclude"
-        if request.options.names:
-            hint += "; --include goes by the names in DST"
-        raise PlanError("CKM206", f"{ckpt.path}: no tensor is left to convert of {len(ckpt)}", hint)
+        raise _nothing_left(request)
     return selection
+
+
+def _nothing_left(request: Request) -> PlanError:
+    """Return PlanError CKM206 with some names, and those that may be meant by --include."""
+    ckpt, include = request.ckpt, request.options.include
+    names = list(ckpt)
+    sample = ", ".join(names[:: max(1, len(names) // NAMES_SHOWN)][:NAMES_SHOWN])
+    meant = " ".join(filter(None, (suggestion(pattern, names) for pattern in include)))
+    hint = f"{meant} names here are such as {sample}".lstrip() if names else "it holds no weights"
+    if ckpt.translation is not None:
+        hint += "; --include goes by the names in DST"
+    return PlanError("CKM206", f"{ckpt.path}: no tensor is left to convert of {len(ckpt)}", hint)
 
 
 def _refused(request: Request) -> Remarks:

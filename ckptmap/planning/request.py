@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core.name_globs import matches, matches_any
 from ckptmap.planning.options import Options
 from ckptmap.protocols import Carrier, Setup, through
 from ckptmap.protocols.file_systems import Fingerprint
@@ -71,7 +71,7 @@ class Request:
 
     def _dropped(self, key: str, below: tuple[str, ...]) -> str | None:
         for pattern in self.options.drop:
-            if key == pattern or any(fnmatchcase(key, pattern + end) for end in below):
+            if any(matches(key, pattern + end) for end in below):
                 return f"--drop {pattern}"
         return None
 
@@ -80,9 +80,9 @@ class Request:
         if self.takes_all:
             return None
         include, exclude = self.options.include, self.options.exclude
-        if include and not any(fnmatchcase(fqn, pattern) for pattern in include):
+        if include and not matches_any(fqn, include):
             return "not in --include"
         for pattern in exclude:
-            if fnmatchcase(fqn, pattern):
+            if matches(fqn, pattern):
                 return f"--exclude {pattern}"
         return self.dropped(fqn)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.translate_names import translated
+from ckptmap.core.name_globs import matches
 from ckptmap.errors import PlanError
 from ckptmap.mapping.rules import HUB
 from ckptmap.planning.disk_names import in_disk_names, wants_disk_names
@@ -94,6 +94,6 @@ def _left_behind(options: Options, key: str) -> str | None:
     """Return the option that leaves out a key of the source, by its name before the translation."""
     for name, patterns in (("exclude", options.exclude), ("drop", options.drop)):
         for pattern in patterns:
-            if key == pattern or fnmatchcase(key, pattern):
+            if matches(key, pattern):
                 return f"--{name} {pattern}"
     return None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.columns import each
+from ckptmap.core.name_globs import matches_any
 from ckptmap.core.quantized_codes import ScalesActivations
-from ckptmap.planning.encoding_choice import beside_ties, encoding_for, matches
+from ckptmap.planning.encoding_choice import beside_ties, encoding_for
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.options import Options
 from ckptmap.planning.remarks import Remarks, Unresolved
@@ -122,7 +122,7 @@ def _dense(infos: Mapping[str, TensorInfo], selection: Selection) -> dict[str, E
 
 def _foreign_part(request: Request, fqn: str, scheme: str) -> list[Unresolved]:
     """Return the part of a quantized tensor as unresolved, unless the user asks to keep its bytes."""
-    if any(fnmatchcase(fqn, pattern) for pattern in request.options.no_encode):
+    if matches_any(fqn, request.options.no_encode):
         return []
     restore = RESTORE if scheme in (WITHOUT_SCALES, INT8_WITHOUT_SCALES) else ""
     return [
@@ -136,7 +136,7 @@ def _foreign_part(request: Request, fqn: str, scheme: str) -> list[Unresolved]:
 
 def _left_by_shape(lazy: LazyTensor, scheme: Scheme, options: Options) -> dict[str, str]:
     """Return the weight with a reason where its shape alone keeps it from being encoded."""
-    if lazy.encoding_.name != "dense" or matches(lazy.fqn, options.no_encode):
+    if lazy.encoding_.name != "dense" or matches_any(lazy.fqn, options.no_encode):
         return {}
     info = lazy.info
     rounded = TensorInfo(tuple(-(-extent // ROUND) * ROUND for extent in info.shape), info.dtype)

@@ -467,9 +467,9 @@ def test_a_draft_is_for_the_model_of_the_config_and_works_in_convert(
             monkeypatch.setenv(VARIABLE, str(tmp_path / "maps"))
         out = tmp_path / f"out{number}"
         ckptmap.convert(tmp_path / "own.pt", out, to="hf", config_from=hub, **names)  # type: ignore[arg-type]
-        assert ckptmap.diff(out, hub, values=True).same, names
+        assert ckptmap.diff(out, hub, values=True).equal, names
     ckptmap.convert(hub, tmp_path / "back.pt", to="full", names="mine")
-    assert ckptmap.diff(tmp_path / "back.pt", tmp_path / "own.pt", values=True).same
+    assert ckptmap.diff(tmp_path / "back.pt", tmp_path / "own.pt", values=True).equal
 
 
 def test_a_draft_can_be_tested_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -254,13 +254,18 @@ def test_diff_names_what_differs(source: Path, tmp_path: Path) -> None:
     report = ckptmap.diff(source, other)
     assert report.only_a == ("scalar",)
     assert report.only_b == ("new",)
-    assert report.changed == {
+    assert {name: str(change) for name, change in report.changed.items()} == {
         "l.0.weight": "dtype float32 and bfloat16",
         "n.weight": "shape [64] and [65]",
     }
     report = ckptmap.diff(source, other, values=True)
-    assert "1 of 8192 values differ, by at most 1.000e+00" in report.changed["l.1.weight"]
-    assert "the first at [3, 5]" in report.changed["l.1.weight"]
+    change = report.changed["l.1.weight"]
+    assert "1 of 8192 values differ, by at most 1.000e+00" in str(change)
+    assert "the first at [3, 5]" in str(change)
+    assert (change.count, change.max_abs, change.first, change.numel) == (1, 1.0, (3, 5), 8192)
+    assert 0 < change.rms < 1 and change.dtypes is change.shapes is None
+    assert report.changed["l.0.weight"].dtypes == ("float32", "bfloat16")
+    assert report.changed["n.weight"].shapes == ((64,), (65,))
     assert not report.equal
 
 
@@ -283,16 +288,58 @@ def test_diff_counts_in_every_dtype(name: str, tmp_path: Path) -> None:
         raw[24] = value
         torch.save({"w": raw.clone().view(getattr(torch, name))}, tmp_path / f"{value}.pt")
     found = ckptmap.diff(tmp_path / "0.pt", tmp_path / "1.pt", values=True)
-    assert re.match(r"1 of \d+ values differ", found.changed["w"])
+    assert re.match(r"1 of \d+ values differ", str(found.changed["w"]))
     torch.save({"w": torch.zeros(raw.view(getattr(torch, name)).numel())}, tmp_path / "f32.pt")
-    assert "float32 and " in ckptmap.diff(tmp_path / "f32.pt", tmp_path / "1.pt").changed["w"]
+    other = ckptmap.diff(tmp_path / "f32.pt", tmp_path / "1.pt").changed["w"]
+    assert "float32 and " in str(other)
     assert not ckptmap.diff(tmp_path / "f32.pt", tmp_path / "1.pt", values=True).equal
 
 
 def test_diff_across_encodings_measures(source: Path, tmp_path: Path) -> None:
     report = ckptmap.diff(source, made(source, tmp_path, "hf-nf4"), values=True)
     assert set(report.changed) == {"l.0.weight", "l.1.weight"}
-    assert all("encoding dense and nf4" in why for why in report.changed.values())
+    assert all("encoding dense and nf4" in str(why) for why in report.changed.values())
+
+
+def test_diff_groups_by_pattern_and_sorts_by_error(tmp_path: Path) -> None:
+    """The worst group first, and in it the worst tensor; the last words say how many differ."""
+    a = {f"h.{n}.{w}": torch.ones(4, 4) for n in range(5) for w in ("q", "up", "norm")}
+    b = {key: tensor.clone() for key, tensor in a.items()} | {"extra": torch.ones(1)}
+    for n in range(5):
+        b[f"h.{n}.up"][n % 4, 1] += 2.0**-n
+        b[f"h.{n}.q"] += 3.0 + n
+    b["h.3.norm"] = torch.ones(5)
+    torch.save(a, tmp_path / "a.pt")
+    torch.save(b, tmp_path / "b.pt")
+    report = ckptmap.diff(tmp_path / "a.pt", tmp_path / "b.pt", values=True)
+    lines = str(report).splitlines()
+    assert lines[0].endswith("b.pt: extra")
+    assert lines[1:-1] == [
+        "h.3.norm: shape [4, 4] and [5]",
+        "h.{0..4}.q: 80 of 80 values differ, by at most 7.000e+00, most in h.4.q (7.000e+00 relative"
+        " rms)  5x",
+        "h.{0..4}.up: 5 of 80 values differ, by at most 1.000e+00, most in h.0.up (2.500e-01 relative"
+        " rms)  5x",
+    ]
+    assert lines[-1].startswith("different: 4 tensors agree in shape, dtype, encoding and values; ")
+    assert "; 11 of 15 differ, 1 is only in " in lines[-1]
+    document = report.to_json()
+    assert document["changes"]["h.0.up"] == {  # type: ignore[index]
+        "shapes": None, "dtypes": None, "encodings": None, "numel": 16, "count": 1, "max_abs": 1.0,
+        "rms": 0.25, "first": (0, 1),
+    }  # fmt: skip
+
+
+def test_diff_says_that_stored_keys_differ_where_plain_ones_agree(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    torch.save(model.state_dict(), tmp_path / "plain.pt")
+    torch.save(torch.nn.DataParallel(model).state_dict(), tmp_path / "wrapped.pt")
+    report = ckptmap.diff(tmp_path / "wrapped.pt", tmp_path / "plain.pt", values=True)
+    assert report.equal
+    assert report.stored_keys["0.weight"] == ("module.0.weight", "0.weight")
+    assert "stored keys of 2 names differ, as in 'module.0.weight' and '0.weight'" in str(report)
+    same = ckptmap.diff(tmp_path / "plain.pt", tmp_path / "plain.pt")
+    assert not same.stored_keys and "stored keys" not in str(same)
 
 
 def changed(what: str) -> dict[str, object]:

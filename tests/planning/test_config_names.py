@@ -66,7 +66,7 @@ def test_names_of_a_known_scheme_are_refused_with_the_option(llama: Path, tmp_pa
         ckptmap.plan(tmp_path / "meta.pt", "hf", config_from=llama)
     assert "--names hf" in raised.value.hint
     ckptmap.convert(tmp_path / "meta.pt", tmp_path / "o", to="hf", config_from=llama, names="hf")
-    assert ckptmap.diff(tmp_path / "o", llama, values=True).same
+    assert ckptmap.diff(tmp_path / "o", llama, values=True).equal
 
 
 def test_the_names_of_a_base_model_fit(state: State, llama: Path, tmp_path: Path) -> None:

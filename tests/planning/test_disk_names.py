@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from ckptmap_cli.main import main
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -95,3 +97,23 @@ def test_what_the_rules_do_not_fit_stays_and_is_told(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "state.pt")
     told = notes(tmp_path / "state.pt", config_from=tmp_path / "olmoe.json")
     assert f"{JOINED}: all experts of a layer in one tensor" in told and "--names FILE" in told
+
+
+def test_without_a_config_the_last_line_is_the_command_that_adds_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pasted, with the model's directory in place of MODEL, it makes a model that loads."""
+    model = TINY["llama"].build()
+    model.save_pretrained(tmp_path / "base")
+    source, out = tmp_path / "a model.pt", tmp_path / "out"
+    torch.save(model.state_dict(), source)
+    assert main(["convert", str(source), str(out), "--to", "hf"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    told, _, command = last.partition(": ckptmap ")
+    assert told == "add its config.json with"
+    args = [str(tmp_path / "base") if arg == "MODEL" else arg for arg in shlex.split(command)]
+    assert main(args) == 0
+    assert "add its config.json" not in capsys.readouterr().out
+    assert ckptmap.verify(out).ok
+    _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]

@@ -85,7 +85,8 @@ def test_a_glob_that_matches_nothing_is_said_and_refused_if_strict(
     asked = {what: ("*.wieght", "*")} if what == "include" else {what: ("*.wieght",)}
     pattern = f"--{what.replace('_', '-')} '*.wieght'"
     plan = ckptmap.plan(linears, "full-nf4", **asked)
-    assert f"{pattern}: nothing is named so" in plan.notes and not plan.unresolved
+    meant = f"{pattern}: nothing is named so; did you mean 'odd.weight' or 'norm.weight'?"
+    assert meant in plan.notes and not plan.unresolved
     strict = ckptmap.plan(linears, "full-nf4", strict=True, **asked)
     assert pattern in [item.key for item in strict.unresolved]
 

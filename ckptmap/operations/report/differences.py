@@ -67,7 +67,7 @@ def differences(report: DiffReport, errors: Mapping[str, TensorError]) -> Differ
         (name for name, error in errors.items() if error.count),
         key=lambda name: (-ordered(errors[name].relative), name),
     )[:WORST]
-    names, reasons = list(report.changed), list(report.changed.values())
+    names, reasons = list(report.changed), list(map(str, report.changed.values()))
     unread = [i for i, name in enumerate(names) if name not in errors]
     changed = folded_names([names[i] for i in unread], [reasons[i] for i in unread])
     return Differences(

@@ -1,0 +1,62 @@
+"""Match names with the patterns of options: globs, and the ranges that `inspect` prints.
+
+model.layers.{0..2}.*          matches model.layers.0.mlp.up_proj.weight, not model.layers.3.norm.weight
+layers.{0..31, 8 of them}.w    as the table has it where numbers are missing: any number of the range
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterable
+from functools import lru_cache
+
+NEAREST = 2
+"""Names that are proposed for a pattern."""
+SEARCHED = 5000
+"""Names among which the nearest is looked for: comparing spellings is slow."""
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)(?:, \d+ of them)?\}")
+_PLACE = "\ue000"
+"""A private character, which no glob treats in a special way: it stands for a range in one."""
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether the pattern matches the whole name; a name without wild cards matches itself."""
+    return name == pattern or _matcher(pattern)(name)
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether one of the patterns matches the name."""
+    return any(matches(name, pattern) for pattern in patterns)
+
+
+def suggestion(pattern: str, names: Collection[str]) -> str:
+    """Return what may be meant by a pattern that matches none of the names, as a question; "" where no
+    name is near."""
+    for wider in (f"{pattern}.*", f"*{pattern}", f"*{pattern}.*", f"{pattern}*", f"*{pattern}*"):
+        count = sum(matches(name, wider) for name in names)
+        if count:
+            return f"did you mean {wider!r}, which matches {count}?"
+    text = pattern.replace("*", "")
+    near = difflib.get_close_matches(text, list(names)[:SEARCHED], NEAREST)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+@lru_cache(maxsize=4096)
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    ranges = [(int(low), int(high)) for low, high in _RANGE.findall(pattern)]
+    if not ranges:
+        whole = re.compile(fnmatch.translate(pattern))
+        return lambda name: whole.match(name) is not None
+    text = fnmatch.translate(_RANGE.sub(_PLACE, pattern)).replace(_PLACE, r"(\d+)")
+    with_numbers = re.compile(text)
+
+    def in_ranges(name: str) -> bool:
+        found = with_numbers.match(name)
+        return found is not None and all(
+            low <= int(number) <= high
+            for number, (low, high) in zip(found.groups(), ranges, strict=True)
+        )
+
+    return in_ranges
