@@ -3,6 +3,7 @@
     extra.rng.rank0.cpu  u8 [5056]      torch's CPU generator
     extra.rng.rank0.cuda u8 [16]        that of the rank's current CUDA device
     extra.rng.rank0.python              random.getstate()
+    extra.rng.rank0.numpy               numpy.random.get_state(legacy=False), arrays as lists
 
 Where no recorded state fits, an optimizer that rounds stochastically gets fresh streams. Their seed
 is a hash of (base, shard). The base is the recorded state of another world size, or a number that
@@ -17,6 +18,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.core.state_paths import nest
 from ckptmap.errors import LoadError
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor
@@ -32,7 +34,11 @@ def captured() -> dict[str, object]:
     """Return a copy of the state of this rank's generators: torch tensors and plain values."""
     import torch
 
-    found: dict[str, object] = {"cpu": torch.get_rng_state(), "python": _listed(random.getstate())}
+    found: dict[str, object] = {
+        "cpu": torch.get_rng_state(),
+        "python": _listed(random.getstate()),
+        "numpy": numpy_state(),
+    }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda"] = torch.cuda.get_rng_state()
     return found
@@ -41,6 +47,21 @@ def captured() -> dict[str, object]:
 def _listed(state: tuple[object, tuple[int, ...], object]) -> list[object]:
     version, internal, gauss = state
     return [version, list(internal), gauss]
+
+
+def numpy_state() -> dict[str, object]:
+    """Return the state of NumPy's global generator, which `numpy.random.rand` and its like draw from."""
+    import numpy
+
+    state = numpy.random.get_state(legacy=False)
+    return {key: _plain(value) for key, value in state.items()}
+
+
+def _plain(value: object) -> object:
+    """Return arrays of a generator's state as lists, and numbers as Python's own."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def restore(state: Mapping[str, Any]) -> None:
@@ -54,6 +75,10 @@ def restore(state: Mapping[str, Any]) -> None:
         if "python" in state:
             version, internal, gauss = state["python"]
             random.setstate((version, tuple(internal), gauss))
+        if "numpy" in state:
+            import numpy
+
+            numpy.random.set_state(state["numpy"])
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise LoadError(
             "CKM511",
@@ -74,20 +99,22 @@ def recorded(
         for path, lazy in tensors.items()
         if path[:2] == head and len(path) == 3
     }
-    python = {path[3:]: value for path, value in plain.items() if path[:3] == (*head, "python")}
-    if () in python:
-        found["python"] = python[()]
+    own = {path: value for path, value in plain.items() if path[:2] == head}
+    nested: Any = nest(own).get(KEY, {})
+    found |= nested.get(head[1], {})
     return found if "cpu" in found else {}
 
 
 def fresh(base: bytes, shard: Sequence[int]) -> int:
     """Seed every generator of this rank by the rule of the module's docstring, and return the seed."""
+    import numpy
     import torch
 
     text = b"ckptmap stream|" + base + b"|" + ",".join(map(str, shard)).encode()
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
     torch.manual_seed(seed)
     random.seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)  # it takes 32 bits
     return seed
 
 

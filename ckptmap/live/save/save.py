@@ -9,8 +9,7 @@ directory with ckptmap's manifest, which torch's own `dcp.load` reads too.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,7 @@ from ckptmap.live.optimizer.local_state import (
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.save.assign_writers import Assigner, Offer, drifted_buffers, offers_of
 from ckptmap.live.save.overlapping_meshes import require_alike
+from ckptmap.live.save.save_handle import SaveHandle, settle_started
 from ckptmap.live.save.write_dcp import FileLayout, snapshot, write
 from ckptmap.tensors import Box, Path
 
@@ -46,53 +46,6 @@ if TYPE_CHECKING:
     import torch
 
     from ckptmap.live.optimizer.optimizer_types import ParamGroup, Scheduler
-
-_last: list[SaveHandle] = []
-"""The save that may still be running: the next one waits for it."""
-
-
-class SaveHandle:
-    """A save that may still run. `wait()` returns its notes once it is published, or raises its error."""
-
-    def __init__(
-        self, path: FilePath, run: Callable[[], tuple[str, ...]], background: bool
-    ) -> None:
-        self.path = path
-        self._run = run
-        self._notes: tuple[str, ...] = ()
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if background:
-            self._thread = threading.Thread(target=self._work, name="ckptmap-save")
-            self._thread.start()
-        else:
-            self._work()
-            self.wait()
-
-    def _work(self) -> None:
-        try:
-            self._notes = self._run()
-        except BaseException as error:  # `wait` raises it again
-            self._error = error
-
-    @property
-    def done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def settle(self) -> None:
-        """Wait until the save has ended, whether or not it failed."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def wait(self) -> tuple[str, ...]:
-        """Wait until the save is published, and return its notes.
-
-        Raises DestinationError or RunError on all ranks where the save failed on one; the
-        destination is then as it was."""
-        self.settle()
-        if self._error is not None:
-            raise self._error
-        return self._notes
 
 
 @nearest_keyword
@@ -124,14 +77,19 @@ def save(
     Buffers may differ between ranks, as statistics of BatchNorm do under FSDP: those of the lowest
     rank are saved, and a note of `wait()` says so. Under DDP rank 0's buffers are broadcast.
 
+    A save in the background that failed, and whose error no `wait()` has raised, is raised by the next
+    call, which then saves nothing.
+
     Raises, on all ranks: DestinationError before a byte is written, LoadError CKM505 or CKM508 for
     what cannot be saved, ArgumentError CKM516 for values that cannot, RunError CKM509 where
     replicas differ, CKM510 where the ranks' parts do not make whole tensors.
     """
-    _settle_last()
+    unseen = settle_started()
     random_state = rng_state.captured()
     peers = RankGroup.join("save")
     with peers.together():
+        if unseen is not None:
+            raise unseen
         _check(path, model, scheduler, replicas)
         extra_values = _extra_values(step, extra)
         held = _held(model, optimizer, scheduler, peers, random_state, extra_values)
@@ -150,15 +108,7 @@ def save(
         with argument_checks.hints_for_python():
             return (*write(layout, copies, target, overwrite, peers), *_lost(drifted))
 
-    handle = SaveHandle(target, publish, background)
-    _last.append(handle)
-    return handle
-
-
-def _settle_last() -> None:
-    """Wait for the save before, whether or not it failed: its files may be the ones to replace."""
-    while _last:
-        _last.pop().settle()
+    return SaveHandle(target, step, publish, background)
 
 
 def _check(

@@ -1,0 +1,116 @@
+"""The handle of a save, and what becomes of an error of a save in the background that nobody waits for.
+
+A thread has no caller that it could raise an error to. `SaveHandle.wait` raises it, else the next
+`save` does, else the process warns and logs at its end: a run never loses a checkpoint in silence.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptmap.errors import CkptmapError
+
+logger = logging.getLogger("ckptmap")
+
+_started: list[SaveHandle] = []
+"""The save that may still run, or whose error nobody has seen."""
+
+
+class SaveHandle:
+    """A save that may still run. `wait()` returns its notes once it is published, or raises its error.
+
+    An error that no `wait()` has raised is raised by the next `save`; at the end of the process it
+    is a warning, and an error of the logger `ckptmap`.
+    """
+
+    def __init__(
+        self, path: Path, step: int | None, run: Callable[[], tuple[str, ...]], background: bool
+    ) -> None:
+        self.path = path
+        self.step = step
+        self._run = run
+        self._notes: tuple[str, ...] = ()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        _started.append(self)
+        if background:
+            self._thread = threading.Thread(target=self._work, name="ckptmap-save")
+            self._thread.start()
+        else:
+            self._work()
+            self.wait()
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done else "failed" if self._error else "published"
+        return f"<SaveHandle {self.title}: {state}>"
+
+    @property
+    def title(self) -> str:
+        """The step, where there is one, and the path."""
+        return f"{self.path}" if self.step is None else f"step {self.step}, {self.path}"
+
+    def _work(self) -> None:
+        try:
+            self._notes = self._run()
+        except BaseException as error:  # `wait` raises it again
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def settle(self) -> BaseException | None:
+        """Wait until the save has ended, and return its error, or None where it is published."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._error
+
+    def wait(self) -> tuple[str, ...]:
+        """Wait until the save is published, and return its notes.
+
+        Raises DestinationError or RunError on all ranks where the save failed on one; the
+        destination is then as it was."""
+        error = self.settle()
+        if self in _started:
+            _started.remove(self)
+        if error is not None:
+            raise error
+        return self._notes
+
+
+def settle_started() -> BaseException | None:
+    """Wait for the save before, whose files may be the ones to replace. Return its error where nobody
+    has seen it, with the step and the path of that save in its text."""
+    unseen = None
+    while _started:
+        handle = _started.pop(0)
+        error = handle.settle()
+        if error is not None and unseen is None:
+            unseen = _named(error, handle)
+    return unseen
+
+
+def _named(error: BaseException, handle: SaveHandle) -> BaseException:
+    text = f"the save before, in the background ({handle.title}), failed"
+    if isinstance(error, CkptmapError):
+        error.message = f"{text}: {error.message}"
+        error.hint = f"{error.hint}; this save was not begun: call it again".removeprefix("; ")
+    else:
+        error.add_note(f"{text}; this save was not begun: call it again")
+    return error
+
+
+@atexit.register
+def _tell_unseen() -> None:
+    """Warn of and log every error that nobody has seen. Threads have ended before: Python joins them."""
+    for handle in _started:
+        error = handle.settle()
+        if error is not None:
+            text = f"a save in the background failed ({handle.title}): {error}"
+            logger.error(text)
+            warnings.warn(f"ckptmap: {text}", RuntimeWarning, stacklevel=1)
