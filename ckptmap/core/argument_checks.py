@@ -19,6 +19,7 @@ MAX_DEPTH = 100
 """The most levels of dicts and lists in `extra`; a container that holds itself would have more."""
 MAX_SHOWN = 60
 """Errors show values of up to this many characters; of a longer value they name the type."""
+MAX_TIMEOUT_S = 365 * 86400.0
 SEE_HELP = "help() of the function lists its arguments"
 
 
@@ -57,6 +58,17 @@ def integer(name: str, value: Any, low: int, high: int = (1 << 63) - 1) -> int:
     if isinstance(value, bool) or not low <= number <= high:
         raise _refusal(name, value, f"an integer from {low} to {high}")
     return number
+
+
+def timeout(value: object) -> None:
+    if value is None:
+        return
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value <= MAX_TIMEOUT_S
+    ):
+        raise _refusal("timeout", value, "seconds, more than 0 and at most a year, or None")
 
 
 def nbytes(name: str, value: object) -> int:

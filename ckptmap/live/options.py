@@ -43,6 +43,7 @@ class LoadKeywords(TypedDict, total=False):
     rename: RenamePatterns
     add_prefix: str | None
     drop: Sequence[str]
+    timeout: float | None
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class LoadOptions:
                      change the checkpoint's names, in this order, as in `ckptmap.open`
     drop             patterns of weights of the checkpoint, by their new names, that are left out
     max_memory       bound of host buffers, beside the tensors themselves: bytes, or `"64MiB"`
+    timeout          seconds that a rank waits for the other ranks of the model before it raises
+                     RunError CKM307; None: as long as the model's process groups do
     """
 
     strict: bool = True
@@ -90,6 +93,7 @@ class LoadOptions:
     rename: tuple[str, ...] = ()
     add_prefix: str | None = None
     drop: tuple[str, ...] = ()
+    timeout: float | None = None
 
     @property
     def renaming(self) -> Renaming:
@@ -113,6 +117,7 @@ class LoadOptions:
 
     def check(self) -> None:
         """Raise ArgumentError CKM516 for a value that means nothing."""
+        argument_checks.timeout(self.timeout)
         argument_checks.integer("seed", self.seed, -(1 << 63))
         argument_checks.choice("precision", self.precision, PRECISIONS)
         argument_checks.choice("rounding", self.rounding, ROUNDINGS)

@@ -7,17 +7,14 @@ ranks read a part of each, one rank puts the checksums of the parts together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.source_sums import Begun, SourceCheck
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
-
-def finish(checkpoint: Checkpoint, peers: Sequence[ProcessGroup], verify: str) -> SourceCheck:
+def finish(checkpoint: Checkpoint, peers: Sequence[RankGroup], verify: str) -> SourceCheck:
     """Return what was compared by all ranks, on the first of them; nothing on the others.
 
     Every rank of `peers` calls it. Raise DamagedRecord (CKM105) on the first rank.
@@ -44,7 +41,7 @@ def finish(checkpoint: Checkpoint, peers: Sequence[ProcessGroup], verify: str) -
 
 
 def _exchanged(
-    nbytes: int, begun: Begun, peers: Sequence[ProcessGroup]
+    nbytes: int, begun: Begun, peers: Sequence[RankGroup]
 ) -> tuple[int, dict[int, tuple[int, Begun]]]:
     """Return this rank, and for every rank of the groups what it has compared and begun."""
     import torch
@@ -52,7 +49,6 @@ def _exchanged(
     rank = torch.distributed.get_rank()
     reports = {rank: (nbytes, begun)}
     for group in peers:  # what one group told is passed on to the next
-        answers: list[dict[int, tuple[int, Begun]]] = [{}] * group.size()
-        torch.distributed.all_gather_object(answers, reports, group=group)
+        answers = group.all(reports)
         reports = {other: report for answer in answers for other, report in answer.items()}
     return rank, reports

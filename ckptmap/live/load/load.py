@@ -21,6 +21,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.core import argument_checks
 from ckptmap.core.signatures import spelled_out
+from ckptmap.errors import ArgumentError
 from ckptmap.execution.check_source import begin as begin_check
 from ckptmap.live.load import check_source
 from ckptmap.live.load.continuation import Continuation
@@ -34,6 +35,7 @@ from ckptmap.live.model.collective_errors import agreed, peer_groups
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport
+from ckptmap.live.model.rank_group import said_if_lost
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
 from ckptmap.live.options import LoadOptions
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
 
     from ckptmap.live.optimizer.optimizer_types import Scheduler
     from ckptmap.live.options import LoadKeywords
+
+
+HALF_LOADED = "some ranks may have loaded their shards, others not: load it again, on all ranks"
 
 
 @spelled_out(LoadOptions)
@@ -90,23 +95,25 @@ def load(
     CKM508 an optimizer of another model, CKM511 random streams, CKM512 no place for nf4="bnb",
     CKM514 and CKM515 a base or an adapter that does not belong to peft's model, CKM208 tied here
     but different in the checkpoint; RunError CKM310 ranks saved other values of one tensor;
-    ArgumentError CKM516; SourceError where the checkpoint cannot be read.
+    RunError CKM307 a rank died or did not come in time; ArgumentError CKM516; SourceError where the checkpoint cannot be read.
     """
     with ExitStack() as closing:
         closing.enter_context(cpu_outside_inference_mode(model))
-        peers = peer_groups(model)
-        with agreed(peers) as facts:
-            options = LoadOptions.of(keywords)
-            _check(path, model, scheduler, options)
-            planned = _plan(path, model, optimizer, scheduler, options, facts, closing)
+        with said_if_lost("the model is as it was"):
+            peers = peer_groups(model, _timeout(keywords))
+            with agreed(peers) as facts:
+                options = LoadOptions.of(keywords)
+                _check(path, model, scheduler, options)
+                planned = _plan(path, model, optimizer, scheduler, options, facts, closing)
         verify = "full" if options.exact else options.verify
         closing.callback(setattr, planned.checkpoint.files.sums, "is_on", True)
-        with agreed(peers):
-            begin_check(planned.checkpoint, verify)
-            planned.run()
-        with agreed(peers):
-            check = check_source.finish(planned.checkpoint, peers, verify)
-            planned.finish()
+        with said_if_lost(HALF_LOADED):
+            with agreed(peers):
+                begin_check(planned.checkpoint, verify)
+                planned.run()
+            with agreed(peers):
+                check = check_source.finish(planned.checkpoint, peers, verify)
+                planned.finish()
     return replace(planned.report(), source=check)
 
 
@@ -150,6 +157,15 @@ class PlannedLoad:
     def report(self) -> LoadReport:
         report = self.weights.report(self.reader, self.buffers_on_meta)
         return self.continuation.report(replace(report, names=self.names), self.state)
+
+
+def _timeout(keywords: LoadKeywords) -> float | None:
+    """Return the timeout of a call; None for a value that means nothing, which is refused later."""
+    try:
+        argument_checks.timeout(keywords.get("timeout"))
+    except ArgumentError:
+        return None
+    return keywords.get("timeout")
 
 
 def _check(

@@ -11,6 +11,7 @@ from ckptmap.errors import CkptmapError, LoadError
 from ckptmap.live.model.find_targets import reshard
 from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.model.process_groups import wrapped_groups
+from ckptmap.live.model.rank_group import LostRanks, RankGroup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -19,8 +20,10 @@ Seen = dict[str, dict[str, int]]
 """Subject -> fact -> a rank that states the fact."""
 
 
-def peer_groups(model: object) -> list[ProcessGroup]:
-    """Return the process groups that hold the model together: those of its meshes and wrappers.
+def peer_groups(model: object, timeout: float | None = None) -> list[RankGroup]:
+    """Return the groups of ranks that hold the model together: those of its meshes and wrappers.
+
+    timeout  seconds that a rank waits for the others; None: those of the model's own groups
 
     Only wrappers and meshes are read, so that no kind of model makes the call fail: an error that
     comes later can then be told to the ranks of these groups.
@@ -41,7 +44,7 @@ def peer_groups(model: object) -> list[ProcessGroup]:
     for wrapped in wrapped_groups(model):
         if wrapped is not None:
             groups.setdefault(id(wrapped), wrapped)
-    return [group for group in groups.values() if group.size() > 1]
+    return [RankGroup.of(group, timeout) for group in groups.values() if group.size() > 1]
 
 
 def explain(error: Exception, text: str, fqn: str = "") -> None:
@@ -56,7 +59,7 @@ def explain(error: Exception, text: str, fqn: str = "") -> None:
 
 
 @contextmanager
-def agreed(peers: Sequence[ProcessGroup]) -> Iterator[dict[str, str]]:
+def agreed(peers: Sequence[RankGroup]) -> Iterator[dict[str, str]]:
     """Raise on every rank what one rank raised inside the context: the error itself on that rank, a
     LoadError that names the rank on the others.
 
@@ -69,7 +72,10 @@ def agreed(peers: Sequence[ProcessGroup]) -> Iterator[dict[str, str]]:
         yield facts
     except Exception as caught:
         error = caught
-    found, seen = _exchanged(error, facts, peers)
+    try:
+        found, seen = _exchanged(error, facts, peers)
+    except LostRanks as lost:
+        raise lost if error is None else error from lost
     if error is not None:
         raise error
     if found is not None:
@@ -85,7 +91,7 @@ def agreed(peers: Sequence[ProcessGroup]) -> Iterator[dict[str, str]]:
 
 
 def _exchanged(
-    error: Exception | None, facts: Mapping[str, str], peers: Sequence[ProcessGroup]
+    error: Exception | None, facts: Mapping[str, str], peers: Sequence[RankGroup]
 ) -> tuple[tuple[int, str, str, str] | None, Seen]:
     """Return the first error of any rank, and the facts of all ranks."""
     import torch
@@ -103,8 +109,7 @@ def _exchanged(
         )
         found = (rank, getattr(error, "code", "CKM505"), text, getattr(error, "hint", ""))
     for group in peers:
-        answers = [(found, seen)] * group.size()
-        torch.distributed.all_gather_object(answers, (found, seen), group=group)
+        answers = group.all((found, seen))
         found = next((answer for answer, _ in answers if answer is not None), None)
         for _, theirs in answers:
             for what, ranks in theirs.items():

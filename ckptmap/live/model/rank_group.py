@@ -1,57 +1,133 @@
 """The ranks of a live run as one group, which exchanges small Python objects over gloo.
 
 Each purpose has a process group of its own, so that a save in the background cannot come between
-the collectives of a training step.
+the collectives of a training step. Where a rank dies, or does not come in time, the others raise an
+error that names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
+from ckptmap.core.formatting import first_line
 from ckptmap.errors import CkptmapError, RunError
+from ckptmap.live.model.arrivals import Arrivals, default_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
-_GROUPS: dict[str, tuple[object, ProcessGroup]] = {}
-"""Purpose -> (torch's default group, our group); a new default group gets a new one of ours."""
+_GROUPS: dict[tuple[str, float | None], tuple[object, RankGroup]] = {}
+"""Purpose and timeout -> (torch's default group, our group); a new default group gets new ones."""
+
+
+UNTOUCHED = "{} is as it was"
+"""What becomes of a destination where ranks are lost before it is published."""
+
+
+class LostRanks(RunError):
+    """Ranks that died, or that did not come to a collective in time."""
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """This rank and all others; a group of one where torch.distributed is not initialized."""
+    """This rank and all others; a group of one where torch.distributed is not initialized.
+
+    rank, world  number of this rank in the group, and of all ranks in it
+    """
 
     rank: int = 0
     world: int = 1
     group: ProcessGroup | None = None
+    arrivals: Arrivals | None = None
 
     @classmethod
-    def join(cls, purpose: str) -> RankGroup:
-        """Return the group for a purpose. All ranks make the first call together."""
+    def join(cls, purpose: str, timeout: float | None = None) -> RankGroup:
+        """Return the group of all ranks for a purpose. All ranks make the first call together.
+
+        timeout  seconds that a rank waits for the others; default: as torch's default group does
+
+        Raises RunError CKM307 where some ranks do not come."""
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         default = dist.group.WORLD
-        known = _GROUPS.get(purpose)
+        known = _GROUPS.get((purpose, timeout))
         if known is None or known[0] is not default:
-            known = _GROUPS[purpose] = (default, dist.new_group(backend="gloo"))
-        return cls(dist.get_rank(), dist.get_world_size(), known[1])
+            made = cls._made(purpose, range(dist.get_world_size()), timeout)
+            known = _GROUPS[purpose, timeout] = (default, made)
+        return known[1]
+
+    @classmethod
+    def of(cls, group: ProcessGroup, timeout: float | None = None) -> RankGroup:
+        """Return the ranks of a process group: over the group itself, or, with a timeout, over one of
+        gloo that has it."""
+        import torch.distributed as dist
+
+        ranks = dist.get_process_group_ranks(group)
+        name = f"load/{group.group_name}"
+        if timeout is None:
+            return cls(group.rank(), group.size(), group, Arrivals.of(name, ranks))
+        key = (name, timeout)
+        known = _GROUPS.get(key)
+        if known is None or known[0] is not group:
+            known = _GROUPS[key] = (group, cls._made(name, ranks, timeout))
+        return known[1]
+
+    @classmethod
+    def _made(cls, name: str, ranks: Sequence[int], timeout: float | None) -> RankGroup:
+        import torch.distributed as dist
+
+        limit = default_timeout() if timeout is None else timedelta(seconds=timeout)
+        whole = len(ranks) == dist.get_world_size()
+        arrivals = Arrivals.of(name if timeout is None else f"{name}/{timeout:g}", ranks)
+        waiting = cls(list(ranks).index(dist.get_rank()), len(ranks), None, arrivals)
+        with waiting.named_if_lost():
+            group = dist.new_group(
+                None if whole else list(ranks),
+                timeout=limit,
+                backend="gloo",
+                use_local_synchronization=not whole,
+            )
+        return cls(waiting.rank, waiting.world, group, arrivals)
 
     def all(self, value: T) -> list[T]:
-        """Return the value of every rank, in order of rank."""
+        """Return the value of every rank, in order of rank. Raises RunError CKM307 where a rank died
+        or did not come in time."""
         if self.world == 1:
             return [value]
         import torch.distributed as dist
 
         found = [value] * self.world
-        dist.all_gather_object(found, value, group=self.group)
+        with self.named_if_lost():
+            dist.all_gather_object(found, value, group=self.group)
         return found
+
+    @contextmanager
+    def named_if_lost(self) -> Iterator[None]:
+        """Raise RunError CKM307, with the ranks that did not come, in place of an error of gloo in the
+        context, which is one collective."""
+        if self.arrivals is not None:
+            self.arrivals.arrive()
+        try:
+            yield
+        except RuntimeError as error:
+            absent = [] if self.arrivals is None else self.arrivals.missing()
+            who = "a rank"
+            if absent:
+                s = "s" if len(absent) > 1 else ""
+                who = f"rank{s} {', '.join(map(str, absent))} of {self.world}"
+            raise LostRanks(
+                "CKM307",
+                f"{who} did not come to a collective of all ranks: {first_line(error)}",
+                "read the log of that rank: it died, or it did not call the same function",
+            ) from error
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -60,6 +136,8 @@ class RankGroup:
         error: BaseException | None = None
         try:
             yield
+        except LostRanks:
+            raise  # there is nobody to tell
         except Exception as caught:
             error = caught
         said = None
@@ -72,13 +150,26 @@ class RankGroup:
                 else f"{type(error).__name__}: {error}",
                 getattr(error, "hint", "") if known else "",
             )
-        answers = self.all(said)
+        try:
+            answers = self.all(said)
+        except LostRanks as lost:
+            raise lost if error is None else error from lost
         if error is not None:
             raise error
         for rank, answer in enumerate(answers):
             if answer is not None:
                 code, message, hint = answer
                 raise RunError(code, f"[rank {rank}] {message}", hint)
+
+
+@contextmanager
+def said_if_lost(text: str) -> Iterator[None]:
+    """Add to an error that names lost ranks what has become of the checkpoint or the model."""
+    try:
+        yield
+    except LostRanks as error:
+        error.message += f"; {text}"
+        raise
 
 
 def rank_and_world() -> tuple[int, int]:

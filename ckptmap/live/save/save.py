@@ -22,7 +22,7 @@ from ckptmap.live.model import module_extra_state, rng_state
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.model.load_report import listed
-from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.optimizer import flat_lowbit, run_settings
 from ckptmap.live.optimizer.local_state import (
     LocalShard,
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
     from ckptmap.live.optimizer.optimizer_types import ParamGroup, Scheduler
 
+WRITE_TIMEOUT_S = 1800.0
+"""Seconds, at least, that ranks wait for each other while they write: disks may be slow."""
+
 
 @nearest_keyword
 def save(
@@ -60,6 +63,7 @@ def save(
     overwrite: bool = False,
     replicas: str = "check",
     background: bool = True,
+    timeout: float | None = None,
 ) -> SaveHandle:
     """Save a model, its optimizer, its scheduler and every rank's random streams.
 
@@ -73,6 +77,8 @@ def save(
                  equal; "first": those of the lowest rank are saved
     background   True: copy values to the CPU, return, and write in a thread; the handle's `wait()`
                  returns once they are published. False: write before returning, without a copy
+    timeout      seconds that a rank waits for the others before it raises RunError CKM307; default:
+                 as torch's default group does, and half an hour at least while files are written
 
     Buffers may differ between ranks, as statistics of BatchNorm do under FSDP: those of the lowest
     rank are saved, and a note of `wait()` says so. Under DDP rank 0's buffers are broadcast.
@@ -82,31 +88,36 @@ def save(
 
     Raises, on all ranks: DestinationError before a byte is written, LoadError CKM505 or CKM508 for
     what cannot be saved, ArgumentError CKM516 for values that cannot, RunError CKM509 where
-    replicas differ, CKM510 where the ranks' parts do not make whole tensors.
+    replicas differ, CKM510 where the ranks' parts do not make whole tensors, CKM307 where a rank
+    died or did not come in time.
     """
     unseen = settle_started()
     random_state = rng_state.captured()
-    peers = RankGroup.join("save")
-    with peers.together():
-        if unseen is not None:
-            raise unseen
-        _check(path, model, scheduler, replicas)
-        extra_values = _extra_values(step, extra)
-        held = _held(model, optimizer, scheduler, peers, random_state, extra_values)
-        offered = offers_of(held.holdings)
-    offers = peers.all(offered)
-    drifted = _share(held, offers, model, peers, replicas)
-    target = FilePath(path)
-    with peers.together(), argument_checks.hints_for_python():
-        if replicas == "first":
-            offers = [[replace(one, checked=False) for one in some] for some in offers]
-        assignment = Assigner(peers.rank, peers.world, held).assign(offers)
-        layout = FileLayout.of(assignment.state(_ordered(held.values), peers.world), target.name)
-        copies = snapshot(assignment.mine, copied=background)
+    argument_checks.timeout(timeout)
+    with said_if_lost(UNTOUCHED.format(path)):
+        peers = RankGroup.join("save", timeout)
+        writers = RankGroup.join("save files", max(timeout or 0, WRITE_TIMEOUT_S))
+        with peers.together():
+            if unseen is not None:
+                raise unseen
+            _check(path, model, scheduler, replicas)
+            extra_values = _extra_values(step, extra)
+            held = _held(model, optimizer, scheduler, peers, random_state, extra_values)
+            offered = offers_of(held.holdings)
+        offers = peers.all(offered)
+        drifted = _share(held, offers, model, peers, replicas)
+        target = FilePath(path)
+        with peers.together(), argument_checks.hints_for_python():
+            if replicas == "first":
+                offers = [[replace(one, checked=False) for one in some] for some in offers]
+            assignment = Assigner(peers.rank, peers.world, held).assign(offers)
+            state = assignment.state(_ordered(held.values), peers.world)
+            layout = FileLayout.of(state, target.name)
+            copies = snapshot(assignment.mine, copied=background)
 
     def publish() -> tuple[str, ...]:
         with argument_checks.hints_for_python():
-            return (*write(layout, copies, target, overwrite, peers), *_lost(drifted))
+            return (*write(layout, copies, target, overwrite, writers), *_lost(drifted))
 
     return SaveHandle(target, step, publish, background)
 

@@ -19,7 +19,7 @@ from ckptmap.core.formatting import counted, first_line
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.execution import manifest
 from ckptmap.execution.smaller_feeds import give_back
-from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.model.tensor_reader import as_bytes, is_as_it_lies
 from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.overwrite import refuse_stranger
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     import torch
 
 WRITER = "dcp"
+UNKNOWN = "{0} is complete or as it was: `ckptmap verify {0}` tells"
+"""What becomes of a destination where ranks are lost while rank 0 publishes it."""
 
 
 class CopyEvent(Protocol):
@@ -182,26 +184,35 @@ def write(
     Raises DestinationError or RunError on all ranks; the destination is then as it was."""
     work: WorkDirectory | None = None
     try:
-        with peers.together():
-            if peers.rank == 0:
-                work = _open(layout, dst, overwrite)
-                work.refuse_strangers(layout.names)
-        out_dir = FilePath(peers.all(str(work.out_dir) if work else "")[0])
-        written: list[WrittenFile] = []
-        with peers.together():
-            copies.wait()
-            for file in _mine(layout.files, peers.rank):
-                written.append(_write_file(out_dir / file.name, file, copies.values))
-            copies.release()
-        everything = [one for some in peers.all(written) for one in some]
-        with peers.together():
-            if work is not None:
-                _finish(layout, out_dir, everything)
-                work.publish(layout.names)
-        return peers.all(tuple(work.notes) if work else ())[0]
+        with said_if_lost(UNTOUCHED.format(dst)):
+            with peers.together():
+                if peers.rank == 0:
+                    work = _open(layout, dst, overwrite)
+                    work.refuse_strangers(layout.names)
+            out_dir = FilePath(peers.all(str(work.out_dir) if work else "")[0])
+            everything = _write_mine(layout, copies, out_dir, peers)
+        with said_if_lost(UNKNOWN.format(dst)):
+            with peers.together():
+                if work is not None:
+                    _finish(layout, out_dir, everything)
+                    work.publish(layout.names)
+            return peers.all(tuple(work.notes) if work else ())[0]
     finally:
         if work is not None:
             work.__exit__(None, None, None)
+
+
+def _write_mine(
+    layout: FileLayout, copies: Snapshot, out_dir: FilePath, peers: RankGroup
+) -> list[WrittenFile]:
+    """Write the files of this rank, and return what all ranks have written."""
+    written: list[WrittenFile] = []
+    with peers.together():
+        copies.wait()
+        for file in _mine(layout.files, peers.rank):
+            written.append(_write_file(out_dir / file.name, file, copies.values))
+        copies.release()
+    return [one for some in peers.all(written) for one in some]
 
 
 def _open(layout: FileLayout, dst: FilePath, overwrite: bool) -> WorkDirectory:

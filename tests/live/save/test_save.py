@@ -230,6 +230,15 @@ def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
     run_ranks("tests.ranks.resume_agree", 4, [str(tmp_path)], timeout=240)
 
 
+@pytest.mark.parametrize(
+    "scenario", ["never_saves", "dies_while_it_writes", "never_loads", "dies_while_it_loads"]
+)
+def test_a_lost_rank_is_named(scenario: str, tmp_path: Path) -> None:
+    """With what has become of the checkpoint or the model: tests/ranks/lost_ranks.py."""
+    run_ranks("tests.ranks.lost_ranks", 3, [scenario, str(tmp_path)], timeout=120)
+    assert {path.name for path in tmp_path.glob("told-*")} == {"told-0", "told-2"}
+
+
 def test_fresh_streams_follow_the_rule() -> None:
     """The same for the same shard, another for another, whatever was drawn before."""
     seeds = {}
