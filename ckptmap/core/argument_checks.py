@@ -151,17 +151,17 @@ def state_dict(name: str, value: object) -> None:
             raise _refusal(f"{name} key", key, "a name", "pass model.state_dict()")
 
 
-def extra(value: object, reserved: Sequence[str]) -> dict[str, object]:
+def extra(value: object, reserved: Sequence[str], argument: str = "extra") -> dict[str, object]:
     """Return the user's extra values as a dict; `reserved` are keys that another argument sets."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise _refusal("extra", value, "a dict", "pass plain values and tensors by name")
+        raise _refusal(argument, value, "a dict", "pass plain values and tensors by name")
     for name in reserved:
         if name in value:
             expected = f"nothing: {name}= says it"
-            raise _refusal(f"extra[{name!r}]", value[name], expected, "rename it")
-    _check_nested("extra", value, MAX_DEPTH)
+            raise _refusal(f"{argument}[{name!r}]", value[name], expected, "rename it")
+    _check_nested(argument, value, MAX_DEPTH)
     return dict(value)
 
 

@@ -79,6 +79,24 @@ def sharded_extra(folder: Path) -> None:
     assert not (folder / "sharded").exists()
 
 
+def extra_of_ranks(folder: Path) -> None:
+    """Shared values are the same on all ranks, or given by rank 0 alone; others are per rank."""
+    model, rank = built("fsdp2", "eager", 0), dist.get_rank()
+    values: dict[str, Any] = {"epoch": 3, "loader": {"seen": torch.arange(rank + 1)}}
+    text = "extra['loader']: differs between rank 0 and rank 1"
+    expect(CkptmapError, text, lambda: save(folder / "extra", model, extra=values))
+    shared = {"epoch": 3, "nan": float("nan"), "seen": torch.ones(2)}
+    mine = {"loader": {"seen": torch.arange(rank + 1), "epoch": rank}, "name": f"rank {rank}"}
+    save(
+        folder / "extra", model, extra=shared if rank == 0 else None, extra_per_rank=mine
+    ).wait()  # fmt: skip
+    report = ckptmap.load(folder / "extra", model, exact=True)
+    assert report.extra["epoch"] == 3 and "per_rank" not in report.extra
+    found: Any = report.extra_per_rank
+    assert found["name"] == f"rank {rank}" and found["loader"]["epoch"] == rank
+    assert torch.equal(found["loader"]["seen"], torch.arange(rank + 1))
+
+
 def one_after_another(folder: Path) -> None:
     """The second waits for the first; both are whole."""
     model = built("fsdp2", "eager", 0)
@@ -101,7 +119,9 @@ def one_after_another(folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for scenario in (drifted, buffers_may_differ, one_rank_fails, sharded_extra, one_after_another):
+    for scenario in (
+        drifted, buffers_may_differ, one_rank_fails, sharded_extra, extra_of_ranks, one_after_another,
+    ):  # fmt: skip
         scenario(Path(sys.argv[1]))
         dist.barrier()
     dist.destroy_process_group()

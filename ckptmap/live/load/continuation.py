@@ -59,11 +59,19 @@ class Continuation:
         self._states = module_extra_state.recorded(checkpoint)
         for key in (rng_state.KEY, flat_lowbit.KEY):
             everything.pop(key, None)
+        self._per_rank = self._own_extra(_pop_dict(everything, run_settings.PER_RANK))
         self._extra: dict[str, object] = everything
         self.inexact: list[str] = []
         self._streams: dict[str, object] = {}
         self._fresh: bytes | None = None
         self._streams_note = ""
+
+    def _own_extra(self, by_rank: Mapping[str, object]) -> Mapping[str, object]:
+        """Return what the rank of this number gave as `extra_per_rank`; empty where other ranks saved."""
+        if not by_rank or self._saved.get("world_size") != self._live["world_size"]:
+            return {}
+        own = by_rank.get(f"rank{self._rank}")
+        return own if isinstance(own, Mapping) else {}
 
     # ------------------------------------------------------------------ before
 
@@ -168,12 +176,14 @@ class Continuation:
         """Return the report of the weights, with all that was restored beside them."""
         step = self._extra.get("step")
         extra = {key: _read(value) for key, value in self._extra.items() if key != "step"}
+        per_rank = {key: _read(value) for key, value in self._per_rank.items()}
         lost = [name for name in self._takers if name not in self._states]
         strange = [name for name in self._states if name not in {*self._takers, *report.unexpected}]
         return replace(
             report, missing=(*report.missing, *lost), unexpected=(*report.unexpected, *strange),
             state=None if state is None else state.report(), streams=self._streams_note,
             inexact=tuple(self.inexact), step=step if isinstance(step, int) else None, extra=extra,
+            extra_per_rank=per_rank,
         )  # fmt: skip
 
 

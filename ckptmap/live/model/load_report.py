@@ -148,6 +148,7 @@ class LoadReport(ShortRepr):
     streams       random streams: "restored", "left as they are", or how they were made anew
     inexact       reasons why training does not go on bit for bit; empty: it does
     step, extra   the arguments of `ckptmap.save`
+    extra_per_rank  that of the rank of the same number, where as many ranks saved; else empty
     names         the schemes of names that were translated; empty: the names are the model's
     source        bytes that were compared with the checksums that the checkpoint states, counted
                   over all ranks; on the first rank of the model only
@@ -170,6 +171,7 @@ class LoadReport(ShortRepr):
     inexact: tuple[str, ...] = ()
     step: int | None = None
     extra: Mapping[str, object] = field(default_factory=dict)
+    extra_per_rank: Mapping[str, object] = field(default_factory=dict)
     peak_host_nbytes: int = 0
     peak_device_nbytes: int = 0
     left: tuple[str, ...] = ()

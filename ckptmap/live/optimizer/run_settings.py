@@ -25,6 +25,8 @@ Settings: TypeAlias = dict[str, Any]
 VERSION = 1
 KEY = "ckptmap"
 """Key of the settings among the extra values."""
+PER_RANK = "per_rank"
+"""Key of the caller's values of each rank among the extra values."""
 
 
 def describe(

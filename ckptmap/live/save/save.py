@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.core import argument_checks
 from ckptmap.core.signatures import nearest_keyword
 from ckptmap.core.state_paths import ListIndex
-from ckptmap.errors import ArgumentError
 from ckptmap.live.model import module_extra_state, rng_state
 from ckptmap.live.model.find_targets import find_targets
-from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.optimizer import flat_lowbit, run_settings
@@ -36,6 +34,7 @@ from ckptmap.live.optimizer.local_state import (
     owners,
 )
 from ckptmap.live.optimizer.unwrap import unwrapped
+from ckptmap.live.save import extra_values
 from ckptmap.live.save.assign_writers import Assigner, Offer, drifted_buffers, offers_of
 from ckptmap.live.save.overlapping_meshes import require_alike
 from ckptmap.live.save.save_handle import SaveHandle, settle_started
@@ -51,6 +50,15 @@ WRITE_TIMEOUT_S = 1800.0
 """Seconds, at least, that ranks wait for each other while they write: disks may be slow."""
 
 
+OWN_NAMES = frozenset(
+    {
+        run_settings.KEY, rng_state.KEY, flat_lowbit.KEY, module_extra_state.KEY, "scheduler",
+        run_settings.PER_RANK,
+    }
+)  # fmt: skip
+"""Names among the extra values that ckptmap uses itself."""
+
+
 @nearest_keyword
 def save(
     path: str | os.PathLike[str],
@@ -60,6 +68,7 @@ def save(
     *,
     step: int | None = None,
     extra: Mapping[str, object] | None = None,
+    extra_per_rank: Mapping[str, object] | None = None,
     overwrite: bool = False,
     replicas: str = "check",
     background: bool = True,
@@ -71,7 +80,10 @@ def save(
     Names are plain FQNs, and optimizer state is keyed by them. Low-bit state is stored as plain
     tensors with a record.
 
-    step, extra  plain values and tensors of rank 0; `ckptmap.load` returns them in its report
+    step, extra  plain values and tensors, the same on all ranks (or given on rank 0 alone);
+                 `ckptmap.load` returns them in its report
+    extra_per_rank  plain values and tensors of this rank, such as the state dict of its data
+                 loader; the report of `load` has them where the world size is the same
     overwrite    True: replace the checkpoint at `path`
     replicas     "check": parameters that several ranks hold whole, or several meshes hold, must be
                  equal; "first": those of the lowest rank are saved
@@ -101,9 +113,13 @@ def save(
             if unseen is not None:
                 raise unseen
             _check(path, model, scheduler, replicas)
-            extra_values = _extra_values(step, extra)
-            held = _held(model, optimizer, scheduler, peers, random_state, extra_values)
+            values = extra_values.shared(step, extra, OWN_NAMES)
+            own_values = argument_checks.extra(extra_per_rank, (), "extra_per_rank")
+            held = _held(model, optimizer, scheduler, peers, random_state, values)
+            _values(held, _rank_path(run_settings.PER_RANK, peers), own_values, private=True)
             offered = offers_of(held.holdings)
+            said = extra_values.digests(values)
+        extra_values.require_same(peers.all(said))
         offers = peers.all(offered)
         drifted = _share(held, offers, model, peers, replicas)
         target = FilePath(path)
@@ -130,14 +146,6 @@ def _check(
     argument_checks.module("model", model)
     argument_checks.scheduler(scheduler, "state_dict")
     argument_checks.choice("replicas", replicas, ("check", "first"))
-
-
-def _extra_values(step: int | None, extra: Mapping[str, object] | None) -> dict[str, object]:
-    """Return the caller's own values by name, `step` first. Raises ArgumentError CKM516."""
-    if step is None:
-        return argument_checks.extra(extra, ())
-    step = argument_checks.integer("step", step, 0)
-    return {"step": step, **argument_checks.extra(extra, ("step",))}
 
 
 def _share(
@@ -204,31 +212,24 @@ def _held(
     if optimizer is not None:
         hold_optimizer(held, mine)
         for fqn, kept in flat_lowbit.exact_entries(mine).items():
-            _values(held, ("extra", flat_lowbit.KEY, f"rank{peers.rank}", fqn), kept, private=True)
+            _values(held, (*_rank_path(flat_lowbit.KEY, peers), fqn), kept, private=True)
         if peers.rank == 0:
             _values(held, ("optimizer", "param_groups"), _groups(mine))
-    _values(held, ("extra", rng_state.KEY, f"rank{peers.rank}"), random_state, private=True)
+    _values(held, _rank_path(rng_state.KEY, peers), random_state, private=True)
     states = {k: m.get_extra_state() for k, m in module_extra_state.getters(model).items()}
     if peers.rank == 0:
         for key, value in states.items():
             _values(held, ("extra", module_extra_state.KEY, key), value)
         if scheduler is not None:
             _values(held, ("extra", "scheduler"), scheduler.state_dict())
-        own = {
-            run_settings.KEY,
-            rng_state.KEY,
-            flat_lowbit.KEY,
-            module_extra_state.KEY,
-            "scheduler",
-        }
-        reserved = own & set(extra)
-        if reserved:
-            raise ArgumentError(
-                "CKM516", f"extra: {sorted(reserved)} are names of ckptmap's own", "use other names"
-            )
         for key, value in extra.items():
             _values(held, ("extra", key), value)
     return held
+
+
+def _rank_path(name: str, peers: RankGroup) -> Path:
+    """Return where the values of this rank are saved."""
+    return ("extra", name, f"rank{peers.rank}")
 
 
 def _groups(mine: Sequence[ParamOwner]) -> list[ParamGroup]:
@@ -252,7 +253,7 @@ def _values(held: LocalState, path: Path, value: object, private: bool = False) 
     import torch
 
     if isinstance(value, torch.Tensor):
-        _require_plain(path, value)
+        extra_values.require_plain(path, value)
         whole = value.detach()
         piece = LocalShard(Box.whole(tuple(whole.shape)), whole)
         info = info_of(whole.shape, whole)
@@ -265,26 +266,6 @@ def _values(held: LocalState, path: Path, value: object, private: bool = False) 
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             _values(held, (*path, ListIndex(number)), item, private)
-
-
-def _require_plain(path: Path, value: torch.Tensor) -> None:
-    """Raise ArgumentError CKM516 for a tensor whose values are not plain bytes on this rank."""
-    import torch
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-    wraps = is_traceable_wrapper_subclass(value)
-    if wraps or value.is_meta or value.is_quantized or value.layout != torch.strided:
-        kind = f"a {type(value).__name__}, {value.layout}, on {value.device.type}"
-        if wraps:
-            kind = f"a {type(value).__name__}"
-        hint = "give its values as a plain tensor: to_dense(), dequantize()"
-        if is_dtensor(value):
-            hint = (
-                "give its full_tensor(), taken on every rank, or save the model that it is of by a"
-                " ckptmap.save of its own"
-            )
-        where = ".".join(map(str, path))
-        raise ArgumentError("CKM516", f"{where}: is {kind}, expected a plain tensor", hint)
 
 
 def plain(value: object) -> object:
