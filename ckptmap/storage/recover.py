@@ -28,6 +28,9 @@ _DONE = ".done"
 """Suffix of a work directory that is being removed."""
 
 
+_WORK_DIRECTORY = re.compile(r"\.(?P<name>.+)\.ckptmap-[0-9A-Za-z]{12}(\.done)?")
+
+
 def work_path(dst: Path, plan_digest: str) -> Path:
     return dst.parent / f".{dst.name}.ckptmap-{plan_digest[:12]}"
 
@@ -102,6 +105,31 @@ def recover(dst: Path, mine: Path, uid: int) -> Iterator[str]:
             discard(work)
             yield f"{work}: removed; left by another conversion that did not finish"
     (mine / PUBLISHING).unlink(missing_ok=True)
+
+
+def sweep_saves(beside: Path) -> Iterator[str]:
+    """Remove what killed saves left in the directory of a destination: their work directories and locks.
+    Yields notes.
+
+    A preempted run saves the next step under another name, so nobody would come back for them. The
+    work of a conversion stays, since the same command continues it: it has a journal, and a save none.
+    What a living process, or another machine, holds stays, too.
+    """
+    for work in sorted(beside.parent.iterdir()):
+        match = _WORK_DIRECTORY.fullmatch(work.name)
+        if match is None or match["name"] == beside.name or any(work.glob("journal*.jsonl")):
+            continue
+        dst = work.with_name(match["name"])
+        try:
+            lock = Lock(lock_path(dst), dst)
+        except OSError:  # a DestinationError, too
+            continue
+        try:
+            yield from recover(dst, work_path(dst, ""), lock.uid)
+        except OSError as error:
+            yield f"{work}: left by a killed run, and could not be removed: {error}"
+        finally:
+            lock.release()
 
 
 def _strange(status: os.stat_result, uid: int) -> str:

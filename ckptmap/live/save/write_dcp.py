@@ -32,6 +32,7 @@ from ckptmap.storage.own_files import open_plain, write_new
 from ckptmap.storage.pinned_memory import Slabs
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.publish_by_marker import is_pending
+from ckptmap.storage.recover import sweep_saves
 from ckptmap.storage.resource_limits import SHORT
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
@@ -189,6 +190,7 @@ def write(
                 if peers.rank == 0:
                     work = _open(layout, dst, overwrite)
                     work.refuse_strangers(layout.names)
+                    work.notes += tuple(sweep_saves(work.dst))
             out_dir = FilePath(peers.all(str(work.out_dir) if work else "")[0])
             everything = _write_mine(layout, copies, out_dir, peers)
         with said_if_lost(UNKNOWN.format(dst)):
