@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckptmap.checkpoint.open import open
     from ckptmap.errors import CkptmapError
     from ckptmap.live.load.load import load
+    from ckptmap.live.manager.manager import CheckpointManager
     from ckptmap.live.save.save import save
     from ckptmap.live.state_dict import hooks as hooks
     from ckptmap.live.state_dict.translate import translate
@@ -37,11 +38,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint", "CkptmapError", "LazyTensor", "Plan", "Report", "__version__", "convert",
     "diff", "load", "merge", "open", "plan", "pull", "push", "report", "save", "translate", "verify",
+    "Checkpoint", "CheckpointManager", "CkptmapError", "LazyTensor", "Plan", "Report", "__version__", "convert",
+    "diff", "load", "merge", "open", "plan", "pull", "push", "save", "translate", "verify",
 ]  # fmt: skip
 
 # No module may bear the name of a function here: importing it would shadow the function.
 _HOMES = {
-    "Checkpoint": "checkpoint.checkpoint", "CkptmapError": "errors", "LazyTensor": "storage.lazy_tensor",
+    "Checkpoint": "checkpoint.checkpoint", "CheckpointManager": "live.manager.manager",
+    "CkptmapError": "errors", "LazyTensor": "storage.lazy_tensor",
     "Plan": "planning.plan", "Report": "planning.report", "convert": "operations.convert",
     "diff": "operations.diff", "load": "live.load.load", "merge": "operations.merge", "open": "checkpoint.open",
     "plan": "planning.planner", "pull": "operations.hub.pull", "push": "operations.hub.push",

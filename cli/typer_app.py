@@ -19,6 +19,8 @@ from .printer import Printer
 COMMANDS = (
     "inspect", "plan", "convert", "verify", "diff", "merge", "report", "mappings", "pull", "push", "doctor",
     "explain",
+    "inspect", "plan", "convert", "verify", "diff", "merge", "mappings", "pull", "push", "ls",
+    "doctor", "explain",
 )  # fmt: skip
 """Modules of this package; each has a function `command` and `EXAMPLES`."""
 HELP = {"help_option_names": ["-h", "--help"]}

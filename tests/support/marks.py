@@ -56,6 +56,8 @@ SLOW = frozenset(
         "integrations/test_integrations.py::test_resume_skips_what_was_seen",
         "integrations/test_integrations.py::test_trainer_resumes_from_another_trainers_checkpoint",
         "live/load/test_load_names.py::test_a_trainer_goes_on_with_stacked_experts",
+        "live/manager/test_manager.py::test_a_run",
+        "live/manager/test_manager.py::test_a_signal_saves_the_step_and_ends",
         "live/save/test_sweep_saves.py",
         "live/save/test_save_handle.py::test_the_end_of_the_process_warns_and_logs",
         "live/model/test_peft.py::test_a_run_on_a_quantized_base",

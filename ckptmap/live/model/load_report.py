@@ -149,6 +149,7 @@ class LoadReport(ShortRepr):
     inexact       reasons why training does not go on bit for bit; empty: it does
     step, extra   the arguments of `ckptmap.save`
     extra_per_rank  that of the rank of the same number, where as many ranks saved; else empty
+    skipped       newer checkpoints that `CheckpointManager.restore` passed over, and why
     names         the schemes of names that were translated; empty: the names are the model's
     source        bytes that were compared with the checksums that the checkpoint states, counted
                   over all ranks; on the first rank of the model only
@@ -176,6 +177,7 @@ class LoadReport(ShortRepr):
     peak_device_nbytes: int = 0
     left: tuple[str, ...] = ()
     names: str = ""
+    skipped: tuple[str, ...] = ()
     source: SourceCheck = field(default_factory=SourceCheck)
 
     def __str__(self) -> str:
@@ -183,6 +185,7 @@ class LoadReport(ShortRepr):
         if self.names:
             lines.append(f"  names: {self.names}")
         for title, items in (
+            ("passed over", self.skipped),
             ("missing", self.missing),
             ("left as they are", self.left),
             ("unexpected", self.unexpected),

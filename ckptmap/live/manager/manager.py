@@ -1,0 +1,322 @@
+"""CheckpointManager: the checkpoints of one run, saved, found, restored and removed.
+
+    root/step-100/      a checkpoint of `ckptmap.save`; its extra values have the metrics
+    root/step-200/
+    root/latest         the name of the newest, as text: `step-200`
+
+Nothing else is kept: what there is, is read from the directories, so that a copy of some of them, or
+another framework's, is restored as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.core import argument_checks
+from ckptmap.errors import ArgumentError, CkptmapError, SourceError
+from ckptmap.live.load.load import load
+from ckptmap.live.manager.preemption import Preemption
+from ckptmap.live.manager.retention import Mode, Retention
+from ckptmap.live.model.load_report import LoadReport
+from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.save.save import save
+from ckptmap.live.save.save_handle import SaveHandle
+from ckptmap.operations.list_steps import (
+    MANAGER,
+    SavedStep,
+    StepDirectory,
+    describe_step,
+    find_steps,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptmap.live.optimizer.optimizer_types import Scheduler
+
+logger = logging.getLogger("ckptmap")
+
+LATEST = "latest"
+"""Name of the file that names the newest checkpoint."""
+TERMINATED = 143
+"""Exit code of a process that SIGTERM ended: 128 + 15."""
+_UNUSABLE = ("CKM1", "CKM4", "CKM308", "CKM310")
+"""Codes of errors that say that a checkpoint is incomplete or damaged, not that the call is wrong."""
+
+
+class CheckpointManager:
+    """The checkpoints of one run below a directory. Every rank makes one and calls the same methods.
+
+    every       `save` does nothing at steps that this number does not divide
+    keep        number of the newest checkpoints to keep; None: all of them
+    keep_every  keep also each step that this number divides
+    keep_best   keep also the best by a metric: ("loss", "min")
+    background  write in a thread while training goes on
+    timeout     seconds that a rank waits for the others, as in `ckptmap.save`
+
+    Checkpoints are removed after a newer one is published, and only those that a manager saved.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        keep_best: tuple[str, Mode] | None = None,
+        background: bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        argument_checks.path("root", root)
+        argument_checks.timeout(timeout)
+        self.root = Path(root)
+        self.every = argument_checks.integer("every", every, 1)
+        self.retention = Retention(keep, keep_every, keep_best)
+        self.retention.check()
+        self.background = background
+        self.timeout = timeout
+        self._preemption = Preemption()
+        self._exit_code = TERMINATED
+        self._last: SaveHandle | None = None
+        self._cleaner: threading.Thread | None = None
+
+    # ------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        step: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        force: bool = False,
+        extra: Mapping[str, object] | None = None,
+        extra_per_rank: Mapping[str, object] | None = None,
+    ) -> SaveHandle | None:
+        """Save a step where it is due, and return the handle of the save; None where it is not due.
+
+        Call it after every step. After a signal of `on_preemption` it saves whatever is due, waits until
+        the checkpoint is published, and ends the process by SystemExit.
+
+        metrics  numbers of this step, by which `keep_best` and `best` choose; the same on all ranks
+        force    save although the step is not due
+        extra, extra_per_rank  as in `ckptmap.save`
+        """
+        step = argument_checks.integer("step", step, 0)
+        ends = self._preemption.agreed(self._ranks)
+        is_due = force or ends or step % self.every == 0
+        handle = None
+        if is_due:
+            values = _with_metrics(metrics, extra)
+            target = self.root / f"step-{step}"
+            handle = save(
+                target, model, optimizer, scheduler, step=step, extra=values,
+                extra_per_rank=extra_per_rank, background=self.background and not ends,
+                timeout=self.timeout, overwrite=self._is_ours(target),
+            )  # fmt: skip
+            self._follow(handle)
+        if ends:
+            self.wait()
+            logger.warning("saved %s and ends, as a signal asked", self.root / f"step-{step}")
+            raise SystemExit(self._exit_code)
+        return handle
+
+    def on_preemption(self, *signals: str, exit_code: int = TERMINATED) -> None:
+        """After one of these signals, `"SIGTERM"` by default, let the next `save` be the last.
+
+        All ranks agree at every call of `save` whether any of them was sent a signal. Call it in the
+        main thread."""
+        self._exit_code = argument_checks.integer("exit_code", exit_code, 0, 255)
+        self._preemption.watch(signals or ("SIGTERM",))
+
+    def wait(self) -> None:
+        """Wait until the last save is published and old checkpoints are removed. Raises its error."""
+        if self._last is not None:
+            self._last.wait()
+        if self._cleaner is not None:
+            self._cleaner.join()
+
+    def close(self) -> None:
+        """Wait for the last save, and do at signals what the process did before."""
+        self._preemption.release()
+        self.wait()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _is_ours(self, target: Path) -> bool:
+        """Return whether a step is saved a second time, by a run that went back."""
+        ranks, mine = self._ranks(), False
+        with ranks.together():
+            if ranks.rank == 0:
+                mine = any(
+                    one.path == target and describe_step(one).is_managed
+                    for one in find_steps(self.root)
+                )
+        return ranks.all(mine)[0]
+
+    def _follow(self, handle: SaveHandle) -> None:
+        """Once the save is published, name it the newest and remove what no rule keeps, on rank 0."""
+        if self._cleaner is not None:
+            self._cleaner.join()
+        self._last = handle
+        if self._ranks().rank == 0:
+            self._cleaner = threading.Thread(
+                target=self._clean_after, args=(handle,), name="ckptmap-retention"
+            )
+            self._cleaner.start()
+
+    def _clean_after(self, handle: SaveHandle) -> None:
+        if handle.settle() is not None:
+            return
+        try:
+            _write_text(self.root / LATEST, handle.path.name)
+            saved = [one for one in self._saved() if one.is_managed]
+            for old in self.retention.removable(saved):
+                if old.path != handle.path:
+                    _remove(old.path)
+        except OSError as error:
+            logger.error("%s: old checkpoints could not be removed: %s", self.root, error)
+
+    # ------------------------------------------------------------------ finding
+
+    def steps(self) -> list[int]:
+        """Return the steps of the checkpoints that can be opened, rising."""
+        return [one.step for one in self._saved()]
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint that can be opened; None where there is none."""
+        opened = (describe_step(one) for one in self._newest_first())
+        return next((one.path for one in opened if not one.problem), None)
+
+    def best(self) -> Path | None:
+        """Return the checkpoint with the best metric of `keep_best`; None where none has it."""
+        found = self.retention.best(self._saved())
+        return None if found is None else found.path
+
+    def _newest_first(self) -> list[StepDirectory]:
+        return find_steps(self.root)[::-1]
+
+    def _saved(self) -> list[SavedStep]:
+        found = [describe_step(one) for one in find_steps(self.root)]
+        return [one for one in found if not one.problem]
+
+    # ------------------------------------------------------------------ restoring
+
+    def restore(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+        *,
+        step: int | str = "latest",
+        **keywords: Any,
+    ) -> LoadReport | None:
+        """Load a checkpoint of the run, and return the report; None where there is none yet.
+
+        step      "latest", "best", or a number
+        keywords  those of `ckptmap.load`
+
+        With "latest", a checkpoint that is incomplete or damaged is passed over for the one before:
+        the report's `skipped` says which and why. Where none is left the last error is raised. A
+        checkpoint that does not fit the model is an error at once.
+        """
+        ranks = self._ranks()
+        wanted: list[StepDirectory] = []
+        skipped: list[str] = []
+        with ranks.together():
+            if ranks.rank == 0:
+                wanted = self._wanted(step)
+        wanted = ranks.all(wanted)[0]
+        for number, found in enumerate(wanted, 1):
+            try:
+                with ranks.together():
+                    report = load(found.path, model, optimizer, scheduler, **keywords)
+            except CkptmapError as error:
+                if not error.code.startswith(_UNUSABLE) or number == len(wanted):
+                    raise
+                skipped.append(f"{found.path.name}: {error.message}")
+                logger.warning("%s: passed over: %s", found.path, error.message)
+                continue
+            extra = {key: value for key, value in report.extra.items() if key != MANAGER}
+            at = found.step if report.step is None else report.step
+            return replace(report, step=at, extra=extra, skipped=tuple(skipped))
+        return None
+
+    def _wanted(self, step: int | str) -> list[StepDirectory]:
+        """Return the checkpoints to try in turn. Raises SourceError CKM101 where a named one is absent."""
+        found = self._newest_first()
+        if step == "latest":
+            return found
+        if step == "best":
+            best = self.best()
+            found = [one for one in found if one.path == best]
+            missing = "a checkpoint with the metric of keep_best"
+        elif isinstance(step, str):
+            raise ArgumentError(
+                "CKM516", f"step={step!r}, expected 'latest', 'best' or a number", "see help()"
+            )
+        else:
+            at = argument_checks.integer("step", step, 0)
+            found = [one for one in found if one.step == at][:1]
+            missing = f"a checkpoint of step {at}"
+        if not found:
+            steps = ", ".join(map(str, self.steps())) or "none"
+            raise SourceError(
+                "CKM101",
+                f"{self.root}: expected {missing}, found steps {steps}",
+                "restore one of these, or step='latest'",
+            )
+        return found
+
+    def _ranks(self) -> RankGroup:
+        return RankGroup.join("manager", self.timeout)
+
+
+def _with_metrics(
+    metrics: Mapping[str, float] | None, extra: Mapping[str, object] | None
+) -> dict[str, object]:
+    """Return the extra values of a save, with those of the manager. Raises ArgumentError CKM516."""
+    values = argument_checks.extra(extra, (MANAGER,))
+    numbers = {}
+    for name, value in (metrics or {}).items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            raise ArgumentError(
+                "CKM516",
+                f"metrics[{name!r}]: is a {type(value).__name__}, expected a number",
+                "pass float(value)",
+            ) from None
+    return {**values, MANAGER: {"metrics": numbers}}
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint. It is renamed first: half of one must not be taken for one."""
+    gone = path.with_name(f".{path.name}.ckptmap-removed")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(path, gone)
+    shutil.rmtree(gone)
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Replace a small file in one step."""
+    made = path.with_name(f".{path.name}.ckptmap-new")
+    with contextlib.suppress(FileNotFoundError):
+        made.unlink()
+    with made.open("x") as file:
+        file.write(text + "\n")
+    os.replace(made, path)
