@@ -1,8 +1,8 @@
-"""What a caller of `ckptmap.load` may choose, as one frozen value.
+"""What a caller of `ckptmap.load` or `ckptmap.save` may choose, each as one frozen value.
 
     load(path, model, strict=False)  ->  LoadOptions(strict=False), every other field its default
 
-`LoadKeywords` has the same fields for type checkers.
+`LoadKeywords` and `SaveKeywords` have the same fields for type checkers.
 """
 
 from __future__ import annotations
@@ -130,3 +130,61 @@ class LoadOptions:
                 'verify: expected "stored" or "full" with exact=True, got "none"',
                 "a damaged byte would make the run another one; leave out one of them",
             )
+
+
+class SaveKeywords(TypedDict, total=False):
+    """The keywords of `ckptmap.save`; `SaveOptions` says what they mean."""
+
+    step: int | None
+    extra: Mapping[str, object] | None
+    extra_per_rank: Mapping[str, object] | None
+    overwrite: bool
+    replicas: str
+    background: bool
+    timeout: float | None
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What `ckptmap.save` saves beside the model and its optimizer, and how.
+
+    step, extra     plain values and tensors, the same on all ranks, or given on rank 0 alone;
+                    `ckptmap.load` returns them in its report
+    extra_per_rank  plain values and tensors of this rank, such as the state dict of its data
+                    loader; the report of `load` has them where the world size is the same
+    overwrite       True: replace the checkpoint at the path
+    replicas        "check": parameters that several ranks hold whole, or several meshes hold, must
+                    be equal; "first": those of the lowest rank are saved
+    background      True: copy values to the CPU, return, and write in a thread; the handle's
+                    `wait()` returns once they are published. False: write before returning,
+                    without a copy
+    timeout         seconds that a rank waits for the others before it raises RunError CKM307;
+                    None: as torch's default group does, and half an hour at least while files are
+                    written
+    """
+
+    step: int | None = None
+    extra: Mapping[str, object] | None = None
+    extra_per_rank: Mapping[str, object] | None = None
+    overwrite: bool = False
+    replicas: str = "check"
+    background: bool = True
+    timeout: float | None = None
+
+    @classmethod
+    def of(cls, given: SaveKeywords) -> SaveOptions:
+        """Return the options of a call.
+
+        Raises ArgumentError CKM516 with the nearest name for a keyword that `save` does not have, or
+        for a timeout that means nothing.
+        """
+        argument_checks.known_keywords(given, [field.name for field in fields(cls)], "save()")
+        options = cls(**given)
+        argument_checks.timeout(options.timeout)
+        return options
+
+    def check(self) -> None:
+        """Raise ArgumentError CKM516 for a value that means nothing."""
+        argument_checks.choice("replicas", self.replicas, ("check", "first"))
+        if self.step is not None:
+            argument_checks.integer("step", self.step, 0)

@@ -15,7 +15,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.core import argument_checks
-from ckptmap.core.signatures import nearest_keyword
+from ckptmap.core.signatures import spelled_out
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.live.model import module_extra_state, rng_state
 from ckptmap.live.model.find_targets import find_targets
@@ -34,6 +34,7 @@ from ckptmap.live.optimizer.local_state import (
     owners,
 )
 from ckptmap.live.optimizer.unwrap import unwrapped
+from ckptmap.live.options import SaveOptions
 from ckptmap.live.save import extra_values
 from ckptmap.live.save.assign_writers import Assigner, Offer, drifted_buffers, offers_of
 from ckptmap.live.save.overlapping_meshes import require_alike
@@ -42,9 +43,12 @@ from ckptmap.live.save.write_dcp import FileLayout, snapshot, write
 from ckptmap.tensors import Box, Path
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     import torch
 
     from ckptmap.live.optimizer.optimizer_types import ParamGroup, Scheduler
+    from ckptmap.live.options import SaveKeywords
 
 WRITE_TIMEOUT_S = 1800.0
 """Seconds, at least, that ranks wait for each other while they write: disks may be slow."""
@@ -59,38 +63,19 @@ OWN_NAMES = frozenset(
 """Names among the extra values that ckptmap uses itself."""
 
 
-@nearest_keyword
+@spelled_out(SaveOptions)
 def save(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Scheduler | None = None,
-    *,
-    step: int | None = None,
-    extra: Mapping[str, object] | None = None,
-    extra_per_rank: Mapping[str, object] | None = None,
-    overwrite: bool = False,
-    replicas: str = "check",
-    background: bool = True,
-    timeout: float | None = None,
+    **keywords: Unpack[SaveKeywords],
 ) -> SaveHandle:
     """Save a model, its optimizer, its scheduler and every rank's random streams.
 
     Every rank calls it, whatever wraps the model: plain, DDP, compiled, FSDP1, FSDP2, HSDP, TP.
     Names are plain FQNs, and optimizer state is keyed by them. Low-bit state is stored as plain
-    tensors with a record.
-
-    step, extra  plain values and tensors, the same on all ranks (or given on rank 0 alone);
-                 `ckptmap.load` returns them in its report
-    extra_per_rank  plain values and tensors of this rank, such as the state dict of its data
-                 loader; the report of `load` has them where the world size is the same
-    overwrite    True: replace the checkpoint at `path`
-    replicas     "check": parameters that several ranks hold whole, or several meshes hold, must be
-                 equal; "first": those of the lowest rank are saved
-    background   True: copy values to the CPU, return, and write in a thread; the handle's `wait()`
-                 returns once they are published. False: write before returning, without a copy
-    timeout      seconds that a rank waits for the others before it raises RunError CKM307; default:
-                 as torch's default group does, and half an hour at least while files are written
+    tensors with a record. `ckptmap.live.options.SaveOptions` describes the keywords.
 
     Buffers may differ between ranks, as statistics of BatchNorm do under FSDP: those of the lowest
     rank are saved, and a note of `wait()` says so. Under DDP rank 0's buffers are broadcast.
@@ -103,49 +88,44 @@ def save(
     replicas differ, CKM510 where the ranks' parts do not make whole tensors, CKM307 where a rank
     died or did not come in time.
     """
+    options = SaveOptions.of(keywords)
     unseen = settle_started()
     random_state = rng_state.captured()
-    argument_checks.timeout(timeout)
     with said_if_lost(UNTOUCHED.format(path)):
-        peers = RankGroup.join("save", timeout)
-        writers = RankGroup.join("save files", max(timeout or 0, WRITE_TIMEOUT_S))
+        peers = RankGroup.join("save", options.timeout)
+        writers = RankGroup.join("save files", max(options.timeout or 0, WRITE_TIMEOUT_S))
         with peers.together():
             if unseen is not None:
                 raise unseen
-            _check(path, model, scheduler, replicas)
-            values = extra_values.shared(step, extra, OWN_NAMES)
-            own_values = argument_checks.extra(extra_per_rank, (), "extra_per_rank")
-            held = _held(model, optimizer, scheduler, peers, random_state, values)
-            _values(held, _rank_path(run_settings.PER_RANK, peers), own_values, private=True)
+            _check(path, model, scheduler)
+            options.check()
+            held = _held(model, optimizer, scheduler, peers, random_state, options)
             offered = offers_of(held.holdings)
-            said = extra_values.digests(values)
-        extra_values.require_same(peers.all(said))
+            extra_digests = extra_values.digests(options.extra or {})
+        extra_values.require_same(peers.all(extra_digests))
         offers = peers.all(offered)
-        drifted = _share(held, offers, model, peers, replicas)
+        drifted = _share(held, offers, model, peers, options.replicas)
         target = FilePath(path)
         with peers.together(), argument_checks.hints_for_python():
-            if replicas == "first":
+            if options.replicas == "first":
                 offers = [[replace(one, checked=False) for one in some] for some in offers]
             assignment = Assigner(peers.rank, peers.world, held).assign(offers)
             state = assignment.state(_ordered(held.values), peers.world)
             layout = FileLayout.of(state, target.name)
-            copies = snapshot(assignment.mine, copied=background)
+            copies = snapshot(assignment.mine, copied=options.background)
 
     def publish() -> tuple[str, ...]:
         with argument_checks.hints_for_python():
-            return (*write(layout, copies, target, overwrite, writers), *_lost(drifted))
+            return (*write(layout, copies, target, options.overwrite, writers), *_lost(drifted))
 
-    return SaveHandle(target, step, publish, background)
+    return SaveHandle(target, options.step, publish, options.background)
 
 
-def _check(
-    path: str | os.PathLike[str], model: torch.nn.Module, scheduler: object, replicas: str
-) -> None:
+def _check(path: str | os.PathLike[str], model: torch.nn.Module, scheduler: object) -> None:
     """Raise ArgumentError CKM516 for an argument that means nothing."""
     argument_checks.path("path", path)
     argument_checks.module("model", model)
     argument_checks.scheduler(scheduler, "state_dict")
-    argument_checks.choice("replicas", replicas, ("check", "first"))
 
 
 def _share(
@@ -201,9 +181,11 @@ def _held(
     scheduler: Scheduler | None,
     peers: RankGroup,
     random_state: Mapping[str, object],
-    extra: Mapping[str, object],
+    options: SaveOptions,
 ) -> LocalState:
     held = LocalState()
+    extra = extra_values.shared(options.step, options.extra, OWN_NAMES)
+    per_rank = argument_checks.extra(options.extra_per_rank, (), "extra_per_rank")
     targets, _ = find_targets(model)
     optimizer = None if optimizer is None else unwrapped(optimizer)
     mine = [] if optimizer is None else owners(optimizer, targets)
@@ -216,6 +198,7 @@ def _held(
         if peers.rank == 0:
             _values(held, ("optimizer", "param_groups"), _groups(mine))
     _values(held, _rank_path(rng_state.KEY, peers), random_state, private=True)
+    _values(held, _rank_path(run_settings.PER_RANK, peers), per_rank, private=True)
     states = {k: m.get_extra_state() for k, m in module_extra_state.getters(model).items()}
     if peers.rank == 0:
         for key, value in states.items():
