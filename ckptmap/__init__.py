@@ -36,10 +36,9 @@ if TYPE_CHECKING:
     from ckptmap.storage.lazy_tensor import LazyTensor
 
 __all__ = [
-    "Checkpoint", "CkptmapError", "LazyTensor", "Plan", "Report", "__version__", "convert",
-    "diff", "load", "merge", "open", "plan", "pull", "push", "report", "save", "translate", "verify",
-    "Checkpoint", "CheckpointManager", "CkptmapError", "LazyTensor", "Plan", "Report", "__version__", "convert",
-    "diff", "load", "merge", "open", "plan", "pull", "push", "save", "translate", "verify",
+    "Checkpoint", "CheckpointManager", "CkptmapError", "LazyTensor", "Plan", "Report", "__version__",
+    "convert", "diff", "load", "merge", "open", "plan", "pull", "push", "report", "save", "translate",
+    "verify",
 ]  # fmt: skip
 
 # No module may bear the name of a function here: importing it would shadow the function.

@@ -17,9 +17,7 @@ from ckptmap.version import __version__
 from .printer import Printer
 
 COMMANDS = (
-    "inspect", "plan", "convert", "verify", "diff", "merge", "report", "mappings", "pull", "push", "doctor",
-    "explain",
-    "inspect", "plan", "convert", "verify", "diff", "merge", "mappings", "pull", "push", "ls",
+    "inspect", "plan", "convert", "verify", "diff", "merge", "report", "mappings", "pull", "push", "ls",
     "doctor", "explain",
 )  # fmt: skip
 """Modules of this package; each has a function `command` and `EXAMPLES`."""
