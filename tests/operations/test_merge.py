@@ -89,12 +89,6 @@ def rewrite(adapter: Path, edit: Any) -> None:
     save_file(tensors, file)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    saved(tmp_path, llama(), target_modules=LINEARS)
-    return tmp_path
-
-
 # --------------------------------------------------------------------------- as peft merges
 
 

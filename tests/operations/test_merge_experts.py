@@ -19,7 +19,7 @@ from ckptmap.operations.merge import merge
 from ckptmap.protocols import Group
 from ckptmap.storage.lazy_tensor import LazyTensor
 from tests.support.bnb_cases import refused, same
-from tests.support.merge_cases import adapted, merged_by_peft
+from tests.support.merge_cases import adapted, merged_by_peft, save_adapter
 
 SIZES = dict(
     vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -44,7 +44,7 @@ def made(family: str, intermediate: int = 96) -> Any:
 def saved(folder: Path, model: Any, **config: Any) -> Any:
     torch.save(model.state_dict(), folder / "base.pt")
     wrapped = adapted(model, **{"r": 4, "target_modules": ["q_proj"]} | config)
-    wrapped.save_pretrained(str(folder / "adapter"))
+    save_adapter(wrapped, folder / "adapter")
     return wrapped
 
 

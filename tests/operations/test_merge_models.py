@@ -17,7 +17,7 @@ from ckptmap.operations.merge import merge, plan_merge
 from ckptmap.operations.verify import verify
 from tests.formats.huggingface.test_model_families import llava, t5
 from tests.support.bnb_cases import refused
-from tests.support.merge_cases import LINEARS, llama
+from tests.support.merge_cases import LINEARS, llama, save_adapter
 
 BERT = dict(
     hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128,
@@ -37,7 +37,7 @@ def trained(model: Any, folder: Path, **config: Any) -> PeftModel:
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data += torch.randn(parameter.shape, generator=maker) * 0.05
-    wrapped.save_pretrained(str(folder / "adapter"))
+    save_adapter(wrapped, folder / "adapter")
     return wrapped
 
 

@@ -15,7 +15,7 @@ import ckptmap
 from ckptmap.checkpoint.lora.targets import Targets, untargeted
 from ckptmap.errors import SourceError
 from tests.operations.test_merge import change, merge, rewrite
-from tests.support.merge_cases import LINEARS, llama, saved
+from tests.support.merge_cases import LINEARS
 
 MODULES = (
     "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "model.layers.0.self_attn.q_proj",
@@ -68,12 +68,6 @@ def test_a_costly_pattern_is_not_matched(pattern: str) -> None:
     targets = Targets(pattern=pattern)
     assert targets.costly() == pattern
     assert untargeted(targets, MODULES) == []
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    saved(tmp_path, llama(), target_modules=LINEARS)
-    return tmp_path
 
 
 STRANGERS: dict[str, tuple[dict[str, Any], str, str]] = {

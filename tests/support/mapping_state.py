@@ -43,6 +43,7 @@ def hub_state(model: str) -> State:
     return dict(iota({key: row.shape for key, row in golden(model, HUB).items()}))
 
 
+@cache
 def entry_of(model: str, scheme: str) -> CatalogEntry:
     """The shipped file of a scheme (`meta`, `torchtitan@2026-06`) for a model."""
     kind = TINY[model].config["model_type"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -48,8 +49,14 @@ def saved(folder: Path, model: Any, size: float = 0.05, **config: Any) -> Any:
     """`folder/base` as transformers saves it, `folder/adapter` as peft does; the model of both."""
     model.save_pretrained(folder / "base")
     wrapped = adapted(model, size, **config)
-    wrapped.save_pretrained(str(folder / "adapter"))
+    save_adapter(wrapped, folder / "adapter")
     return wrapped
+
+
+def save_adapter(wrapped: Any, folder: Path) -> None:
+    """As peft saves it, but for the model card: rendering it takes longer than all the rest."""
+    with patch.object(PeftModel, "create_or_update_model_card"):
+        wrapped.save_pretrained(str(folder))
 
 
 def merged_by_peft(wrapped: Any) -> dict[str, Tensor]:
