@@ -63,14 +63,14 @@ def dropped(model: str, scheme: str) -> set[str]:
 # --------------------------------------------------------------------------- there and back
 
 
-@pytest.mark.parametrize(("model", "scheme"), CASES)
-def test_forward_equals_what_the_peer_makes_and_reverse_gives_the_hub_back(
-    model: str, scheme: str
-) -> None:
-    assert facts(rows(state_of(model, scheme))) == facts(golden(model, scheme))
-    source = entry_of(model, scheme).load()
-    back = translated(state_of(model, scheme), config_of(model), source, None)
-    assert_hub(back, model, without=dropped(model, scheme))
+@pytest.mark.parametrize("model", dict.fromkeys(model for model, _ in CASES))
+def test_forward_equals_what_the_peer_makes_and_reverse_gives_the_hub_back(model: str) -> None:
+    for scheme in SCHEMES[model]:
+        if scheme != HUB:
+            assert facts(rows(state_of(model, scheme))) == facts(golden(model, scheme)), scheme
+            source = entry_of(model, scheme).load()
+            back = translated(state_of(model, scheme), config_of(model), source, None)
+            assert_hub(back, model, without=dropped(model, scheme))
 
 
 @pytest.mark.parametrize(("model", "source", "target"), PAIRS)

@@ -103,13 +103,12 @@ def test_infinities_and_nan_of_the_source_are_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=lambda c: c.name)
-@pytest.mark.parametrize(
-    "dtype", ["int8", "uint8", "int64", "bool", "complex64", "float8_e8m0fnu", "float4_e2m1fn_x2"]
-)
-def test_a_cast_leaves_other_dtypes_alone(cast: Scheme, dtype: str) -> None:
-    info = TensorInfo((4,), dtype)
-    assert cast.target("w", info) is None
-    assert isinstance(cast.encoding(info), Refusal)
+def test_a_cast_leaves_other_dtypes_alone(cast: Scheme) -> None:
+    others = "int8 uint8 int64 bool complex64 float8_e8m0fnu float4_e2m1fn_x2"
+    for dtype in others.split():
+        info = TensorInfo((4,), dtype)
+        assert cast.target("w", info) is None, dtype
+        assert isinstance(cast.encoding(info), Refusal), dtype
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=lambda c: c.name)
