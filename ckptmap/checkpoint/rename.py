@@ -6,7 +6,7 @@ follow its FQN. No tensor is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -56,17 +56,17 @@ def renamed(ckpt: Checkpoint, renaming: Renaming) -> Checkpoint:
         )
 
 
-def renamed_like_output(
-    ckpt: Checkpoint, records: Sequence[Mapping[str, object]], weights: Collection[str]
-) -> Checkpoint:
-    """Return `ckpt` renamed as an output was; `records` are those of its manifest.
+def renamed_like_output(ckpt: Checkpoint, records: object, weights: Collection[str]) -> Checkpoint:
+    """Return `ckpt` renamed as an output was; `records` is what its manifest says, None: nothing.
 
     It stays as it is if it has the output's `weights` by name already: it was opened with the same
     prefixes, or is the output of another conversion.
     """
+    if records is None:
+        return ckpt
     result = ckpt
     try:
-        for record in records:
+        for record in records if isinstance(records, list) else [records]:
             result = renamed(result, Renaming.recorded(record))
     except PlanError:
         if not all(name in ckpt for name in weights):

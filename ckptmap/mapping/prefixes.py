@@ -24,6 +24,10 @@ TRIED = 8
 """Prefixes of each kind, the most frequent ones, whose names are compared in full."""
 SHARED_ENDS = 4
 """An end that more names share, such as `weight`, tells nothing about their prefixes."""
+KINDS = 5000
+"""Names that differ in more than numbers, in the largest checkpoint in which known names are looked for."""
+STRANGE = 8
+"""One name in so many may lie beside all prefixes below which names are known."""
 DROPS = 4
 """Patterns that a command lists to leave out what is not wanted."""
 AVERAGED, COUNTER = "module", "n_averaged"
@@ -124,20 +128,41 @@ def nearest_change(have: Collection[str], wanted: Collection[str]) -> PrefixChan
 def known_prefix(
     keys: Collection[str], is_known: Callable[[Sequence[str]], bool]
 ) -> PrefixChange | None:
-    """Return the prefix below which names are known; None: no prefix makes them known.
+    """Return the prefix below which names are known; None: no prefix makes them known, or most of
+    what is beside it is something else, as the vision tower beside a language model.
 
-    `is_known` is asked about names without a prefix, numbers in them taken from one key each.
+    `is_known` is asked about names without a prefix, one of each that differ in numbers only.
     """
-    for prefix, _ in _frequent(Counter(_heads(keys))):
-        below = [key[len(prefix) + 1 :] for key in keys if key.startswith(f"{prefix}.")]
-        one_each = dict(zip(skeletons(below[::-1]), below[::-1], strict=True))
-        if not _is_plain(prefix) or not is_known(list(one_each.values())):
-            continue
-        rest = [key for key in keys if not key.startswith(f"{prefix}.")]
-        kept = dict.fromkeys(below)
-        if not any(key in kept for key in rest):
-            return PrefixChange(prefix, "", len(below), len(keys), _patterns(rest, kept))
-    return None
+    alike: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for shape, key in zip(skeletons(keys), keys, strict=True):
+        alike[shape] += 1
+        first.setdefault(shape, key)
+    if len(first) > KINDS:
+        return None
+    count = {key: alike[shape] for shape, key in first.items()}
+    heads: Counter[str] = Counter()
+    for key, times in count.items():
+        heads.update({head: times for head, _ in _divided(key)})
+    known = [
+        head
+        for head, _ in _frequent(heads)
+        if _is_plain(head) and is_known([end for key in count for end in _below(key, head)])
+    ]
+    strange = [key for key in count if not any(key.startswith(f"{head}.") for head in known)]
+    if not known or sum(count[key] for key in strange) * STRANGE > len(keys):
+        return None
+    kept = {end for key in keys for end in _below(key, known[0])}
+    rest = [key for key in keys if not key.startswith(f"{known[0]}.")]
+    if any(key in kept for key in rest):
+        return None
+    return PrefixChange(known[0], "", len(kept), len(keys), _patterns(rest, kept))
+
+
+def _below(key: str, head: str) -> Iterator[str]:
+    """Yield the key without the head, if it begins with it."""
+    if key.startswith(f"{head}."):
+        yield key[len(head) + 1 :]
 
 
 def averaged_model(keys: Collection[str]) -> PrefixChange | None:
@@ -180,10 +205,6 @@ def _divided(name: str) -> Iterator[tuple[str, str]]:
         if at < 0:
             return
         yield name[:at], name[at + 1 :]
-
-
-def _heads(keys: Collection[str]) -> Iterator[str]:
-    return (head for key in keys for head, _ in _divided(key))
 
 
 def _frequent(counts: Counter[str]) -> list[tuple[str, int]]:

@@ -19,8 +19,10 @@ from ckptmap.errors import PlanError
 
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)\}")
 MAX_SEGMENTS = 64
-"""Segments of a key that a pattern with several captures is matched with: there are many ways to
-divide more among them, and no model has such a name."""
+"""Segments of a pattern, and of a key that a pattern with several captures is matched with: no model
+has longer names, and a pattern may come from the manifest of a stranger."""
+MAX_WAYS = 1000
+"""Ways in which a pattern may match one key; all of them are compared."""
 _EXAMPLE = "write OLD=NEW, whole keys with {captures} between dots: --rename 'student.{x}={x}'"
 
 
@@ -67,12 +69,15 @@ class RenamePattern:
                 "use a pattern with one capture",
             )
         found: str | None = None
-        for captured in _matches(self.old, segments):
+        for way, captured in enumerate(_matches(self.old, segments)):
             name = ".".join(part for segment in self.new for part in _filled(segment, captured))
-            if found is not None and name != found:
+            if way == MAX_WAYS or (found is not None and name != found):
+                ways = (
+                    f"in two ways, as {found!r} and {name!r}" if name != found else "in many ways"
+                )
                 raise PlanError(
                     "CKM618",
-                    f"--rename {self.text!r}: {key!r} matches in two ways, as {found!r} and {name!r}",
+                    f"--rename {self.text!r}: {key!r} matches {ways}",
                     "put more of the key into the pattern, so that one way is left",
                 )
             found = name
@@ -106,6 +111,12 @@ def parse_pattern(text: str) -> RenamePattern:
 
 def _segments(side: str, text: str) -> list[Segment]:
     segments: list[Segment] = []
+    if side.count(".") >= MAX_SEGMENTS:
+        raise PlanError(
+            "CKM618",
+            f"--rename {text[:60]!r}...: a side has more than {MAX_SEGMENTS} segments",
+            "use a capture for several of them",
+        )
     for part in side.split("."):
         match = _CAPTURE.fullmatch(part)
         if match is None and ("{" in part or "}" in part or "*" in part or not part):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from shlex import quote
 from typing import TypeAlias
 
 from ckptmap.core import argument_checks
@@ -79,16 +80,20 @@ class Renaming:
         }
 
     @classmethod
-    def recorded(cls, record: Mapping[str, object]) -> Renaming:
+    def recorded(cls, record: object) -> Renaming:
         """Return the renaming that `record` made. Raises PlanError CKM618 where it made none."""
-        rename = record.get("rename", ())
-        values = (record.get("strip_prefix", ""), record.get("add_prefix", ""))
+        given = record if isinstance(record, Mapping) else {}
+        rename = given.get("rename")
+        values = (given.get("strip_prefix"), given.get("add_prefix"))
         if not isinstance(rename, list | tuple) or not all(
             isinstance(value, str) for value in (*values, *rename)
         ):
-            raise PlanError("CKM618", "the manifest's record of new names is malformed", "")
-        strip, add = map(str, values)
-        return cls(strip, tuple(map(str, rename)), add)
+            raise PlanError(
+                "CKM618",
+                "the manifest's record of new names is malformed",
+                "convert the source again: ckptmap did not write this record",
+            )
+        return cls(str(values[0]), tuple(map(str, rename)), str(values[1]))
 
     def names(self, keys: Collection[str], where: str) -> dict[str, str]:
         """Return key -> new name, in the given order.
@@ -182,9 +187,11 @@ class Renaming:
             if first == key:
                 continue
             kept = name if first == name else key
-            hint = f"move one out of the way: --rename '{kept}=other.{kept}' --drop 'other.{kept}'"
+            pattern, aside = quote(f"{kept}=other.{kept}"), quote(f"other.{kept}")
+            hint = f"move one out of the way: --rename {pattern} --drop {aside}"
             if self.strip_prefix:
-                hint += f", and --rename '{self.strip_prefix}.{{x}}={{x}}' for --strip-prefix"
+                whole = quote(f"{self.strip_prefix}.{{x}}={{x}}")
+                hint += f", and --rename {whole} in place of --strip-prefix"
             raise PlanError(
                 "CKM114", f"{where}: {first!r} and {key!r} would both become {name!r}", hint
             )

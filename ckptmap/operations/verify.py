@@ -165,7 +165,7 @@ def _compared(
 ) -> tuple[str, list[str], dict[str, float]]:
     """Return the name of the source, the problems, and the errors of quantized tensors by FQN."""
     with origins_in_errors(source.files.mounts):
-        source = renamed_like_output(source, document.get("renamed", ()), _weights(document))
+        source = renamed_like_output(source, document.get("renamed"), _weights(document))
         if base is not None:
             source, _, _ = restored(source, base)
         if adapter is not None:

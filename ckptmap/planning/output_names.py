@@ -52,7 +52,7 @@ def output_names(request: Request, selection: Selection) -> OutputNames:
     Raises PlanError CKM205 where the setup cannot hold weights at --root, and CKM114 where the
     weights would be read back under other names.
     """
-    _require_names_unlike_ddp(selection)
+    _require_names_unlike_ddp(selection, request.options.add_prefix)
     weights = _weight_names(request)
     module_state = _module_state(request, weights)
     other_paths = (*selection.values, *selection.others)
@@ -135,7 +135,7 @@ def _root(request: Request, nested: bool) -> Path:
     return root
 
 
-def _require_names_unlike_ddp(selection: Selection) -> None:
+def _require_names_unlike_ddp(selection: Selection, added: str | None) -> None:
     """Raise PlanError CKM114 where every weight that is written is below a module called `module`.
 
     A reader takes that for the wrapper of DDP and strips it; one weight without it tells them apart.
@@ -145,7 +145,9 @@ def _require_names_unlike_ddp(selection: Selection) -> None:
             "CKM114",
             f"{selection.written[0]}: all names that are left begin with '{HEAD}.', which readers"
             " take for the wrapper of DDP",
-            f"add --strip-prefix {HEAD} for plain names; --wrap ddp puts the wrapper back",
+            f"use --wrap ddp in place of --add-prefix {HEAD}"
+            if (added or "").startswith(HEAD)
+            else f"add --strip-prefix {HEAD} for plain names; --wrap ddp puts the wrapper back",
         )
 
 

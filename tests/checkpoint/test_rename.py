@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim.swa_utils import AveragedModel
 
 import ckptmap
-from ckptmap.errors import PlanError
+from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.planning.saved_plan import replan
 from tests.corpus.models import Recipe, optimizer_for, tiny, tiny_llama, train
 from tests.support.paths import GOLDEN
@@ -277,3 +277,50 @@ def test_names_like_that_changes_nothing_is_refused(tmp_path: Path) -> None:
         ("net", "ddp", {"strip_prefix": "net"}),
     ):
         ckptmap.plan(tmp_path / src, "full", names_like=tmp_path / like, **names)
+
+
+@pytest.mark.parametrize("to", ["full", "hf", "fsdp2", "dcp-hf"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"add_prefix": "optimizer"}, {"add_prefix": "model"}, {"add_prefix": "a/b"}, {"add_prefix": "0"},
+        {"rename": "w=extra"}, {"rename": "w=state_dict"}, {"rename": "w=x._extra_state"},
+        {"rename": "w=b.absmax"}, {"rename": "w=__metadata__"}, {"add_prefix": "module"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_names_that_mean_something_to_readers(
+    names: dict[str, str], to: str, tmp_path: Path
+) -> None:
+    """They are read back as they were given, or refused before a byte is written."""
+    torch.save({"w": torch.ones(3), "b": torch.zeros(2)}, tmp_path / "in.pt")
+    with ckptmap.open(tmp_path / "in.pt", **names) as expected:  # type: ignore[arg-type]
+        wanted = set(expected)
+    try:
+        plan = ckptmap.plan(tmp_path / "in.pt", to, **names)  # type: ignore[arg-type]
+    except CkptmapError as error:
+        assert error.code in {"CKM114", "CKM203"}
+        assert (
+            "__metadata__" in str(names)
+            or "--wrap ddp in place of --add-prefix module" in error.hint
+        )
+        return
+    with plan.ckpt:
+        plan.execute(tmp_path / "out")
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        assert set(ckpt) == wanted
+    assert ckptmap.verify(tmp_path / "out", against=tmp_path / "in.pt").ok
+
+
+def test_a_prefix_and_another_scheme(tmp_path: Path) -> None:
+    """The prefix comes off before the scheme is recognised; `verify` does both again."""
+    model = tiny_llama()
+    torch.save(_module(model, True).state_dict(), tmp_path / "in.pt")
+    model.config.save_pretrained(tmp_path / "base")
+    ckptmap.convert(
+        tmp_path / "in.pt", tmp_path / "out.pt", "full",
+        strip_prefix="net", names="meta", config_from=tmp_path / "base",
+    )  # fmt: skip
+    with ckptmap.open(tmp_path / "out.pt") as ckpt:
+        assert "tok_embeddings.weight" in ckpt
+    assert ckptmap.verify(tmp_path / "out.pt", against=tmp_path / "in.pt").ok

@@ -89,6 +89,7 @@ LLAMA = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"] + [
         (below("a.b.c", LLAMA), "--strip-prefix a.b.c"),
         (PLAIN, None),
         (["n_averaged"], None),
+        ([*below("language_model", LLAMA), *below("vision_tower")], None),
     ],
 )
 def test_names_that_are_known_below_a_prefix(keys: list[str], options: str | None) -> None:

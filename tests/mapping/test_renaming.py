@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -89,9 +90,32 @@ def test_a_collision_is_mended_by_its_hint() -> None:
     keys = ["s.a", "a", "s.b"]
     with pytest.raises(PlanError, match="would both become 'a'") as refused:
         Renaming.of(strip_prefix="s").names(keys, "x")
-    patterns = re.findall(r"--rename '([^']+)'", refused.value.hint)
+    words = shlex.split(refused.value.hint)
+    patterns = [word.rstrip(",") for at, word in enumerate(words) if words[at - 1] == "--rename"]
     assert Renaming.of(rename=patterns).names(keys, "x") == {"s.a": "a", "a": "other.a", "s.b": "b"}
-    assert "--drop 'other.a'" in refused.value.hint
+    assert "--drop other.a" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    "record", [None, 3, [], {"rename": "a=b"}, {"strip_prefix": 1, "add_prefix": "", "rename": []}]
+)
+def test_a_record_that_is_none(record: object) -> None:
+    """A manifest may be somebody else's."""
+    with pytest.raises(PlanError, match="the manifest's record of new names is malformed"):
+        Renaming.recorded(record)
+
+
+def test_a_pattern_costs_little_whatever_it_is() -> None:
+    """Patterns in the manifest of a stranger neither recurse deeply nor are tried in countless ways."""
+    many = ".".join(f"{{c{i}}}.a" for i in range(12))
+    for rename, key in (
+        (f"{many}={many}", ".".join("a" * 64)),
+        (".".join(["a"] * 5000) + "=b", "a"),
+    ):
+        with pytest.raises(PlanError, match=r"matches in many ways|has more than 64 segments"):
+            Renaming.recorded({"strip_prefix": "", "add_prefix": "", "rename": [rename]}).names(
+                [key], "x"
+            )
 
 
 SEGMENT = st.sampled_from(["a", "b", "0", "w"])

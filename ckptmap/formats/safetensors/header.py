@@ -305,6 +305,8 @@ def _check_name(name: str, where: str) -> None:
             f"tensor name {_short(name)}, expected 1 to {MAX_NAME_NCHARS} characters, "
             f"found {len(name)}",
         )
+    if name == METADATA:
+        raise _bad(where, f"tensor name {METADATA!r} is that of the file's own metadata")
     for char in name:
         code = ord(char)
         if code < 32 or 127 <= code < 160 or 0xD800 <= code < 0xE000:
@@ -364,7 +366,7 @@ def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str])
 
 def _check_written(key: str) -> None:
     """Refuse a header that no reader would accept."""
-    if key.isprintable() and 0 < len(key) <= MAX_NAME_NCHARS:
+    if key.isprintable() and 0 < len(key) <= MAX_NAME_NCHARS and key != METADATA:
         return
     try:
         _check_name(key, "the output")
