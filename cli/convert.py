@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -67,6 +68,7 @@ def command(
     torchrun --nproc-per-node 8 -m ckptmap convert SRC DST --to hf
     """
     from ckptmap.execution.ranks import ShownElsewhere, join
+    from ckptmap.operations.convert import run
     from ckptmap.storage.hub.resolve import silence
     from ckptmap.storage.hub.uri import is_hub
 
@@ -76,11 +78,11 @@ def command(
     if quiet and is_hub(src):
         silence()
     try:
-        with join(rank_timeout) as ranks:
+        with join(rank_timeout) as ranks, told(how, quiet, ranks) as how:
             plan = _plan(src, options, plan_file)
             with plan.ckpt:
                 if not dry_run:
-                    report = execute(plan, dst, how, out, ranks)
+                    report = run(plan, dst, how, ranks)
     except ShownElsewhere as stopped:
         Printer.printed = True  # that rank prints the error document
         raise typer.Exit(stopped.exit_code) from stopped
@@ -137,21 +139,20 @@ def _load_plan(src: str, plan_file: str) -> Plan:
     return plan
 
 
-def execute(plan: Plan, dst: str, how: RunOptions, out: Printer, ranks: Ranks) -> Report:
-    """Run the plan; rank 0 shows progress on stderr unless --quiet."""
+@contextmanager
+def told(how: RunOptions, quiet: bool, ranks: Ranks) -> Iterator[RunOptions]:
+    """Give the options with a progress that the first rank shows, in its first phase."""
     from dataclasses import replace
 
-    from ckptmap.operations.convert import run
+    from ckptmap.execution.phases import Phases
+    from ckptmap.protocols.progress import READING
 
-    from .progress import Progress
+    from .progress import shown
 
-    if out.quiet or ranks.rank:
-        return run(plan, dst, how, ranks)
-    progress = Progress(plan.nbytes_out)
-    try:
-        return run(plan, dst, replace(how, progress=progress), ranks)
-    finally:
-        progress.close()
+    with shown(quiet, ranks.rank) as progress:
+        phases = Phases.of(progress)
+        phases.begin(READING)
+        yield replace(how, progress=phases)
 
 
 def show(plan: Plan, report: Report | None, out: Printer) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from .printer import Printer
-from .shared_parameters import Json
+from .progress import shown
+from .shared_parameters import Json, NoProgress
 from .typed_options import TypedOptions, opened_source, takes_options, typed_names
 
 EXAMPLES = (
@@ -39,6 +40,7 @@ def command(
     ] = False,
     *,
     typed: TypedOptions,
+    quiet: NoProgress = False,
     json: Json = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes, encodings, and values beside tensors (step,
@@ -46,8 +48,12 @@ def command(
     import ckptmap
 
     like = {"like": typed.values["like"]}
-    with opened_source(a, typed) as one, opened_source(b, TypedOptions(like)) as two:
-        report = ckptmap.diff(one, two, values=values, **typed_names(typed))
+    with (
+        shown(quiet) as progress,
+        opened_source(a, typed) as one,
+        opened_source(b, TypedOptions(like)) as two,
+    ):
+        report = ckptmap.diff(one, two, values=values, progress=progress, **typed_names(typed))
     Printer(json).show(report)
     if not report.equal:
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .completion import SETUPS
-from .convert import execute, show
+from .convert import show, told
 from .printer import Printer
 from .shared_parameters import DryRun, Dst, Json, Quiet
 from .typed_options import TypedOptions, takes_options
@@ -87,17 +87,19 @@ def command(
     complete.
     """
     from ckptmap.execution.ranks import ALONE
+    from ckptmap.operations.convert import run
     from ckptmap.operations.merge import plan_merge, with_survival
 
     how, options = typed.run_options(), typed.options_given()
-    plan = plan_merge(
-        base, adapter, to,
-        force=force, adapter_config=adapter_config, leave=tuple(leave or ()), **options,
-    )  # fmt: skip
     out, report = Printer(json, quiet), None
-    with plan.ckpt:
-        if not dry_run:
-            report = with_survival(plan, execute(plan, dst, how, out, ALONE))
+    with told(how, quiet, ALONE) as how:
+        plan = plan_merge(
+            base, adapter, to,
+            force=force, adapter_config=adapter_config, leave=tuple(leave or ()), **options,
+        )  # fmt: skip
+        with plan.ckpt:
+            if not dry_run:
+                report = with_survival(plan, run(plan, dst, how))
     show(plan, report, out)
     if report is None and plan.unresolved:
         raise typer.Exit(1)

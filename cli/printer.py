@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol, TextIO
 
 from ckptmap.core.printable import json_text, one_line, printable
@@ -33,6 +33,8 @@ class Printer:
 
     printed: ClassVar[bool] = False
     """True once this process printed a document: a second one would make stdout no JSON."""
+    before_stderr: ClassVar[Callable[[], None] | None] = None
+    """Called before a line is written to stderr, where a live line may stand."""
     typed: ClassVar[Mapping[str, str]] = {}
     """Absolute path -> as the user typed it. Texts name files as the user does."""
 
@@ -109,6 +111,8 @@ def jsonable(value: object) -> object:
 def _write(stream: TextIO, text: str) -> None:
     """Write a line. A reader that has gone away (`| head`) is no error."""
     try:
+        if stream is sys.stderr and Printer.before_stderr is not None:
+            Printer.before_stderr()
         _write_all(stream, (text + "\n").encode(stream.encoding or "utf-8", "backslashreplace"))
     except BrokenPipeError:
         # The interpreter flushes the rest of the buffer at exit: it must go somewhere.

@@ -8,6 +8,7 @@ import typer
 
 from .completion import SETUPS
 from .printer import Printer
+from .progress import shown
 from .shared_parameters import Dst, Json, Quiet
 from .typed_options import TypedOptions, takes_options
 
@@ -59,7 +60,8 @@ def command(
         raise typer.BadParameter("options of a conversion need --to SETUP")
     import ckptmap
 
-    report = ckptmap.pull(src, dst, overwrite=how.overwrite, sync=how.sync)
+    with shown(quiet) as progress:
+        report = ckptmap.pull(src, dst, overwrite=how.overwrite, sync=how.sync, progress=progress)
     if quiet and not json:
         out.text(report.dst)
     else:

@@ -8,7 +8,7 @@ import typer
 
 from .completion import SETUPS
 from .printer import Printer
-from .progress import Progress
+from .progress import shown
 from .shared_parameters import Json, Quiet, Src
 from .typed_options import TypedOptions, takes_options
 
@@ -96,21 +96,12 @@ def command(
     options, how = typed.options_given(), typed.run_options()
     if options and to is None:
         raise typer.BadParameter("options of a conversion need --to SETUP")
-    lines: list[Progress] = []
-
-    def progress(nbytes: int) -> Progress:
-        lines.append(Progress(nbytes))
-        return lines[0]
-
-    try:
+    with shown(quiet) as progress:
         report = ckptmap.push(
             src, repo, to=to, private=private, revision=revision, pr=pr, base_model=base_model,
             work=work, device=how.device, max_memory=how.max_memory, low_disk=how.low_disk,
-            progress=None if quiet else progress, **options,
+            progress=progress, **options,
         )  # fmt: skip
-    finally:
-        for line in lines:
-            line.close()
     out = Printer(json, quiet)
     if quiet and not json:
         out.text(report.commit if report.merged else report.url)

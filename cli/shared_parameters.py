@@ -42,4 +42,5 @@ Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", help="Show no progress; print only the destination."),
 ]
+NoProgress = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

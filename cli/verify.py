@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from .printer import Printer
-from .shared_parameters import Json
+from .progress import shown
+from .shared_parameters import Json, NoProgress
 from .typed_options import TypedOptions, opened_source, takes_options
 
 EXAMPLES = (
@@ -43,6 +44,7 @@ def command(
     ] = None,
     *,
     typed: TypedOptions,
+    quiet: NoProgress = False,
     json: Json = False,
 ) -> None:
     """Check coverage, sizes and digests against the manifest; exit code 1 where one is wrong."""
@@ -52,8 +54,10 @@ def command(
     if against is None and any(value is not None for value in of_source):
         raise typer.BadParameter("--source-root, --like and --param-order are of --against SRC")
     source = nullcontext(None) if against is None else opened_source(against, typed)
-    with source as src:
-        report = ckptmap.verify(dst, against=src, adapter=adapter, base=typed.values["base"])
+    with shown(quiet) as progress, source as src:
+        report = ckptmap.verify(
+            dst, against=src, adapter=adapter, base=typed.values["base"], progress=progress
+        )
     Printer(json).show(report)
     if not report.ok:
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ was expected. Some return the value in the form that the library uses.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
 from typing import Any, TypeGuard
@@ -124,6 +124,23 @@ def string(name: str, value: object) -> None:
 def callback(name: str, value: object) -> None:
     if value is not None and not isinstance(value, bool) and not callable(value):
         raise _refusal(name, value, "True, False or a function")
+    if callable(value) and parameters_of(value) not in (None, 2, 4):
+        expected = "a function of (phase, done, total, name)"
+        raise _refusal(name, value, expected, "ckptmap.protocols.Progress describes it")
+
+
+def parameters_of(function: Callable[..., object]) -> int | None:
+    """Return how many positional arguments a function takes; None: any number, or unknown."""
+    import inspect
+
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(item.kind is item.VAR_POSITIONAL for item in parameters):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(item.kind in kinds for item in parameters)
 
 
 def module(name: str, value: object) -> None:

@@ -35,12 +35,14 @@ from ckptmap.execution.encode import compare, encode
 from ckptmap.execution.fetch_sources import batches, read_by_compare, read_by_copies, read_by_encode
 from ckptmap.execution.finish_files import seal
 from ckptmap.execution.heartbeat import Stopped
+from ckptmap.execution.phases import Phases
 from ckptmap.execution.ranks import ALONE, Ranks
 from ckptmap.execution.split_by_rank import Share, split
 from ckptmap.execution.written_slots import Executed, WrittenSlots
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
-from ckptmap.planning.options import Progress, RunOptions
+from ckptmap.planning.options import RunOptions
 from ckptmap.protocols import Slot
+from ckptmap.protocols.progress import CONVERTING, COPYING, HASHING
 from ckptmap.storage.direct_io import Buffer, Outputs, Sums
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.files import Files
@@ -89,13 +91,13 @@ def execute(
     share = split(plan, encodes, compares, ranks.world_size)[ranks.rank]
     paths = [out_dir / item.out.name for item in plan]
     outputs = _reserved(plan, paths, direct, ranks)
-    on_progress = how.progress if callable(how.progress) else None
-    run = _Run(plan, outputs, paths, journal, on_progress, ranks, digests)
+    run = _Run(plan, outputs, paths, journal, phases := Phases.of(how.progress), ranks, digests)
     budget = how.memory // threads
     context = Context(plan, files, outputs, budget, how.device, run.advance, digests)
     staging = out_dir.parent / f"source-{ranks.rank}" if how.low_disk else None
     try:
         with ExitStack() as held, stopped_by_sigterm(run.stop):
+            phases.begin(CONVERTING if encodes else COPYING, sum(sum(f.slots.sizes) for f in plan))
             if share.encodes:
                 run.bring_torch = partial(held.enter_context, one_torch_thread(True))
             with ranks.working():
@@ -105,6 +107,7 @@ def execute(
             if ranks.rank:
                 _hand_over(outputs, [paths[file] for file in share.files] if how.sync else [])
             done = run.result()
+            phases.begin(HASHING)
             again = tensors_read(plan, encodes) if done.continued_nbytes else ()
             check = settle(files, ranks, resumed=again, whole=how.check_source == "full")
             done = replace(done, source=check)
@@ -143,13 +146,13 @@ class _Run:
         outputs: Outputs,
         paths: Sequence[Path],
         journal: Journal,
-        on_progress: Progress | None,
+        phases: Phases,
         ranks: Ranks,
         digests: bool,
     ) -> None:
         self.digests = digests
         self.plan, self.outputs, self.paths, self.journal = plan, outputs, paths, journal
-        self.on_progress, self.ranks = on_progress, ranks
+        self.phases, self.ranks = phases, ranks
         self.stop = threading.Event()
         self._lock = threading.Lock()
         self._progress_lock = threading.Lock()
@@ -185,6 +188,7 @@ class _Run:
     def _bring_torch(self) -> None:
         try:
             if self.bring_torch is not None and not self.has_torch.is_set():
+                self.phases.mention_torch()
                 with paused_gc():  # the import is a tenth faster
                     self.bring_torch()
         except BaseException:
@@ -261,8 +265,8 @@ class _Run:
             raise _Stopped
         with self._progress_lock:
             nbytes += self.ranks.advance(nbytes)
-            if self.on_progress is not None and nbytes:
-                self.on_progress(nbytes, key)
+            if nbytes:
+                self.phases.advance(nbytes, key)
 
     def result(self) -> Executed:
         """Return what all ranks have written. Waits for every rank."""

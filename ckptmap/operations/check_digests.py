@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.execution.phases import Phases
 from ckptmap.operations.check_structure import chunks_of, nbytes_of
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.protocols.progress import HASHING
 from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
@@ -33,30 +35,47 @@ NO_SPANS = (
 
 
 def check_digests(
-    ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None
+    ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None, phases: Phases
 ) -> tuple[list[str], list[str]]:
     """Return the checks that the manifest allows, and the problems: bytes of another digest."""
     with closing(Files(mounts=ckpt.files.mounts)) as files:  # compares no checksum of the source
-        return _check_with(files, ckpt, document, threads)
+        return _check_with(files, ckpt, document, threads, phases)
 
 
 def _check_with(
-    files: Files, ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None
+    files: Files,
+    ckpt: Checkpoint,
+    document: Mapping[str, Any],
+    threads: int | None,
+    phases: Phases,
 ) -> tuple[list[str], list[str]]:
     has_digests = all(chunk[5] for _, chunk in chunks_of(document))
     has_around = _around(document) is not None
-    problems = list(_chunk_problems(files, ckpt, document, threads)) if has_digests else []
+    phases.begin(HASHING, _hashed_nbytes(document) if has_digests else 0)
+    problems = list(_chunk_problems(files, ckpt, document, threads, phases)) if has_digests else []
     if has_around:
         problems += _around_problems(files, ckpt, document)
-    problems += _file_problems(files, ckpt, document)
+    problems += _file_problems(files, ckpt, document, phases)
     around = CHECKED_AROUND
     if not has_around:
         around = NO_SPANS if SELF in document else NO_AROUND
     return [DIGESTS if has_digests else NO_DIGESTS, around], problems
 
 
+def _hashed_nbytes(document: Mapping[str, Any]) -> int:
+    """Return the bytes that are hashed: of chunks, of carried files, of files with a sha256."""
+    whole = [entry["nbytes"] for entry in document["carried"].values()]
+    whole += [entry["nbytes"] for entry in document["files"].values() if "sha256" in entry]
+    nbytes: int = sum([chunk[2] for _, chunk in chunks_of(document)], sum(whole))
+    return nbytes
+
+
 def _chunk_problems(
-    files: Files, ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None
+    files: Files,
+    ckpt: Checkpoint,
+    document: Mapping[str, Any],
+    threads: int | None,
+    phases: Phases,
 ) -> Iterator[str]:
     base = Path(ckpt.path)
 
@@ -64,6 +83,7 @@ def _chunk_problems(
         key, (name, offset, nbytes, _, _, expected) = item
         file = str(base / name) if base.is_dir() else ckpt.path
         digest = _digest(files, file, offset, nbytes)
+        phases.advance(nbytes, key)
         if digest == expected:
             return None
         return f"{key}: xxh3 {digest} at byte {offset} of {name}, expected {expected}"
@@ -122,7 +142,9 @@ def _crc_problems(
             )
 
 
-def _file_problems(files: Files, ckpt: Checkpoint, document: Mapping[str, Any]) -> Iterator[str]:
+def _file_problems(
+    files: Files, ckpt: Checkpoint, document: Mapping[str, Any], phases: Phases
+) -> Iterator[str]:
     """Yield a problem for each file that is not the one that was carried over, or of another
     sha256."""
     base = Path(ckpt.path)
@@ -130,9 +152,12 @@ def _file_problems(files: Files, ckpt: Checkpoint, document: Mapping[str, Any]) 
         file, nbytes = base / name, entry["nbytes"]
         if nbytes_of(file) != nbytes or _digest(files, str(file), 0, nbytes) != entry["xxh3"]:
             yield f"{name}: is not the file that was carried over"
+        phases.advance(nbytes, name)
     for name, entry in document["files"].items():
-        if "sha256" in entry and sha256_of(base / name, ckpt.files.mounts) != entry["sha256"]:
-            yield f"{name}: sha256 differs from the manifest"
+        if "sha256" in entry:
+            if sha256_of(base / name, ckpt.files.mounts) != entry["sha256"]:
+                yield f"{name}: sha256 differs from the manifest"
+            phases.advance(entry["nbytes"], name)
 
 
 def _digest(files: Files, file: str, offset: int, nbytes: int) -> str:

@@ -12,11 +12,14 @@ from typing import Unpack
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core import argument_checks
+from ckptmap.core.log import log
+from ckptmap.core.printable import one_line
 from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.core.signatures import spelled_out
 from ckptmap.execution import check_source
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.execute import execute
+from ckptmap.execution.phases import Phases
 from ckptmap.execution.ranks import ALONE, Ranks
 from ckptmap.operations.workspace import Workspace
 from ckptmap.planning.options import ConvertKeywords, Options, RunOptions, separated
@@ -24,6 +27,7 @@ from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan as make_plan
 from ckptmap.planning.report import Report
 from ckptmap.planning.saved_plan import with_exact_scales
+from ckptmap.protocols.progress import READING
 from ckptmap.storage.hub.resolve import origins_in_errors
 
 
@@ -46,6 +50,8 @@ def convert(
     the same call then continues. The destination is complete or untouched.
     """
     options, how = separated(to, keywords, "convert()")
+    how = replace(how, progress=Phases.on_rank(ranks.rank, how.progress))
+    Phases.of(how.progress).begin(READING)
     plan = make_plan(src, to, options=options)
     if isinstance(src, Checkpoint):
         return run(plan, dst, how, ranks)
@@ -76,6 +82,10 @@ def run(
 
 def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks) -> Report:
     started = time.monotonic()
+    log.info(
+        "write %s: %s of %s, plan %s",
+        one_line(str(dst)), plan.aim.text, one_line(plan.ckpt.shown), plan.digest[:12],
+    )  # fmt: skip
     plan.require_resolved()
     ranks.agree(plan.digest)
     workspace = Workspace(plan, dst, how, ranks)
@@ -91,6 +101,8 @@ def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks)
         errors = workspace.prove(done)
         workspace.publish()
     workspace.notes += check_source.source_notes(done.source)
+    for note in (*plan.notes, *workspace.notes):
+        log.warning("%s", one_line(note))
     return replace(
         _report(plan, workspace, started, done.continued_nbytes, errors), source=done.source
     )

@@ -15,14 +15,17 @@ from ckptmap.checkpoint.compare_values import match_extra_state, unequal_values
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.core.formatting import counted
-from ckptmap.core.printable import as_lines
+from ckptmap.core.log import log
+from ckptmap.core.printable import as_lines, one_line
 from ckptmap.core.short_repr import ShortRepr
 from ckptmap.core.signatures import nearest_keyword
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import TensorSummary, fold
+from ckptmap.execution.phases import Phases
 from ckptmap.mapping.prefixes import PrefixChange, nearest_change
 from ckptmap.mapping.renaming import Patterns, Renaming
 from ckptmap.operations.tensor_change import Measure, TensorChange, change_of, lines_of
+from ckptmap.protocols.progress import COMPARING, READING, Progress
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path
@@ -135,6 +138,7 @@ def diff(
     strip_prefix: str | None = None,
     rename: Patterns = (),
     add_prefix: str | None = None,
+    progress: bool | Progress = False,
 ) -> DiffReport:
     """Compare weights and optimizer state by FQN; with `values` also decoded values, bit for bit.
 
@@ -142,16 +146,21 @@ def diff(
     report says which of them would make names match that do not.
 
     Values stream in bounded memory. Other entries are compared where both checkpoints have them; a
-    plain value inside such an entry that only one has is a difference.
+    plain value inside such an entry that only one has is a difference. `progress` is that of
+    `verify`.
     """
     renaming = Renaming.of(strip_prefix, rename, add_prefix)
+    phases = Phases.of(progress)
+    log.info("diff %s and %s", *(one_line(str(getattr(x, "shown", x))) for x in (a, b)))
+    phases.begin(READING)
     with ExitStack() as stack:
         first, second = (
             x if isinstance(x, Checkpoint) else stack.enter_context(open(x)) for x in (a, b)
         )
         for ckpt in (first, second):
             stack.enter_context(origins_in_errors(ckpt.files.mounts))
-        report = compare(renamed(first, renaming), second, _values_differ if values else None)
+        measure = _values_differ if values else None
+        report = compare(renamed(first, renaming), second, measure, phases)
         return report if renaming else with_prefix_told(report, first, second)
 
 
@@ -175,11 +184,17 @@ def _values_differ(name: str, a: LazyTensor, b: LazyTensor) -> Difference | None
     return difference(a, b)
 
 
-def compare(first: Checkpoint, second: Checkpoint, measure: Measure | None) -> DiffReport:
+def compare(
+    first: Checkpoint,
+    second: Checkpoint,
+    measure: Measure | None,
+    phases: Phases | None = None,
+) -> DiffReport:
     """Return the differences of two opened checkpoints; without `measure` values are not compared.
 
     `measure` is called for tensors of one shape whose stored bytes differ.
     """
+    phases = phases or Phases()
     first_tensors, second_tensors = _tensors(first), _tensors(second)
     first_others, second_others = map(
         _other_tensors, (first, second), match_extra_state(first, second)
@@ -192,11 +207,17 @@ def compare(first: Checkpoint, second: Checkpoint, measure: Measure | None) -> D
         {name: lazy for name, lazy in second_others.items() if name in common_others}
     )
     changed: dict[str, TensorChange] = {}
+    if measure is not None:
+        nbytes = (lazy.nbytes for name, lazy in first_tensors.items() if name in second_tensors)
+        phases.begin(COMPARING, sum(nbytes))
+        phases.mention_torch()
     for name in first_tensors:
         if name in second_tensors:
             change = change_of(name, first_tensors[name], second_tensors[name], measure)
             if change is not None:
                 changed[name] = change
+            if measure is not None:
+                phases.advance(first_tensors[name].nbytes, name)
     common = sum(name in second_tensors for name in first_tensors)
     equal_count, unequal_pairs = unequal_values(first, second)
     settings = {name: f"{a!r:.60} and {b!r:.60}" for name, (a, b) in unequal_pairs.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Unpack
@@ -23,6 +23,7 @@ from ckptmap.core import argument_checks
 from ckptmap.core.printable import one_line
 from ckptmap.core.signatures import spelled_out
 from ckptmap.errors import ArgumentError, PlanError
+from ckptmap.execution.phases import Phases
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.operations.convert import run
 from ckptmap.planning.file_plan import Encode
@@ -39,6 +40,7 @@ from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan
 from ckptmap.planning.report import Report
 from ckptmap.protocols import Encoder, Encoding, Refusal, Write
+from ckptmap.protocols.progress import READING
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.tensors import Box, TensorInfo
@@ -117,6 +119,8 @@ def merge(
         name: value for name, value in keywords.items() if name not in run_keywords
     }
     run_options = run_options_from(run_keywords, "merge()")
+    run_options = replace(run_options, progress=Phases.of(run_options.progress))
+    Phases.of(run_options.progress).begin(READING)
     merge_plan = plan_merge(
         base, adapter, to, force=force, adapter_config=adapter_config, leave=leave, **plan_keywords
     )

@@ -21,18 +21,21 @@ from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed_like_output
 from ckptmap.checkpoint.translate_names import left_out_as_tied, translated_like_output
 from ckptmap.core.formatting import counted
-from ckptmap.core.printable import as_lines
+from ckptmap.core.log import log
+from ckptmap.core.printable import as_lines, one_line
 from ckptmap.core.short_repr import ShortRepr
 from ckptmap.core.signatures import nearest_keyword
 from ckptmap.core.state_paths import differing, role_and_fqn
 from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.execution import manifest as manifests
+from ckptmap.execution.phases import Phases
 from ckptmap.operations.check_digests import check_digests
 from ckptmap.operations.check_structure import check_structure, chunks_of
 from ckptmap.operations.encode_again import FEED_NUMEL, encoded_writes
 from ckptmap.operations.extra_files import extra_files
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity, writes_keeping_codes
 from ckptmap.planning.restored_scales import restored
+from ckptmap.protocols.progress import COMPARING, READING, Progress
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -101,6 +104,7 @@ def verify(
     threads: int | None = None,
     adapter: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
+    progress: bool | Progress = False,
 ) -> VerifyReport:
     """Check coverage, sizes and digests against the manifest; with `against`, also the values.
 
@@ -108,10 +112,14 @@ def verify(
              `torch.Tensor.to`, quantized ones those of encoding its values once more
     adapter  the LoRA adapter that was merged into `against`; its config lies beside it
     base     the checkpoint with the scales of the payloads of `against`
+    progress a function to call, `ckptmap.protocols.Progress`; True: print lines on stderr
 
     The report states the error of quantized values and does not judge it. Raises AnswerNo CKM403
     where there is no manifest.
     """
+    phases = Phases.of(progress)
+    log.info("verify %s", one_line(str(path)))
+    phases.begin(READING)
     try:
         ckpt = open(path)
     except SourceError as error:
@@ -125,13 +133,13 @@ def verify(
         problems = check_structure(ckpt, document)
         checks = ["structure"]
         if not problems:
-            taken, problems = check_digests(ckpt, document, threads)
+            taken, problems = check_digests(ckpt, document, threads, phases)
             checks += taken
         errors: dict[str, float] = {}
         if against is not None:
             opened = against if isinstance(against, Checkpoint) else open(against)
             with opened if opened is not against else nullcontext():
-                shown, wrong, errors = _compared(ckpt, opened, document, adapter, base)
+                shown, wrong, errors = _compared(ckpt, opened, document, adapter, base, phases)
             problems += wrong
             checks.append(f"values against {shown}")
         root = Path(ckpt.path)
@@ -162,6 +170,7 @@ def _compared(
     document: Mapping[str, Any],
     adapter: str | os.PathLike[str] | None,
     base: str | os.PathLike[str] | None,
+    phases: Phases,
 ) -> tuple[str, list[str], dict[str, float]]:
     """Return the name of the source, the problems, and the errors of quantized tensors by FQN."""
     with origins_in_errors(source.files.mounts):
@@ -176,7 +185,7 @@ def _compared(
             )  # fmt: skip
         source = _source_named_like(ckpt, source, document)
         with one_torch_thread(source.merged is not None):  # as it was merged, to the bit
-            values, errors = _compare_with_source(ckpt, source, document)
+            values, errors = _compare_with_source(ckpt, source, document, phases)
             values += _damage(source)
         values = [*values, *_plain_problems(ckpt, source, document["dropped"])]
         return source.shown, values, errors
@@ -210,7 +219,7 @@ def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
 
 
 def _compare_with_source(
-    ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]
+    ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any], phases: Phases
 ) -> tuple[list[str], dict[str, float]]:
     """Return the problems of the values, and the error of every lossy tensor by FQN."""
     problems: list[str] = []
@@ -219,10 +228,13 @@ def _compare_with_source(
         return ["an adapter was merged into it: give that adapter with --adapter PATH"], {}
     beside = matched_extra_tensors(source, ckpt)
     weights = _weights(document)
+    phases.begin(COMPARING, sum(chunk[2] for _, chunk in chunks_of(document)))
+    phases.mention_torch()
     for name, entry in document["logical"].items():
         role, fqn = role_and_fqn(name)
         name_here = beside.get(fqn, fqn) if role == "other" else fqn
         mine, theirs = ckpt.find(role, name_here), source.find(role, fqn)
+        phases.advance(0, name)
         if mine is None or theirs is None:
             problems.append(f"{name}: is not in {ckpt.path if mine is None else source.path}")
         elif mine.info.shape != theirs.info.shape:
@@ -235,6 +247,7 @@ def _compare_with_source(
                     raise
                 wrong = str(error)
             problems += [f"{name}: {wrong}"] if wrong else []
+            phases.advance(mine.nbytes, name)
     known = {*weights, *document["dropped"], *document["tied"]}
     known |= left_out_as_tied(source, document.get("names"), known)
     problems += [f"{fqn}: is in {source.path} only" for fqn in source if fqn not in known]

@@ -23,17 +23,19 @@ from typing import Self
 
 from ckptmap.core import requirements
 from ckptmap.core.json_text import parse_json
+from ckptmap.core.log import log
 from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.errors import DestinationError
 from ckptmap.execution import manifest as manifests
+from ckptmap.execution.phases import Phases
 from ckptmap.execution.ranks import Ranks
 from ckptmap.execution.written_slots import Executed
 from ckptmap.operations.check_digests import sha256_of
 from ckptmap.operations.overwrite import refuse_stranger
-from ckptmap.operations.progress_lines import progress_lines
 from ckptmap.operations.prove import is_complete, prove_output
 from ckptmap.planning.options import RunOptions
 from ckptmap.planning.plan import Plan
+from ckptmap.protocols.progress import PROVING, SYNCING
 from ckptmap.storage.destination import check_kind, check_overlap, named_place
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.journal import Journal
@@ -83,9 +85,14 @@ class Workspace:
         complete = self.ranks.rank == 0 and is_complete(self.plan, self.dst, self.how)
         return bool(self.ranks.of_lead(b"complete" if complete else b""))
 
+    def begin(self, phase: str) -> None:
+        """Tell progress and log that a phase begins."""
+        Phases.of(self.how.progress).begin(phase)
+
     def clear(self) -> None:
         """Remove what the run left that published the destination."""
         self.notes.append("was complete already")
+        log.info("%s: was complete already", self.dst)
         if self.ranks.rank == 0:
             self._note_sha256(self.dst)
             self.notes += clear_published(self.dst, self.plan.digest, self.how.sync)
@@ -154,6 +161,10 @@ class Workspace:
             journal = Journal(work.journal_path, plan.digest, source=source)
             if journal.begins_anew:
                 self.notes.append(TOUCHED)
+            elif journal.entries:
+                log.info(
+                    "continues an earlier run: %d units are in its journal", len(journal.entries)
+                )
             shared = [str(work.out_dir), str(work.journal_path), source]
             self.ranks.of_lead(json.dumps(shared).encode())
             return work.out_dir, journal
@@ -175,6 +186,7 @@ class Workspace:
         error of each quantized tensor by FQN. Waits for all ranks.
         """
         self.journal.close()
+        self.begin(PROVING)
         hint = "nothing was published; convert again from a source at rest"
         require_unchanged(self.plan.fingerprints, self.plan.ckpt.files.mounts, hint)
         self.ranks.barrier()
@@ -192,8 +204,10 @@ class Workspace:
         """
         if self._work is not None:
             self.ranks.check()
+            self.begin(SYNCING)
             self._work.publish(self._files, self.how.sync)
             self.notes += self._work.notes
+            log.info("published %s", self.dst)
         self.ranks.barrier()
 
     @property
@@ -211,12 +225,10 @@ class Workspace:
 def _on_this_rank(how: RunOptions, plan: Plan, ranks: Ranks) -> RunOptions:
     """Return the options with this rank's own device, tried if the plan computes, and a progress
     function. Raises PlanError CKM210 or CKM211."""
-    device, progress = how.device, how.progress
+    device = how.device
     requirements.require_libraries("xxhash")
     if plan.encodes:
         requirements.require_libraries("torch")
         device = ranks.device(device)  # threads that are started later begin with device 0
         requirements.require_device(device, f"--device {device}")
-    if progress is True:
-        progress = progress_lines(plan.nbytes_out)
-    return replace(how, device=device, progress=progress)
+    return replace(how, device=device, progress=Phases.on_rank(ranks.rank, how.progress))

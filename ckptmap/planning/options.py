@@ -9,7 +9,7 @@ fields, too.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypedDict
 
@@ -19,6 +19,7 @@ from ckptmap.errors import ArgumentError
 from ckptmap.mapping.renaming import Patterns as RenamePatterns
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.protocols.progress import Progress
 from ckptmap.storage.hub.resolve import local
 from ckptmap.storage.hub.uri import is_hub
 
@@ -27,9 +28,6 @@ MAX_MEMORY = 64 << 20
 """Bytes of all buffers of a process, those of its threads included."""
 DEVICE_MEMORY = 256 << 20
 """The same where a device computes: it wants more values at once than a CPU's cache holds."""
-Progress: TypeAlias = Callable[[int, str], None]
-"""Called with the bytes just written and the key that they belong to. Calls come from any thread,
-one at a time."""
 Path: TypeAlias = str | os.PathLike[str]
 Patterns: TypeAlias = Sequence[str]
 """One glob over names, or several. A string is one pattern, not a sequence of letters."""
@@ -187,7 +185,8 @@ class RunOptions:
     bytes may be copied inside the kernel, but `verify` can check structure only, and a run that was
     killed begins anew, because nothing tells whether what it wrote is whole."""
     progress: bool | Progress = False
-    """A function to call; True: print a line on stderr every few seconds."""
+    """A function to call, `ckptmap.protocols.Progress`; True: print a line on stderr every few
+    seconds, on the first rank."""
     low_disk: bool = False
     """Keep one file of a source on the Hub at a time, beside the destination."""
     sync: bool = True

@@ -18,6 +18,7 @@ from ckptmap.protocols.encodings import (
 )
 from ckptmap.protocols.file_systems import FileSystem, Fingerprint, Mounts, ReadsFiles, through
 from ckptmap.protocols.layouts import FlatUnit, Layout, MeshLayout, Placement
+from ckptmap.protocols.progress import Progress
 from ckptmap.protocols.reading import (
     Container,
     Directory,
@@ -55,6 +56,7 @@ __all__ = [
     "OutTensor",
     "Place",
     "Placement",
+    "Progress",
     "ReadsFiles",
     "Refusal",
     "Scheme",

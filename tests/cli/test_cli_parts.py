@@ -1,17 +1,14 @@
-"""Parts of the command line: sizes, JSON, progress, error codes."""
+"""Parts of the command line: sizes, JSON, error codes."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-import sys
-import time
 
 import pytest
 import typer
 from ckptmap_cli.printer import dumps
-from ckptmap_cli.progress import Progress
 from ckptmap_cli.sizes import parse_nbytes
 from ckptmap_cli.typer_app import COMMANDS, build
 
@@ -79,40 +76,6 @@ def test_names_cannot_speak_to_the_terminal() -> None:
     odd = {"\x9b\u202e\x7f\ud800\n": "\x1b"}
     text = json_text(json.dumps(odd, ensure_ascii=False))
     assert text == '{"\\u009b\\u202e\\u007f\\ud800\\n": "\\u001b"}' and json.loads(text) == odd
-
-
-class Terminal:
-    """A stderr that says it is a terminal, or not."""
-
-    def __init__(self, live: bool) -> None:
-        self.live, self.text = live, ""
-
-    def isatty(self) -> bool:
-        return self.live
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("live", [True, False])
-def test_progress(monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
-    terminal = Terminal(live)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    progress = Progress(1 << 20)
-    for seconds in (0.05, 1.0, 2.0, 11.0):
-        now = 100.0 + seconds
-        progress(128 << 10, "model.norm.weight")
-    progress.close()
-    lines = re.split(r"\r\x1b\[2K|\n", terminal.text)
-    shown = [line for line in lines if line]
-    assert len(shown) == (3 if live else 1)
-    assert "50%" in shown[-1] and "s left" in shown[-1]
-    assert terminal.text.endswith("\r\x1b[2K" if live else "\n")
 
 
 def test_only_the_command_that_is_asked_for_is_built() -> None:

@@ -33,6 +33,7 @@ from ckptmap.execution.written_slots import Executed
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan, SlotRef
 from ckptmap.planning.options import RunOptions
 from ckptmap.protocols import Encoding, Group, OutFile, Slot, Write
+from ckptmap.protocols.progress import COPYING
 from ckptmap.quantization.dense import Dense, DenseAs
 from ckptmap.storage import direct_io as sink
 from ckptmap.storage.direct_io import ALIGN, Buffer, OutputFile, Stream, Sums
@@ -243,10 +244,12 @@ def test_a_longer_file_of_an_earlier_run_is_cut(tmp_path: Path) -> None:
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
     stored = stored_in(tmp_path / "src", [random_tensor(n) for n in (10, 3_000_000, 20)])
-    seen: list[tuple[int, str]] = []
-    run(tmp_path / "w", [copy_plan(stored)], progress=lambda n, key: seen.append((n, key)))
-    assert sum(nbytes for nbytes, _ in seen) == 6_000_060
-    assert {key for _, key in seen} == {"t0", "t1", "t2"}
+    seen: list[tuple[str, int, int, str]] = []
+    run(tmp_path / "w", [copy_plan(stored)], progress=lambda *told: seen.append(told))
+    copied = [told for told in seen if told[0] == COPYING]
+    assert copied[0] == (COPYING, 0, 6_000_060, "") and copied[-1][1] == 6_000_060
+    assert {name for _, _, _, name in copied[1:]} == {"t0", "t1", "t2"}
+    assert [done for _, done, _, _ in copied] == sorted(done for _, done, _, _ in copied)
 
 
 def test_many_files_with_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,8 +351,10 @@ def test_first_error_stops_the_rest(tmp_path: Path) -> None:
     stored = stored_in(tmp_path / "src", [random_tensor(1_000_000) for _ in range(40)])
     calls = []
 
-    def fail(nbytes: int, key: str) -> None:
-        calls.append(key)
+    def fail(phase: str, done: int, total: int, name: str) -> None:
+        if not done:
+            return
+        calls.append(name)
         raise ZeroDivisionError("boom")
 
     with pytest.raises(ZeroDivisionError, match="boom"):
@@ -363,8 +368,8 @@ def test_interrupted_and_continued(tmp_path: Path, number: signal.Signals) -> No
     plan = [copy_plan(stored_in(tmp_path / "src", tensors))]
     calls = []
 
-    def slow(nbytes: int, key: str) -> None:
-        calls.append(key)
+    def slow(phase: str, done: int, total: int, name: str) -> None:
+        calls.append(name)
         if len(calls) == 5:
             os.kill(os.getpid(), number)
         time.sleep(0.02)
@@ -461,7 +466,7 @@ def test_killed_at_any_point_and_continued(tmp_path: Path) -> None:
         child = os.fork()
         if not child:
             try:
-                run(tmp_path / "work", [plan], progress=lambda nbytes, key: time.sleep(0.001))
+                run(tmp_path / "work", [plan], progress=lambda *told: time.sleep(0.001))
             finally:
                 os._exit(0)
         time.sleep(delay)
@@ -507,10 +512,10 @@ def test_cast_into_any_boxes(tmp_path: Path, columns: bool, max_memory: int) -> 
     before = torch.get_num_threads()
     run(
         tmp_path / "work", plans, [step], max_memory=max_memory,
-        progress=lambda nbytes, key: seen.append(nbytes),
+        progress=lambda phase, done, total, name: seen.append(done),
     )  # fmt: skip
     assert torch.get_num_threads() == before
-    assert sum(seen) == 1_400_000
+    assert max(seen) == 1_400_000
     for item, box in zip(plans, boxes, strict=True):
         (r, c), (h, w) = box.offsets, box.sizes
         payload = as_bytes(tensor.to(torch.bfloat16)[r : r + h, c : c + w])

@@ -187,11 +187,8 @@ def test_verify_against_a_damaged_source_is_refused_though_the_values_are_equal(
 def test_a_continued_run_compares_what_the_killed_one_read(tmp_path: Path) -> None:
     path = tmp_path / "plain.pt"
     torch.save({f"{i}.weight": torch.full((1 << 18,), float(i)) for i in range(64)}, path)
-    done = 0
 
-    def stop(nbytes: int, key: str) -> None:
-        nonlocal done
-        done += nbytes
+    def stop(phase: str, done: int, total: int, name: str) -> None:
         if done > 40 << 20:
             raise KeyboardInterrupt
 
@@ -255,8 +252,8 @@ def test_nothing_of_a_damaged_source_is_kept_for_a_good_copy_of_it(tmp_path: Pat
 
 KILLED_IN_B = """
 import os, signal, sys, ckptmap
-def stop(nbytes, key):
-    if nbytes and key == "b.weight":
+def stop(phase, done, total, name):
+    if done and name == "b.weight":
         os.kill(os.getpid(), signal.SIGKILL)
 ckptmap.convert(sys.argv[1], sys.argv[2], sys.argv[3], threads=1, progress=stop)
 """

@@ -15,6 +15,7 @@ import torch
 import ckptmap
 from ckptmap.errors import SourceError
 from ckptmap.execution.manifest import NAME, NOT_TAKEN
+from ckptmap.execution.phases import Phases
 from ckptmap.formats.zip.reader import read_records
 from ckptmap.operations.check_digests import check_digests
 from ckptmap.operations.verify import read_manifest
@@ -166,7 +167,7 @@ def test_a_format_that_does_not_tell_where_its_manifest_is(source: Path, tmp_pat
     ckptmap.convert(source, tmp_path / "out.pt", "full")
     with ckptmap.open(tmp_path / "out.pt") as ckpt:
         document = {**read_manifest(ckpt), "around": NOT_TAKEN}
-        checks, problems = check_digests(ckpt, document, 1)
+        checks, problems = check_digests(ckpt, document, 1, Phases())
     assert not problems
     assert checks[1].endswith("since its format does not tell where its manifest is")
 

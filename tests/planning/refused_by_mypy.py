@@ -41,7 +41,9 @@ def right(plan: ckptmap.Plan, model: torch.nn.Module) -> None:
     ckptmap.plan("a", "hf", drop="x.*", include=["a", "b"], like=Path("c"), exact_scales=True)
     ckptmap.convert("a", "b", "hf", wrap="ddp,compile", param_order=[["a"]], digest="none")
     ckptmap.convert("a", "b", "hf", max_memory="64MiB", max_shard_nbytes=1 << 30)
-    ckptmap.merge("a", "b", "c", "hf", exclude=("a",), progress=lambda nbytes, key: None)
+    ckptmap.merge(
+        "a", "b", "c", "hf", exclude=("a",), progress=lambda phase, done, total, name: None
+    )
     ckptmap.convert("a", "b", "hf", max_shard_size="2GB", quantize="a.*", keep=["b"])
     ckptmap.load("a", model, max_memory="64MiB")
     ckptmap.translate({}, max_memory="64MiB")

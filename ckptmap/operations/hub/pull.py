@@ -15,11 +15,14 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.framework_members import unread_note
 from ckptmap.checkpoint.open import open, open_in
 from ckptmap.core.formatting import human
-from ckptmap.core.printable import as_lines
+from ckptmap.core.log import log
+from ckptmap.core.printable import as_lines, one_line
 from ckptmap.core.short_repr import ShortRepr
 from ckptmap.core.signatures import nearest_keyword
 from ckptmap.errors import CkptmapError, RunError, SourceError
+from ckptmap.execution.phases import Phases
 from ckptmap.operations.overwrite import refuse_stranger
+from ckptmap.protocols.progress import DOWNLOADING, PROVING, READING, SYNCING, Progress
 from ckptmap.storage.destination import named_place
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.entry import Entry
@@ -73,12 +76,13 @@ def pull(
     *,
     overwrite: bool = False,
     sync: bool = True,
+    progress: bool | Progress = False,
 ) -> PullReport:
     """Fetch the files of the checkpoint at `hf://org/name[@revision][/folder]` as they are.
 
     These are the files that its index names and those beside it (config, tokenizer, card), without
     weights in other forms. The destination is complete or untouched. The same call continues one
-    that was interrupted and keeps whole files. `sync` is that of `RunOptions`. Raises SourceError
+    that was interrupted and keeps whole files. `sync` and `progress` are those of `RunOptions`. Raises SourceError
     where there is no checkpoint, DestinationError where the destination must not be written,
     RunError CKM709 where a file is not the one that the Hub lists.
     """
@@ -88,13 +92,21 @@ def pull(
             f"{src}: is not a place on the Hub",
             "write hf://org/name, or use ckptmap convert",
         )
+    phases = Phases.of(progress)
+    log.info("pull %s to %s", one_line(src), one_line(str(dst)))
+    phases.begin(READING)
     files = Files()
     with closing(files), origins_in_errors(files.mounts):
-        return _pull(files, src, dst, overwrite, sync)
+        return _pull(files, src, dst, overwrite, sync, phases)
 
 
 def _pull(
-    files: Files, src: str, dst: str | os.PathLike[str], overwrite: bool, sync: bool
+    files: Files,
+    src: str,
+    dst: str | os.PathLike[str],
+    overwrite: bool,
+    sync: bool,
+    phases: Phases,
 ) -> PullReport:
     """Fetch what `files` open at `src`."""
     started = time.monotonic()
@@ -122,8 +134,11 @@ def _pull(
             target, _digest(ckpt.origin, entries), one_file=one_file, overwrite=overwrite,
             nbytes=nbytes,
         ) as work:  # fmt: skip
-            _fetch(mirror, entries, work)
+            phases.begin(DOWNLOADING, nbytes)
+            _fetch(mirror, entries, work, phases)
+            phases.begin(PROVING)
             _prove(work.out_dir / target.name if one_file else work.out_dir, ckpt)
+            phases.begin(SYNCING)
             work.publish([target.name] if one_file else entries, sync)
             notes += work.notes
     seconds = time.monotonic() - started
@@ -161,16 +176,21 @@ def _is_complete(target: Path, entries: Mapping[str, Entry], one_file: bool) -> 
     return all(file.is_file() and entry.is_in(file) for file, entry in files.items())
 
 
-def _fetch(mirror: Mirror, entries: Mapping[str, Entry], work: WorkDirectory) -> None:
+def _fetch(
+    mirror: Mirror, entries: Mapping[str, Entry], work: WorkDirectory, phases: Phases
+) -> None:
     """Download each file to where it is published from; keep those of an earlier run."""
     downloads = work.path / "coming"
     for name, entry in entries.items():
         file = work.out_dir / (work.dst.name if work.one_file else name)
+        phases.advance(0, name)
         if file.is_file() and entry.is_in(file):
+            phases.advance(entry.nbytes, name)
             continue
         download = mirror.repo.download(entry, downloads)
         file.parent.mkdir(parents=True, exist_ok=True)
         os.replace(download, file)
+        phases.advance(entry.nbytes, name)
     shutil.rmtree(downloads, ignore_errors=True)
 
 

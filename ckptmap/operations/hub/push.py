@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -18,11 +18,13 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
 from ckptmap.core import argument_checks
 from ckptmap.core.formatting import human
-from ckptmap.core.printable import as_lines
+from ckptmap.core.log import log
+from ckptmap.core.printable import as_lines, one_line
 from ckptmap.core.short_repr import ShortRepr
 from ckptmap.core.signatures import spelled_out
 from ckptmap.core.sizes import Size
 from ckptmap.errors import DestinationError, RunError
+from ckptmap.execution.phases import Phases
 from ckptmap.operations.convert import run
 from ckptmap.operations.hub import model_card as cards
 from ckptmap.operations.hub.content import (
@@ -52,12 +54,12 @@ from ckptmap.planning.options import (
     OPTION_NAMES,
     OptionKeywords,
     Options,
-    Progress,
     RunOptions,
     run_options_from,
 )
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan
+from ckptmap.protocols.progress import HASHING, READING, UPLOADING, Progress
 from ckptmap.storage.hub.errors import has_token
 from ckptmap.storage.hub.uri import SCHEME, HubName, is_hub, parse
 
@@ -138,7 +140,7 @@ def push(
     device: str = "cpu",
     max_memory: Size | None = None,
     low_disk: bool = False,
-    progress: Callable[[int], Progress] | None = None,
+    progress: bool | Progress = False,
     **options: Unpack[OptionKeywords],
 ) -> PushReport:
     """Publish a checkpoint as `org/name` or `hf://org/name[@revision][/folder]` on the Hub.
@@ -148,8 +150,7 @@ def push(
     revision  a branch, created where there is none; default: main
     pr        leave the pull request open instead of merging it
     work      directory to convert in; default: one in huggingface_hub's cache
-    progress  takes the bytes that the conversion will write, and returns the function to call as
-              they are written; huggingface_hub shows the progress of the upload itself
+    progress  as in `RunOptions`
 
     `revision` shows all files or none, after every size and SHA-256 was checked on the Hub. The same
     call continues one that was interrupted. The same commit deletes old weights that a loader could
@@ -158,11 +159,14 @@ def push(
     """
     started = time.monotonic()
     argument_checks.known_keywords(options, (*OPTION_NAMES, *ALIASES, *OWN), "push()")
+    phases = Phases.of(progress)
+    log.info("push %s to %s", one_line(str(src)), one_line(repo))
     name = _parse_name(repo, revision, pr)
     if not has_token():
         raise DestinationError(
             "CKM707", f"{name}: there is no token to push with", "log in first: hf auth login"
         )
+    phases.begin(READING)
     source, new_plan = str(src) if is_hub(src) else src, None
     if to is not None:
         new_plan = plan(source, to, **options)
@@ -176,12 +180,10 @@ def push(
     local = _LocalCheckpoint(Path(src), "", fresh=False)
     if new_plan is not None:
         how = {"device": device, "max_memory": max_memory, "low_disk": low_disk, "digest": "sha256"}
-        shown = {} if progress is None else {"progress": progress(new_plan.nbytes_out)}
-        local = _convert(
-            new_plan, repository.id, work, run_options_from({**how, **shown}, "push()")
-        )
+        run_options = run_options_from({**how, "progress": phases}, "push()")
+        local = _convert(new_plan, repository.id, work, run_options)
     target = HubName(repository.id, name.revision, name.path)
-    report = _publish(local, target, to, pr, base_model, started)
+    report = _publish(local, target, to, pr, base_model, started, phases)
     if work is None and local.fresh:
         shutil.rmtree(local.path.parent, ignore_errors=True)
     return report
@@ -246,7 +248,9 @@ def _publish(
     pr: bool,
     base: str | None,
     started: float,
+    phases: Phases,
 ) -> PushReport:
+    phases.begin(HASHING)
     with open(local.path) as ckpt:
         items, notes = items_of(ckpt, name.path, local.fresh)
         target = Target.look(name.repo, name.revision)
@@ -259,7 +263,8 @@ def _publish(
         return _report(target.repo, target, content, 0, started, notes)
     summary = f"Upload {to or ckpt.setup}"
     stage = _stage(target, content, summary, pr)
-    sent = stage.write()
+    phases.begin(UPLOADING, content.nbytes)
+    sent = stage.write(phases.advance)
     stage.check()
     notes += stage.notes
     if pr:

@@ -10,6 +10,7 @@ nothing itself: a killed push leaves no state that the next one could misread.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -75,11 +76,15 @@ class Stage:
         assert branch is not None, f"{self.ref}: was there a moment ago"
         return branch.commit, branch.tree(kind=RunError)
 
-    def write(self) -> int:
-        """Upload what is not there yet, in batches; return its bytes."""
+    def write(self, advance: Callable[[int, str], None]) -> int:
+        """Upload what is not there yet, in batches; return its bytes.
+
+        `advance` is told the bytes and the path of each file, those that are there already, too.
+        """
         head, tree = self.tree()
         pending, nbytes = self.content.left(tree), 0
         deletions = [path for path in self.content.deleted if path in tree]
+        advance(self.content.nbytes - sum(item.nbytes for item in pending), "")
         while pending or deletions:
             batch = [pending.pop(0)] if pending else []
             while pending and len(batch) < BATCH_FILES:
@@ -89,6 +94,8 @@ class Stage:
             adds = [_addition(item) for item in batch]
             head = self._commit(adds, [] if pending else deletions, head)
             nbytes += sum(item.nbytes for item in batch)
+            for item in batch:
+                advance(item.nbytes, item.path)
             deletions = deletions if pending else []
         return nbytes
 
