@@ -130,6 +130,7 @@ GROUPS = (
 )  # fmt: skip
 """Entry-point groups, each with `ckptmap.` before it."""
 RUNNER = "ckptmap.operations.convert:run"
+CARDS = "ckptmap.operations.report.cards:html_of"
 
 
 @cache
@@ -282,6 +283,14 @@ def runner() -> Callable[..., Any]:
     It is loaded by name, because planning may not import operations.
     """
     return cast(Callable[..., Any], _load(RUNNER))
+
+
+def card(value: object) -> str:
+    """Return what a notebook shows of a checkpoint, a plan or a report, as HTML.
+
+    `ckptmap.operations.report.cards` makes it; it is loaded by name, as `runner` is.
+    """
+    return cast(str, _load(CARDS)(value))
 
 
 def setups() -> tuple[Setup, ...]:

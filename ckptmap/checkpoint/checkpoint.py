@@ -248,6 +248,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows of it."""
+        return registry.card(self)
+
     def __repr__(self) -> str:
         return f"Checkpoint({short(self.shown)}, {counted(len(self), 'tensor')}, {self.setup})"
 

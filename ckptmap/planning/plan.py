@@ -240,6 +240,10 @@ class Plan:
             f" {human(self.nbytes_in)} -> {human(self.nbytes_out)}, {', '.join([*kinds, *open_keys])})"
         )
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows of it."""
+        return registry.card(self)
+
     def __str__(self) -> str:
         lines = [
             f"{self.ckpt.shown}  ({self.ckpt.setup}, {counted(self.ckpt.world_size, 'rank')})"

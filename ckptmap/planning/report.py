@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from ckptmap import registry
 from ckptmap.checkpoint.compare_tensors import worst
 from ckptmap.core.formatting import counted, human
 from ckptmap.core.printable import as_lines
@@ -45,6 +46,10 @@ class Report(ShortRepr):
             "dropped": dict(self.dropped), "tied": dict(self.tied), "notes": list(self.notes),
             "errors": dict(self.errors), "source_check": asdict(self.source),
         }  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows of it."""
+        return registry.card(self)
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{name} {count}" for name, count in self.fidelity.items())

@@ -180,10 +180,8 @@ class LoadReport(ShortRepr):
     skipped: tuple[str, ...] = ()
     source: SourceCheck = field(default_factory=SourceCheck)
 
-    def __str__(self) -> str:
-        lines = [f"loaded {len(self.loaded)} tensors"]
-        if self.names:
-            lines.append(f"  names: {self.names}")
+    def _listed(self) -> Iterator[tuple[str, str]]:
+        """Yield a title with the count and the first names of each kind that there is."""
         for title, items in (
             ("passed over", self.skipped),
             ("missing", self.missing),
@@ -198,7 +196,22 @@ class LoadReport(ShortRepr):
             ("left on meta", self.left_on_meta),
         ):
             if items:
-                lines.append(f"  {title}: {len(items)}: {listed(items)}")
+                yield title, f"{len(items)}: {listed(items)}"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows of it."""
+        from ckptmap.operations.report.cards import card
+
+        facts = [("names", self.names), *self._listed()]
+        facts += [("", line) for line in self.state.lines()] if self.state is not None else []
+        facts += [("random streams", self.streams), ("not bit for bit", listed(self.inexact))]
+        return card(f"loaded {len(self.loaded)} tensors", facts)
+
+    def __str__(self) -> str:
+        lines = [f"loaded {len(self.loaded)} tensors"]
+        if self.names:
+            lines.append(f"  names: {self.names}")
+        lines += [f"  {title}: {text}" for title, text in self._listed()]
         lines += self.state.lines() if self.state is not None else []
         if self.streams:
             lines.append(f"random streams: {self.streams}")

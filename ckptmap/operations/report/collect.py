@@ -143,7 +143,7 @@ def shared_segments(names: Sequence[str]) -> tuple[list[int], list[str]]:
     return shared, tails
 
 
-def shown_name(name: str) -> str:
-    """Return a name that a page can show: controls as escapes, cut where it is very long."""
+def shown_name(name: str, most: int = NAME_LENGTH) -> str:
+    """Return a name that a page can show: controls as escapes, and the first `most` characters."""
     text = one_line(name)
-    return text if len(text) <= NAME_LENGTH else f"{text[:NAME_LENGTH]}… ({len(name):,} characters)"
+    return text if len(text) <= most else f"{text[:most]}… ({len(name):,} characters)"

@@ -18,8 +18,17 @@ page.draw = (tag, attributes, text) => {
   return made;
 };
 
-page.data = JSON.parse(page.find("data").textContent);
-page.find("data").remove();
+// Read when first asked for, after the page has been shown: there may be megabytes of it.
+page.lazy = (name, make) => Object.defineProperty(page, name, {
+  configurable: true,
+  get: () => {
+    const value = make();
+    Object.defineProperty(page, name, { value });
+    return value;
+  },
+});
+
+page.lazy("data", () => JSON.parse(page.find("data").textContent));
 
 page.count = (number) => number.toLocaleString("en-US");
 
@@ -36,7 +45,7 @@ page.human = (nbytes) => {
 page.list = (values) => `[${values.join(", ")}]`;
 
 // Names are stored as the segments that they share with the name before, and the rest.
-page.names = (() => {
+page.lazy("names", () => {
   const { shared, tails } = page.data.tensors;
   const names = new Array(tails.length);
   let before = "";
@@ -46,12 +55,12 @@ page.names = (() => {
     before = names[i] = before.slice(0, end) + tails[i];
   }
   return names;
-})();
+});
 
 page.kind = (tensor) => page.data.tensors.kinds[page.data.tensors.kind[tensor]];
 
 // The boxes that a page lists, by cell of the map and by tensor; made when first asked for.
-page.boxes = (() => {
+page.lazy("boxes", () => {
   const [TENSOR, PART, FILE, FORM, OFFSET, REPLICA] = [0, 1, 2, 3, 4, 5];
   const map = page.data.map;
   const columns = map.boxes;
@@ -93,4 +102,4 @@ page.boxes = (() => {
     return made;
   };
   return { ofTensor, table };
-})();
+});

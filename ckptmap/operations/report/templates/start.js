@@ -122,7 +122,10 @@
   }
 
   copying();
-  setTimeout(page.tree.start);
-  near(page.find("shard-map"), shards);
-  near(page.find("error-maps"), errors);
+  // The verdict is there before the first of these.
+  addEventListener("load", () => setTimeout(() => {
+    page.tree.start();
+    near(page.find("shard-map"), shards);
+    near(page.find("error-maps"), errors);
+  }));
 })();

@@ -27,18 +27,20 @@ page.tree = (() => {
     const top = node("", -1);
     const heads = new Map();
     for (const role of roles) heads.set(role, roles.size > 1 ? child(top, TITLES[role]) : top);
-    let before = [], stack = [];
-    page.names.forEach((name, i) => {
+    // What a name shares with the one before it stands in the data: only its tail is looked up.
+    const { shared, tails } = page.data.tensors;
+    let stack = [];
+    for (let i = 0; i < tails.length; i++) {
       const head = heads.get(kinds[kind[i]][0]);
-      const segments = name.split(".");
-      let same = 0;
-      if (stack[0] === head) while (same < before.length && before[same] === segments[same]) same++;
-      else stack = [head];
-      stack.length = same + 1;
-      for (let k = same; k < segments.length; k++) stack.push(child(stack[k], segments[k]));
-      before = segments;
+      let segments = tails[i].split(".");
+      if (stack[0] === head) stack.length = shared[i] + 1;
+      else {
+        stack = [head];
+        segments = page.names[i].split(".");
+      }
+      for (const segment of segments) stack.push(child(stack[stack.length - 1], segment));
       stack[stack.length - 1].tensor = i;
-    });
+    }
     add(top);
     return top;
   }
