@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import ckptmap
 import pytest
 import torch
 from torch import nn
 
+import ckptmap
 from tests.operations.report.test_page import HOSTILE, Elements
 
 BOUND = 40_000
@@ -28,7 +28,9 @@ def shown(value: object) -> str:
     html: str = value._repr_html_()  # type: ignore[attr-defined]
     page = Elements(html)
     assert not {"script", "img", "b"} & {tag for tag, _ in page.elements}
-    assert not any(key.startswith("on") or key == "style" for _, given in page.elements for key in given)
+    assert not any(
+        key.startswith("on") or key == "style" for _, given in page.elements for key in given
+    )
     assert len(html) < BOUND
     return page.text
 
