@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -157,6 +158,38 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
             for file in (ROOT / folder).rglob(pattern):
                 assert f"{package}/{file.relative_to(ROOT / folder).as_posix()}" in held
     assert "ckptmap/py.typed" in held
+
+
+def test_classifiers_name_the_pythons_that_are_tested() -> None:
+    """These tests run on one of them, and the lowest is the one that is required and checked against."""
+    about = PROJECT["project"]
+    prefix = "Programming Language :: Python :: 3."
+    named = [
+        int(text.removeprefix(prefix))
+        for text in about["classifiers"]
+        if re.fullmatch(prefix.replace(".", r"\.") + r"\d+", text)
+    ]
+    assert sys.version_info[:2] in {(3, minor) for minor in named}
+    assert about["requires-python"] == f">=3.{min(named)}"
+    assert PROJECT["tool"]["ruff"]["target-version"] == f"py3{min(named)}"
+
+
+def test_the_readme_states_the_required_versions() -> None:
+    about = PROJECT["project"]
+    (torch_,) = (r for r in map(Requirement, about["dependencies"]) if r.name == "torch")
+    assert "numpy" in {Requirement(text).name for text in about["dependencies"]}
+    python, least = (
+        text.removeprefix(">=") for text in (about["requires-python"], str(torch_.specifier))
+    )
+    page = (ROOT / "README.md").read_text()
+    assert f"Python {python} or newer, torch {least} or newer (tests: " in page
+    tested = page.partition("or newer (tests: ")[2].partition(")")[0]
+    assert torch.__version__.startswith(f"{tested}.")
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_files_that_people_look_for(name: str) -> None:
+    assert len((ROOT / name).read_text()) > 1000
 
 
 def test_constraints_pin_what_the_project_asks_for() -> None:

@@ -142,7 +142,6 @@ SLOW = frozenset(
         "storage/test_publish_by_marker.py::test_another_run_takes_it_back_first",
         "storage/test_publish_by_marker.py::test_killed_after_any_step_it_is_no_checkpoint_and_the_next_run_finishes",
         "test_imports.py::test_a_cast_does_import_torch",
-        "test_imports.py::test_moves_import_no_torch",
         "test_output_digests.py::test_outputs_are_the_recorded_bytes",
         "test_packaging.py::test_a_bare_clone_runs_as_a_module",
         "test_packaging.py::test_doctor_says_that_torch_is_missing",
