@@ -11,6 +11,7 @@ from ckptmap.core.json_text import (
     MAX_DEPTH,
     MAX_DIGITS,
     JsonError,
+    _has_long_number,
     parse_json,
     parse_object,
     parse_pairs,
@@ -85,3 +86,14 @@ def test_objects() -> None:
         with pytest.raises(JsonError, match=f"^expected a JSON object, got {kind}$"):
             parse_object(text)
     assert parse_pairs('{"a": {"b": 1, "b": [{}]}}') == (("a", (("b", 1), ("b", [()]))),)
+
+
+@pytest.mark.parametrize("digits", ["9", "٣"])
+def test_a_long_number_is_found_wherever_it_stands(digits: str) -> None:
+    """Few places of a text are looked at."""
+    for before in range(2 * MAX_DIGITS + 5):
+        for after in ("", "," * 300):
+            short = "x" * before + digits * MAX_DIGITS
+            assert not _has_long_number(short + after)
+            assert _has_long_number(short + digits + after)
+            assert _has_long_number(short + digits * MAX_DIGITS + after)
