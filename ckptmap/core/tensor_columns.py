@@ -29,7 +29,7 @@ class Extents(Columns[Extent]):
     row = Extent
 
     def locate(self, index: int) -> Places:
-        return self[index]
+        return Extent(self.files[index], self.offsets[index], self.crcs[index])
 
     def locate_all(self) -> Self:
         return self
@@ -93,6 +93,10 @@ class PlainTensors(Mapping[Path, StoredTensor]):
         if extents is not None:
             self._rows.located = extents
         return extents
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return every tensor by its name: for those who look at each, faster than to iterate."""
+        return dict(zip(self.names, map(self._rows.__getitem__, range(len(self))), strict=True))
 
     def kinds(self) -> dict[int, TensorInfo]:
         """Return the different info objects by their id; there are mostly few."""

@@ -13,6 +13,7 @@ from ckptmap.errors import PlanError
 from ckptmap.planning.kept_codes import code_grid
 from ckptmap.planning.options import Options
 from ckptmap.protocols import Encoding, Refusal, Scheme
+from ckptmap.protocols.offers import offers
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 
@@ -39,20 +40,21 @@ def _chosen(lazy: LazyTensor, scheme: Scheme, options: Options) -> Encoding | No
     named = matches_any(lazy.fqn, options.encode)
     if options.encode and not named:
         return None
-    grid = code_grid(lazy)
-    if grid is not None and isinstance(scheme, KeepsCodes):
-        keeping = scheme.keeping(lazy.info, grid, exact)
+    if offers(scheme, KeepsCodes):
+        grid = code_grid(lazy)
+        keeping = None if grid is None else scheme.keeping(lazy.info, grid, exact)
         if keeping is not None:
             return keeping
     encoding = _fresh(lazy, scheme, named)
-    if encoding is not None and exact and isinstance(scheme, ScalesExactly):
+    if encoding is not None and exact and offers(scheme, ScalesExactly):
         return scheme.exactly(encoding, lazy.info)
     return encoding
 
 
 def _require_module(lazy: LazyTensor, scheme: Scheme) -> None:
     """Raise PlanError CKM203 where the scheme's library would not find the weight by its name."""
-    if isinstance(scheme, TakesModules) and not scheme.takes(lazy.fqn):
+    takes = not offers(scheme, TakesModules) or scheme.takes(lazy.fqn)
+    if not takes:
         raise PlanError(
             "CKM203",
             f"{lazy.fqn}: cannot be {scheme.name}: by its name it is not the weight of one linear"
@@ -99,6 +101,4 @@ def _takes(scheme: Scheme, lazy: LazyTensor, options: Options) -> bool:
 def _repaired(lazy: LazyTensor) -> Encoding | None:
     """Return the encoding that a tensor which is stored malformed is written in; None: as it is."""
     encoding = lazy.encoding_
-    if encoding.name == "dense":  # isinstance with a protocol costs as much as all else here
-        return None
-    return encoding.repaired() if isinstance(encoding, Repairs) else None
+    return encoding.repaired() if offers(encoding, Repairs) else None

@@ -56,12 +56,12 @@ def _encode(
     tensor: EncodedTensor, slot_refs: Mapping[Path, list[SlotRef]], files: Sequence[FilePlan]
 ) -> Encode:
     """Return the step that fills the tensor's slots, those of each part in row-major order."""
-    targets = {
-        part: sorted(
-            slot_refs.get(path, ()), key=lambda ref: files[ref.file].slots.boxes[ref.slot].offsets
-        )
-        for part, path in tensor.paths.items()
-    }
+    targets = {}
+    for part, path in tensor.paths.items():
+        refs = slot_refs.get(path, [])
+        if len(refs) > 1:
+            refs = sorted(refs, key=lambda ref: files[ref.file].slots.boxes[ref.slot].offsets)
+        targets[part] = refs
     return Encode(tensor.tensor, tensor.encoding, targets, tensor.fidelity, tensor.keeps)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ckptmap.core.quantized_codes import Coded, CodeGrid, Recodes
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoding, Write
+from ckptmap.protocols.offers import offers
 from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def code_grid(lazy: LazyTensor) -> CodeGrid | None:
     """Return the codes and blocks of a quantized tensor; None where no other encoding could keep them."""
     encoding = lazy.encoding_
-    return encoding.grid(lazy.info) if isinstance(encoding, Coded) else None
+    return encoding.grid(lazy.info) if offers(encoding, Coded) else None
 
 
 def kept_fidelity(lazy: LazyTensor, encoding: Encoding, grid: CodeGrid | None) -> str | None:
@@ -31,7 +32,7 @@ def kept_fidelity(lazy: LazyTensor, encoding: Encoding, grid: CodeGrid | None) -
 
     None: it cannot keep them.
     """
-    if grid is None or not isinstance(encoding, Recodes):
+    if grid is None or not offers(encoding, Recodes):
         return None
     recoder = encoding.recoder(lazy.info, grid, "cpu")
     return None if recoder is None else recoder.fidelity

@@ -49,6 +49,26 @@ class EncodedTensor:
 
 
 @dataclass(frozen=True)
+class _Target:
+    """What all logical tensors of one form become that are encoded alike.
+
+    parts    part -> the stored tensor that holds it
+    forms    how each part is cut; None: that depends on the tensor's name
+    sources  where the bytes of the parts come from: nowhere yet
+    step     how the tensor is converted
+    record   its metadata; None: it needs none
+    """
+
+    parts: Mapping[str, TensorInfo]
+    forms: Sequence[Form] | None
+    sources: Sources
+    fidelity: str
+    keeps: CodeGrid | None
+    step: Conversion
+    record: Mapping[str, object] | None
+
+
+@dataclass(frozen=True)
 class TensorLayout:
     """All tensors of the output.
 
@@ -91,6 +111,7 @@ class LayoutBuilder:
         self._tied: dict[str, str] = {}
         self._records: dict[str, Mapping[str, object]] = {}
         self._first_of_share: dict[object, Path] = {}
+        self._targets: dict[tuple[object, ...], _Target] = {}
 
     def layout(self) -> TensorLayout:
         """Return what was added; nothing may be added after that."""
@@ -121,7 +142,7 @@ class LayoutBuilder:
     ) -> None:  # fmt: skip
         """Add dense tensors, each one run of bytes that moves as it is, as nearly all do."""
         self._coverage.prove_extents(fqns, infos, extents)
-        self._store_all(fqns, paths, infos, Sources.at(infos, extents))
+        self._store_all(fqns, paths, self._forms(fqns, infos), Sources.at(infos, extents))
         self._steps.extend(fqns, each(infos, lambda info: _unchanged(role, info)))
 
     def extent(self, path: Path, stored: StoredTensor) -> Extent | None:
@@ -181,52 +202,66 @@ class LayoutBuilder:
             self._store(lazy.fqn, _part_path(lazy.encoding_, path, part), stored.info, stored)
         fidelity = "exact" if any(map(_is_rearranged, lazy.parts.values())) else "bytes"
         self._record(lazy.encoding_, lazy.info, path)
-        self._step(lazy, role, _kind(lazy.encoding_, lazy.info), fidelity, lazy.nbytes)
+        kind = _kind(lazy.encoding_, lazy.info)
+        self._steps.extend([lazy.fqn], [_step(lazy, role, kind, fidelity, lazy.nbytes)])
 
     def _encode(self, lazy: LazyTensor, role: str, path: Path, encoding: Encoding) -> None:
+        key, target = (role, id(encoding), *lazy.form), None
+        if lazy.form:
+            target = self._targets.get(key)
+        if target is None:
+            target = self._targets[key] = self._target(lazy, role, encoding)
+        parts = target.parts
+        paths = {part: _part_path(encoding, path, part) for part in parts}
+        fqns = [lazy.fqn] * len(parts)
+        forms = self._forms(fqns, [*parts.values()]) if target.forms is None else target.forms
+        self._store_all(fqns, [*paths.values()], forms, target.sources)
+        self._encoded.append(EncodedTensor(lazy, encoding, paths, target.fidelity, target.keeps))
+        if target.record is not None:
+            self._records[join(path)] = target.record
+        self._steps.extend([lazy.fqn], [target.step])
+
+    def _target(self, lazy: LazyTensor, role: str, encoding: Encoding) -> _Target:
         parts = encoding.parts(lazy.info)
         if isinstance(parts, Refusal):
             raise PlanError(
                 "CKM203", f"{lazy.fqn}: cannot be {encoding.name}: {parts.reason}",
                 f"leave it as it is with --no-encode '{lazy.fqn}'",
             )  # fmt: skip
-        paths = {part: _part_path(encoding, path, part) for part in parts}
-        for part, info in parts.items():
-            self._store(lazy.fqn, paths[part], info, None)
         grid = code_grid(lazy)
         kept = kept_fidelity(lazy, encoding, grid)
         fidelity = kept or _fidelity(lazy, encoding, parts)
-        keeps = grid if kept else None
-        self._encoded.append(EncodedTensor(lazy, encoding, paths, fidelity, keeps))
-        self._record(encoding, lazy.info, path)
-        target = _kind(encoding, parts[""] if encoding.name == "dense" else lazy.info)
-        self._step(lazy, role, target, fidelity, sum(part.nbytes for part in parts.values()))
+        infos, n = [*parts.values()], len(parts)
+        kind = _kind(encoding, parts[""] if encoding.name == "dense" else lazy.info)
+        return _Target(
+            parts,
+            None if self._sharding.by_name else self._forms([lazy.fqn] * n, infos),
+            Sources(infos, [""] * n, [0] * n, [None] * n, [None] * n),
+            fidelity,
+            grid if kept else None,
+            _step(lazy, role, kind, fidelity, sum(info.nbytes for info in infos)),
+            encoding.record(lazy.info),
+        )
 
     def _record(self, encoding: Encoding, info: TensorInfo, path: Path) -> None:
         record = encoding.record(info)
         if record is not None:
             self._records[join(path)] = record
 
-    def _step(self, lazy: LazyTensor, role: str, target: str, fidelity: str, nbytes: int) -> None:
-        source = _kind(lazy.encoding_, lazy.info)
-        kind = Conversion(role, lazy.shape, source, target, fidelity, lazy.nbytes, nbytes)
-        self._steps.extend([lazy.fqn], [kind])
-
     # ------------------------------------------------------------------ stored tensors
 
-    def _store(self, fqn: str, path: Path, info: TensorInfo, stored: StoredTensor | None) -> None:
-        """Add a stored tensor; `stored` None: its bytes are yet to be encoded."""
-        place = None if stored is None else stored.place
+    def _store(self, fqn: str, path: Path, info: TensorInfo, stored: StoredTensor) -> None:
+        place = stored.place
         if type(place) is Extent:
             source = Sources.at([info], Extents.of([place]))
         else:
             source = Sources([info], [""], [0], [None], [stored])
-        self._store_all([fqn], [path], [info], source, self._alias(fqn, path, stored))
+        form = self._form(fqn, info, self._alias(fqn, path, stored))
+        self._store_all([fqn], [path], [form], source)
 
     def _store_all(
-        self, fqns: Sequence[str], paths: Sequence[Path], infos: Sequence[TensorInfo],
-        sources: Sources, alias: Path | None = None,
-    ) -> None:  # fmt: skip
+        self, fqns: Sequence[str], paths: Sequence[Path], forms: Sequence[Form], sources: Sources
+    ) -> None:
         first = len(self._out)
         self._numbers.update(zip(paths, range(first, first + len(paths)), strict=True))
         if len(self._numbers) != first + len(paths):
@@ -239,16 +274,14 @@ class LayoutBuilder:
             )
         _require_text(fqns)
         self._keys.update(zip(paths, fqns, strict=True))
-        self._out.extend(paths, self._forms(fqns, infos, alias))
+        self._out.extend(paths, forms)
         self._sources.extend(*sources.columns())
 
-    def _forms(
-        self, fqns: Sequence[str], infos: Sequence[TensorInfo], alias: Path | None
-    ) -> list[Form]:
+    def _forms(self, fqns: Sequence[str], infos: Sequence[TensorInfo]) -> list[Form]:
         """Return how each tensor is cut: one object for all that are cut alike."""
-        if self._sharding.by_name or len(fqns) == 1:
-            return [self._form(fqn, info, alias) for fqn, info in zip(fqns, infos, strict=True)]
-        return each(infos, lambda info: self._form("", info, alias))
+        if self._sharding.by_name:
+            return [self._form(fqn, info, None) for fqn, info in zip(fqns, infos, strict=True)]
+        return each(infos, lambda info: self._form("", info, None))
 
     def _form(self, fqn: str, info: TensorInfo, alias: Path | None) -> Form:
         chunks, placement = self._sharding.cut(fqn, info)
@@ -270,6 +303,11 @@ class LayoutBuilder:
 def _unchanged(role: str, info: TensorInfo) -> Conversion:
     nbytes = info.nbytes
     return Conversion(role, info.shape, info.dtype, info.dtype, "bytes", nbytes, nbytes)
+
+
+def _step(lazy: LazyTensor, role: str, target: str, fidelity: str, nbytes: int) -> Conversion:
+    source = _kind(lazy.encoding_, lazy.info)
+    return Conversion(role, lazy.shape, source, target, fidelity, lazy.nbytes, nbytes)
 
 
 def _is_rearranged(stored: StoredTensor) -> bool:

@@ -17,6 +17,7 @@ from ckptmap.planning.options import Options
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
 from ckptmap.protocols import Encoding, Refusal, Scheme
+from ckptmap.protocols.offers import offers
 from ckptmap.quantization.unsupported_schemes import (
     INT8_WITHOUT_SCALES,
     RESTORE,
@@ -68,6 +69,7 @@ def weight_encodings(request: Request, selection: Selection) -> WeightEncodings:
     written: dict[str, Encoded] = {}
     left_by_shape: dict[str, str] = {}
     unresolved: list[Unresolved] = []
+    made: dict[Encoding, Encoding] = {}
     for fqn in selection.written:
         if fqn in dense:
             written[fqn] = dense[fqn]
@@ -83,7 +85,7 @@ def weight_encodings(request: Request, selection: Selection) -> WeightEncodings:
                 declared=request.setup.carrier is not None,
             )
         if encoding is not None:
-            anew[fqn] = encoding
+            anew[fqn] = encoding = _one_object(encoding, made)
         elif scheme is not None and not request.options.encode:
             left_by_shape.update(_left_by_shape(lazy, scheme, request.options))
         written[fqn] = (encoding or lazy.encoding_, lazy.info)
@@ -98,14 +100,22 @@ def _activation_scales(ckpt: Checkpoint, anew: Collection[str]) -> dict[str, str
     for fqn in anew:
         for source in ckpt[fqn].sources:
             encoding = source.encoding_
-            if encoding.name == "dense" or not isinstance(encoding, ScalesActivations):
-                continue
             # A weight that is only renamed is its own source, by its new name.
             key = origins.get(fqn, (fqn,))[0] if source.fqn == fqn else source.fqn
-            form = encoding.name.partition("+")[0]  # without a change by an adapter
-            why = f"scales the activations of {key}, which is no longer stored as {form}"
-            dropped |= dict.fromkeys(encoding.activation_keys(key), why)
+            scales = encoding.activation_keys(key) if offers(encoding, ScalesActivations) else ()
+            if scales:
+                form = encoding.name.partition("+")[0]  # without a change by an adapter
+                why = f"scales the activations of {key}, which is no longer stored as {form}"
+                dropped |= dict.fromkeys(scales, why)
     return dropped
+
+
+def _one_object(encoding: Encoding, made: dict[Encoding, Encoding]) -> Encoding:
+    """Return the encoding in `made` that equals this one: what follows works once for each object."""
+    try:
+        return made.setdefault(encoding, encoding)
+    except TypeError:  # of somebody's package, and not hashable
+        return encoding
 
 
 def _stored_dense(ckpt: Checkpoint) -> Mapping[str, TensorInfo]:

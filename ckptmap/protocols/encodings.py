@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+from ckptmap.protocols.offers import offers
 from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class NamesParts(Protocol):
 
 def part_key(encoding: Encoding, key: str, part: str) -> str:
     """Return the stored name of a part: `w.part` of `w`, unless the encoding names it otherwise."""
-    if isinstance(encoding, NamesParts):
+    if offers(encoding, NamesParts):
         return encoding.part_key(key, part)
     return f"{key}.{part}" if part else key
 

@@ -79,6 +79,14 @@ class LazyTensor:
         return (self,)
 
     @property
+    def form(self) -> tuple[int, ...]:
+        """Return what tensors of one shape, dtype and encoding have in common while their checkpoint is
+        open, from the objects that describe them; empty: it is unlike any other."""
+        if type(self) is not LazyTensor:
+            return ()
+        return id(self.info), id(self.encoding_), *[id(p.info) for p in self.parts.values()]
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.info.shape
 
