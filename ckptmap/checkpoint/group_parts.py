@@ -55,12 +55,15 @@ def group_parts(
     """
     if isinstance(leaves, PlainTensors) and not records and _is_plain(leaves.kinds().values()):
         return LogicalTensors(leaves)
-    stored = {join(path): leaf for path, leaf in leaves.items() if isinstance(leaf, StoredTensor)}
+    if isinstance(leaves, PlainTensors):
+        stored = leaves.tensors()
+    else:
+        stored = {join(path): t for path, t in leaves.items() if isinstance(t, StoredTensor)}
     infos = distinct([tensor.info for tensor in stored.values()]).values()
     if len(stored) == len(leaves) and not records and _is_plain(infos):
         return LogicalTensors(stored)
-    order: dict[str, Group | None] = {}
-    for path, leaf in leaves.items():
+    order: dict[str, Group | None] = dict.fromkeys(stored) if len(stored) == len(leaves) else {}
+    for path, leaf in () if order else leaves.items():
         key = join(path)
         if key in order:
             raise SourceError(
@@ -157,11 +160,16 @@ def _is_plain(infos: Iterable[TensorInfo]) -> bool:
 
 def encoding_notes(groups: Mapping[str, Group]) -> list[str]:
     """Return what encodings say about tensors that they had to repair, one note for equal remarks."""
+    kinds = distinct([group.encoding for group in groups.values()])
+    remarks = {
+        key: encoding.remark
+        for key, encoding in kinds.items()
+        if encoding.name != "dense" and isinstance(encoding, Repairs) and encoding.remark
+    }
     by_remark: dict[str, list[str]] = {}
-    for fqn, group in groups.items():
-        encoding = group.encoding
-        if encoding.name != "dense" and isinstance(encoding, Repairs) and encoding.remark:
-            by_remark.setdefault(encoding.remark, []).append(fqn)
+    for fqn, group in groups.items() if remarks else ():
+        if id(group.encoding) in remarks:
+            by_remark.setdefault(remarks[id(group.encoding)], []).append(fqn)
     return [
         f"{fqns[0]}{f' and {len(fqns) - 1} more' if len(fqns) > 1 else ''}: {remark}"
         for remark, fqns in by_remark.items()

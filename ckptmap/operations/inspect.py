@@ -48,7 +48,7 @@ class InspectReport:
         self.notes = list(ckpt.notes)
         infos = ckpt.infos()
         self.looks = dict(zip(infos, each(infos.values(), _plain), strict=True))
-        self.looks |= {fqn: look_of(ckpt[fqn]) for fqn in ckpt.groups.encoded()}
+        self.looks |= _encoded(ckpt)
         self.kinds = self._counts()
         # Not read where keyed by index: naming parameters may build a transformers class.
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
@@ -247,6 +247,19 @@ def _row(role: str, look: Look) -> TensorSummary:
 
 def _plain(info: TensorInfo) -> Look:
     return Look(info.shape, info.dtype, "dense", info.nbytes, (info.dtype,))
+
+
+def _encoded(ckpt: Checkpoint) -> dict[str, Look]:
+    """Return the facts of the encoded weights: one object for all of one form."""
+    looks: dict[str, Look] = {}
+    made: dict[tuple[int, ...], Look] = {}
+    for fqn in ckpt.groups.encoded():
+        lazy = ckpt[fqn]
+        look = made.get(lazy.form) or look_of(lazy)
+        if lazy.form:
+            made[lazy.form] = look
+        looks[fqn] = look
+    return looks
 
 
 def look_of(lazy: LazyTensor) -> Look:

@@ -10,36 +10,43 @@ compressed-tensors 0.20.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
+from ckptmap.core.columns import distinct
 from ckptmap.core.quantized_codes import ScalesActivations
 from ckptmap.protocols import Group
 from ckptmap.protocols.file_systems import Mounts
+
+if TYPE_CHECKING:
+    from ckptmap.quantization.compressed_tensors.config_json import ConfigGroups
 
 _SCHEMES = {"static": True, "dynamic": False}
 
 
 def activation_notes(groups: Mapping[str, Group], mounts: Mounts) -> Iterator[str]:
     """Yield a note on weights with another kind of scales of activations than config.json states."""
-    scaled = {
-        fqn: group
-        for fqn, group in groups.items()
-        if group.parts and isinstance(group.encoding, ScalesActivations)
-    }
+    kinds = distinct([group.encoding for group in groups.values()])
+    scaling = {key: kind for key, kind in kinds.items() if isinstance(kind, ScalesActivations)}
+    scaled = (
+        [g for g in groups.values() if id(g.encoding) in scaling and g.parts] if scaling else []
+    )
     if not scaled:
         return
     # Imported here: few checkpoints have such weights, and `inspect` of the others is not to wait.
     from ckptmap.quantization.blockwise.read_config import quantization_config
 
-    config = quantization_config(next(iter(next(iter(scaled.values())).parts.values())), mounts)
+    config = quantization_config(next(iter(scaled[0].parts.values())), mounts)
+    said = _Statements(config)
     wrong: dict[str, list[str]] = {}
-    for fqn, group in scaled.items():
-        stated = _is_static(config, fqn.rpartition(".")[0])
-        assert isinstance(group.encoding, ScalesActivations), "chosen above"
-        stored = group.encoding.activation_keys(fqn)
-        if stated is True and not stored:
+    for fqn, _, encoding, _ in scaled:
+        stated = said.is_static(fqn.rpartition(".")[0])
+        if stated is None:
+            continue
+        stored = scaling[id(encoding)].activation_keys(fqn)
+        if stated and not stored:
             text = "config.json states static scales of activations, and none is stored"
             wrong.setdefault(text, []).append(fqn)
-        elif stated is False and stored:
+        elif stored and not stated:
             text = f"config.json states no static scales of activations, and {_last(stored[0])} is stored"
             wrong.setdefault(text, []).append(fqn)
     for text, fqns in wrong.items():
@@ -51,17 +58,26 @@ def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _is_static(config: Mapping[str, object], module: str) -> bool | None:
-    """Return whether a config states static scales for the activations of a module; None: it does not tell."""
-    method = config.get("quant_method")
-    if method == "fp8":
-        return _SCHEMES.get(str(config.get("activation_scheme")))
-    if method != "compressed-tensors":
-        return None
-    from ckptmap.quantization.compressed_tensors.config_json import groups_said
+class _Statements:
+    """What a config states of the scales of activations, to be asked for many modules."""
 
-    stated = {_of_group(group) for group in groups_said(config, module)}
-    return stated.pop() if len(stated) == 1 else None
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._all: bool | None = None
+        self._groups: ConfigGroups | None = None
+        method = config.get("quant_method")
+        if method == "fp8":
+            self._all = _SCHEMES.get(str(config.get("activation_scheme")))
+        elif method == "compressed-tensors":
+            from ckptmap.quantization.compressed_tensors.config_json import ConfigGroups
+
+            self._groups = ConfigGroups(config)
+
+    def is_static(self, module: str) -> bool | None:
+        """Return whether static scales are stated for the activations of a module; None: it is not told."""
+        if self._groups is None:
+            return self._all
+        stated = {_of_group(group) for group in self._groups.of(module)}
+        return stated.pop() if len(stated) == 1 else None
 
 
 def _of_group(group: Mapping[str, object]) -> bool | None:

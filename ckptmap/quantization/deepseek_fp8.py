@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
@@ -28,7 +29,7 @@ from ckptmap.quantization.blockwise.group_checks import (
     check_parts,
     contradiction,
     malformed,
-    refuse_kept_module,
+    refuse_kept_modules,
     refuse_unstated,
 )
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
@@ -37,6 +38,7 @@ from ckptmap.quantization.blockwise.rounding_rules import FinegrainedFloat8, Rou
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
+from ckptmap.quantization.weight_forms import Found, WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 BLOCK = (128, 128)
@@ -113,11 +115,18 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the groups of weights and scales. Raises SourceError CKM115 where scales do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
-        groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
+        forms = WeightForms(stored)
+        groups = [
+            forms.group(fqn, partial(_recorded, fqn, record), repr(record))
+            for fqn, record in mine.items()
+        ]
         groups += _found(stored, mine, self.mounts)
         config = quantization_config(groups[0][0].parts[""], self.mounts) if groups else {}
-        for group, _ in groups:
-            _require_agreement(group, config)
+        if config.get("quant_method", "fp8") == "fp8":
+            made = [group for group, _ in groups]
+            refuse_kept_modules(made, "", ("modules_to_not_convert",), config)
+            for group in one_of_each_form(made):
+                _require_agreement(group, config)
         return groups
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
@@ -217,21 +226,32 @@ def _found(
     activations = {activation_key(fqn, name) for fqn in pairs for name in ACTIVATIONS}
     dtype = model_dtype(stored, activations | {key for key, _ in pairs.values()})
     config = quantization_config(stored[next(iter(pairs))], mounts)
+    forms = WeightForms(stored)
     for fqn, (key, name) in pairs.items():
-        if fqn in known:
-            continue
-        codes, scale = stored[fqn], stored[key]
-        info = TensorInfo(codes.info.shape, dtype)
-        block = _block(fqn, info, scale.info, config)
-        grid = grid_shape(info.shape, block)
-        odd = None if scale.info.shape == grid else scale.info.shape
-        extra = tuple(
-            (part, tensor.info.dtype, tensor.info.shape)
-            for part in ACTIVATIONS
-            if (tensor := stored.get(activation_key(fqn, part))) is not None
-        )
-        encoding = Fp8(block, scale.info.dtype, extra=extra, scale_name=name, scale_stored=odd)
-        yield _group(fqn, info, encoding, stored)
+        if fqn not in known:
+            yield forms.group(fqn, partial(_made, fqn, key, name, dtype, config), name)
+
+
+def _made(
+    fqn: str,
+    key: str,
+    name: str,
+    dtype: str,
+    config: Mapping[str, object],
+    stored: Mapping[str, StoredTensor],
+) -> Found:
+    codes, scale = stored[fqn], stored[key]
+    info = TensorInfo(codes.info.shape, dtype)
+    block = _block(fqn, info, scale.info, config)
+    grid = grid_shape(info.shape, block)
+    odd = None if scale.info.shape == grid else scale.info.shape
+    extra = tuple(
+        (part, tensor.info.dtype, tensor.info.shape)
+        for part in ACTIVATIONS
+        if (tensor := stored.get(activation_key(fqn, part))) is not None
+    )
+    encoding = Fp8(block, scale.info.dtype, extra=extra, scale_name=name, scale_stored=odd)
+    return _group(fqn, info, encoding, stored)
 
 
 def _pairs(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -285,9 +305,6 @@ def _block(
 
 def _require_agreement(group: Group, config: Mapping[str, object]) -> None:
     """Raise SourceError CKM115 where config.json states other tiles than the scales have, or none at all."""
-    if config.get("quant_method", "fp8") != "fp8":
-        return
-    refuse_kept_module(group.fqn, ("modules_to_not_convert",), config, group.parts[""])
     if "weight_block_size" not in config:
         return
     said, shape, scale = config["weight_block_size"], group.info.shape, group.parts["scale_inv"]

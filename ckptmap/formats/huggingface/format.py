@@ -17,7 +17,7 @@ from pathlib import Path as FilePath
 from shlex import quote
 
 from ckptmap.core.gc_pause import paused_gc
-from ckptmap.core.tensor_columns import PlainTensors
+from ckptmap.core.tensor_columns import PlainTensors, nbytes_of
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface.carrier import MODULES, HfCarrier, weights_of_modules
 from ckptmap.formats.huggingface.shard_index import (
@@ -282,7 +282,7 @@ def _compare(
     unlisted = [key for key in leaves.names if key not in weight_map]
     if unlisted:
         notes.append(f"the index does not list {len(unlisted)} stored tensors: {unlisted[0]}")
-    held = sum(info.nbytes for info in leaves.infos)
+    held = sum(nbytes_of(leaves.infos))
     if total_nbytes is not None and total_nbytes != held:
         notes.append(f"the index gives total_size {total_nbytes}, the shards hold {held}")
     return notes

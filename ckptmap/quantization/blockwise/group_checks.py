@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ckptmap.errors import SourceError
+from ckptmap.protocols import Group
 from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
 
 INCOMPLETE = "a quantized tensor needs its codes and all its scales in one checkpoint"
@@ -45,19 +46,28 @@ def refuse_unstated(
             raise contradiction(fqn, f"{what} states no part {part!r}", shown, stored[key])
 
 
-def refuse_kept_module(
-    fqn: str, keys: Sequence[str], config: Mapping[str, object], codes: StoredTensor
+def refuse_kept_modules(
+    groups: Iterable[Group], part: str, names: Sequence[str], config: Mapping[str, object]
 ) -> None:
     """Raise SourceError CKM115 where a config names the module of a quantized weight as not quantized.
 
-    keys  the names of the lists in the config; patterns and parents among their entries are not matched
+    part   the part of a group that holds its codes
+    names  of the lists in the config; patterns and parents among their entries are not matched
     """
-    module = fqn.removesuffix(".weight")
-    for key in keys:
-        kept = config.get(key)
-        if isinstance(kept, list) and module in kept:
+    lists = {name: config.get(name) for name in names}
+    kept = {
+        module: name
+        for name, modules in lists.items()
+        if isinstance(modules, list)
+        for module in modules
+        if isinstance(module, str)
+    }
+    for group in groups if kept else ():
+        module, codes = group.fqn.removesuffix(".weight"), group.parts[part]
+        if module in kept:
+            stated = f"config.json states {module!r} in {kept[module]}"
             shown = f"its weight is stored as codes, {codes.info}"
-            raise contradiction(fqn, f"config.json states {module!r} in {key}", shown, codes)
+            raise contradiction(group.fqn, stated, shown, codes)
 
 
 def malformed(fqn: str, message: str, hint: str = INCOMPLETE) -> SourceError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
@@ -35,6 +36,53 @@ def quantization_config(stored: StoredTensor, mounts: Mounts) -> Mapping[str, ob
     return {}
 
 
+NEAR = 4096
+"""Up to so many bytes between two small tensors are read and dropped: one call costs more."""
+MOST = 1 << 20
+"""Bytes of small tensors that are read at once."""
+
+
+def read_each_small(tensors: Mapping[str, StoredTensor], files: Files) -> dict[str, bytes]:
+    """Return all bytes of each of many small tensors, by its name; neighbours in a file are read at once.
+
+    The caller has looked at their sizes. Raise as `Files.read_into` does.
+    """
+    found: dict[str, bytes] = {}
+    places = []
+    for name, stored in tensors.items():
+        extent = stored.extent
+        if extent is None or not 0 < stored.info.nbytes <= NEAR:
+            found[name] = _read(stored, files)
+        else:
+            places.append((extent.file, extent.offset, stored.info.nbytes, name))
+    places.sort()
+    for some in _neighbours(places):
+        file, start, *_ = some[0]
+        data = files.read(file, start, max(at + nbytes for _, at, nbytes, _ in some) - start)
+        for _, at, nbytes, name in some:
+            found[name] = data[at - start : at - start + nbytes]
+    return {name: found[name] for name in tensors}
+
+
+Place: TypeAlias = tuple[str, int, int, str]
+"""(file, offset, bytes, name) of a small tensor."""
+
+
+def _neighbours(places: Sequence[Place]) -> Iterator[list[Place]]:
+    """Yield runs of sorted places that are read at once."""
+    some: list[Place] = []
+    end = 0
+    for place in places:
+        file, at, nbytes, _ = place
+        if some and not (some[0][0] == file and at <= end + NEAR and at < some[0][1] + MOST):
+            yield some
+            some = []
+        end = max(end, at + nbytes) if some else at + nbytes
+        some.append(place)
+    if some:
+        yield some
+
+
 def read_small(stored: StoredTensor, files: Files, where: str) -> bytes:
     """Return all bytes of a tensor of a few elements, such as a format number or a shape."""
     if stored.info.nbytes > 4096:
@@ -43,6 +91,10 @@ def read_small(stored: StoredTensor, files: Files, where: str) -> bytes:
             f"{where}: expected a few numbers, found {stored.info}",
             "the checkpoint is damaged: copy it again, or save it again",
         )
+    return _read(stored, files)
+
+
+def _read(stored: StoredTensor, files: Files) -> bytes:
     data = bytearray(stored.info.nbytes)
     fill(files, stored, Box.whole(stored.info.shape), memoryview(data))
     return bytes(data)

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptmap.quantization.blockwise.group_checks import contradiction, refuse_kept_module
+from ckptmap.quantization.blockwise.group_checks import contradiction
 from ckptmap.tensors import StoredTensor
 
 METHOD = "bitsandbytes"
 
 
+def kept_modules(config: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the names of the lists of modules that are not quantized, if the config is of this library."""
+    return ("llm_int8_skip_modules",) if config.get("quant_method", METHOD) == METHOD else ()
+
+
 def require_bits(fqn: str, bits: int, config: Mapping[str, object], codes: StoredTensor) -> None:
-    """Raise SourceError CKM115 where a config states other bits, 4 or 8, or a module that is not quantized."""
+    """Raise SourceError CKM115 where a config states other bits, 4 or 8."""
     if config.get("quant_method", METHOD) != METHOD:
         return
     other = 12 - bits
     if config.get(f"load_in_{other}bit") is True and config.get(f"load_in_{bits}bit") is not True:
         stated = f"config.json states load_in_{other}bit true"
         raise contradiction(fqn, stated, f"its codes {codes.info} have {bits} bits", codes)
-    refuse_kept_module(fqn, ("llm_int8_skip_modules",), config, codes)
 
 
 def require_kind(fqn: str, kind: str, config: Mapping[str, object], codes: StoredTensor) -> None:

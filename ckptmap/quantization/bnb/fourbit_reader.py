@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from ckptmap.quantization.blockwise.group_checks import (
     contradiction,
     file_of,
     malformed,
+    refuse_kept_modules,
 )
-from ckptmap.quantization.blockwise.read_config import quantization_config, read_small
-from ckptmap.quantization.bnb.config_agreement import require_kind
+from ckptmap.quantization.blockwise.read_config import quantization_config, read_each_small
+from ckptmap.quantization.bnb.config_agreement import kept_modules, require_kind
 from ckptmap.quantization.bnb.fourbit import (
     ABSMAX,
     DTYPES,
@@ -36,12 +38,14 @@ from ckptmap.quantization.bnb.fourbit import (
     Nested,
 )
 from ckptmap.quantization.linear_weights import CONV1D
-from ckptmap.storage.box_reader import fill
+from ckptmap.quantization.weight_forms import Found, WeightForms
 from ckptmap.storage.files import Files
 from ckptmap.storage.json_file import read_object
-from ckptmap.tensors import Box, StoredTensor, TensorInfo
+from ckptmap.tensors import StoredTensor, TensorInfo
 
 MAX_STATE_NBYTES = 1 << 16
+TABLE = TensorInfo((16,), "float32")
+"""The table that a `quant_map` is."""
 TABLE_ERROR = 1e-6
 """How much a stored table may differ from the one that readers use: by rounding, not by a value."""
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
@@ -53,41 +57,47 @@ def find_fourbit(
     kind: str,
     nested: bool,
     mounts: Mounts,
-) -> Iterator[tuple[Group, Sequence[str]]]:
-    """Yield the groups of one kind ("nf4" or "fp4"), double quantized (`nested`) or not.
+) -> list[Found]:
+    """Return the groups of one kind ("nf4" or "fp4"), double quantized (`nested`) or not.
 
     A record only says whether a tensor is transposed. Raises SourceError CKM115 where parts are missing or
     do not fit.
     """
     suffix = f".{STATE}{kind}"
-    states = [key for key in stored if key.endswith(suffix)]
-    if not states:
-        return
+    named = [key.removesuffix(suffix) for key in stored if key.endswith(suffix)]
+    fqns = [fqn for fqn in named if (f"{fqn}.{NESTED_ABSMAX}" in stored) == nested]
+    if not fqns:
+        return []
     files, models = Files(mounts=mounts), Conv1DModels(mounts, records)
-    config = quantization_config(stored[states[0]], mounts)
     try:
-        for key in states:
-            fqn = key.removesuffix(suffix)
-            if (f"{fqn}.{NESTED_ABSMAX}" in stored) == nested:
-                group, keys = _group(fqn, key, kind, stored, files, models)
-                require_kind(fqn, kind, config, group.parts[""])
-                yield group, keys
+        blobs = read_each_small(_blobs(fqns, suffix, stored), files)
+        tables = read_each_small(_tables(fqns, stored), files)
     finally:
         files.close()
+    config = quantization_config(stored[fqns[0] + suffix], mounts)
+    forms, groups = WeightForms(stored), []
+    for fqn in fqns:
+        state, table = _state(fqn, blobs[fqn]), tables.get(fqn)
+        across = fqn in stored and models.is_conv1d(fqn, stored[fqn])
+        make = partial(_group, fqn, kind, state, table, across, config)
+        groups.append(forms.group(fqn, make, _alike(state), table, across))
+    refuse_kept_modules((group for group, _ in groups), "", kept_modules(config), config)
+    return groups
 
 
 def _group(
     fqn: str,
-    key: str,
     kind: str,
+    state: Mapping[str, Any],
+    table: bytes | None,
+    across: bool,
+    config: Mapping[str, object],
     stored: Mapping[str, StoredTensor],
-    files: Files,
-    models: Conv1DModels,
-) -> tuple[Group, Sequence[str]]:
+) -> Found:
+    key = f"{fqn}.{STATE}{kind}"
     payload = stored.get(fqn)
     if payload is None:
         raise malformed(fqn, f"expected the payload of {key}, found none")
-    state = _state(fqn, stored[key], files)
     shape = tuple(state["shape"])
     nested = _nested(fqn, state, f"{fqn}.{NESTED_ABSMAX}" in stored)
     absmax = stored.get(f"{fqn}.{ABSMAX}")
@@ -97,7 +107,7 @@ def _group(
         nested,
         payload.info.dtype,
         stored[key].info.numel,
-        models.is_conv1d(fqn, payload),
+        across,
         absmax is not None and absmax.info.dtype == "bfloat16" and len(absmax.info.shape) == 2,
     )
     info = TensorInfo(shape[::-1] if encoding.transposed else shape, state["dtype"])
@@ -105,8 +115,9 @@ def _group(
         encoding = replace(encoding, written=None)
     keys = {part: f"{fqn}.{part}" if part else fqn for part in _names(encoding)}
     parts = _parts(fqn, encoding, info, keys, stored)
-    _require_agreement(fqn, encoding, state, parts, files)
+    _require_agreement(fqn, encoding, state, parts, table)
     _require_bias_of(fqn, shape, parts[encoding.state], stored)
+    require_kind(fqn, kind, config, payload)
     return Group(fqn, info, encoding, parts), tuple(keys.values())
 
 
@@ -115,7 +126,7 @@ def _require_agreement(
     encoding: FourBit,
     state: Mapping[str, object],
     parts: Mapping[str, StoredTensor],
-    files: Files,
+    table: bytes | None,
 ) -> None:
     """Raise SourceError CKM115 where the key, the JSON and the table name different kinds of codes."""
     stated = f"the key {fqn}.{encoding.state} states {encoding.kind}"
@@ -123,8 +134,9 @@ def _require_agreement(
     if kind != encoding.kind:
         shown = f"its JSON has quant_type {str(kind)[:40]!r}"
         raise contradiction(fqn, stated, shown, parts[encoding.state])
-    table = struct.unpack("<16f", read_small(parts[MAP], files, fqn))
-    for code, (want, have) in enumerate(zip(table_values(encoding.kind), table, strict=True)):
+    assert table is not None, "quant_map is float32 [16]: checked with the other parts"
+    values = struct.unpack("<16f", table)
+    for code, (want, have) in enumerate(zip(table_values(encoding.kind), values, strict=True)):
         if not math.isclose(want, have, abs_tol=TABLE_ERROR):
             stated = f"{encoding.kind} decodes code {code} to {want:.6g}"
             raise contradiction(fqn, stated, f"quant_map has {have:.6g} for it", parts[MAP])
@@ -176,12 +188,30 @@ def _parts(
     return parts
 
 
-def _state(fqn: str, stored: StoredTensor, files: Files) -> dict[str, Any]:
+def _blobs(
+    fqns: Sequence[str], suffix: str, stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Return the JSON part of each weight. Raise SourceError CKM115 where it cannot be one."""
+    blobs = {fqn: stored[fqn + suffix] for fqn in fqns}
+    for fqn, blob in blobs.items():
+        if blob.info.dtype != "uint8" or not 0 < blob.info.numel <= MAX_STATE_NBYTES:
+            raise malformed(fqn, f"its quant_state, expected JSON in uint8, found {blob.info}")
+    return blobs
+
+
+def _tables(fqns: Sequence[str], stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the stored table of each weight that has one of the right shape and dtype."""
+    found = {fqn: table for fqn in fqns if (table := stored.get(f"{fqn}.{MAP}")) is not None}
+    return {fqn: table for fqn, table in found.items() if table.info == TABLE}
+
+
+def _alike(state: Mapping[str, object]) -> str:
+    """Return what weights of one form have in common: all but the offset, which is a value."""
+    return repr({**state, "nested_offset": ""} if "nested_offset" in state else state)
+
+
+def _state(fqn: str, data: bytes) -> dict[str, Any]:
     """Return the JSON part, checked."""
-    if stored.info.dtype != "uint8" or not 0 < stored.info.numel <= MAX_STATE_NBYTES:
-        raise malformed(fqn, f"its quant_state, expected JSON in uint8, found {stored.info}")
-    data = bytearray(stored.info.numel)
-    fill(files, stored, Box.whole(stored.info.shape), memoryview(data))
     try:
         state = parse_object(data, allow_nan=True)
         shape, block = state["shape"], state["blocksize"]
@@ -195,6 +225,10 @@ def _state(fqn: str, stored: StoredTensor, files: Files) -> dict[str, Any]:
             f"its quant_state, expected JSON with blocksize, dtype and shape, found {bytes(data[:80])!r}",
             "the file is damaged; save it again",
         )
+    offset = state.get("nested_offset", 0)
+    if not (isinstance(offset, int | float) and type(offset) is not bool and math.isfinite(offset)):
+        block = state.get("nested_blocksize")
+        raise malformed(fqn, f"nested offset {offset!r} and blocksize {block!r}, expected numbers")
     return dict(state)
 
 
@@ -208,12 +242,9 @@ def _nested(fqn: str, state: Mapping[str, object], has_parts: bool) -> Nested | 
         )
     if not has_parts:
         return None
-    offset, block = state["nested_offset"], state.get("nested_blocksize")
-    dtype = state.get("nested_dtype")
-    good = (
-        isinstance(offset, int | float) and not isinstance(offset, bool) and math.isfinite(offset)
-    )
-    if not good or type(block) is not int or block < 1:
+    block, dtype = state.get("nested_blocksize"), state.get("nested_dtype")
+    if type(block) is not int or block < 1:
+        offset = state["nested_offset"]
         raise malformed(fqn, f"nested offset {offset!r} and blocksize {block!r}, expected numbers")
     if dtype not in DTYPES:
         raise malformed(fqn, f"nested dtype {dtype!r}, expected one of {', '.join(DTYPES)}")

@@ -34,7 +34,7 @@ class FourBitScheme(ReadsFiles, LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the groups of this kind. Raises SourceError CKM115 where parts are missing or do not fit."""
-        return list(find_fourbit(stored, records, self.kind, self.double, self.mounts))
+        return find_fourbit(stored, records, self.kind, self.double, self.mounts)
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         encoding = FourBit(self.kind, nested=Nested() if self.double else None)

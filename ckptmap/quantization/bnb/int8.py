@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
@@ -29,17 +30,19 @@ from ckptmap.quantization.blockwise.group_checks import (
     check_parts,
     contradiction,
     malformed,
+    refuse_kept_modules,
     refuse_unstated,
 )
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
-from ckptmap.quantization.blockwise.read_config import quantization_config, read_small
+from ckptmap.quantization.blockwise.read_config import quantization_config, read_each_small
 from ckptmap.quantization.blockwise.rounding_rules import BitsandbytesInt8, RoundingRule
 from ckptmap.quantization.blockwise.scaled_encoder import Constants
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
-from ckptmap.quantization.bnb.config_agreement import require_bits
+from ckptmap.quantization.bnb.config_agreement import kept_modules, require_bits
 from ckptmap.quantization.bnb.fourbit_reader import Conv1DModels
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert, is_wide
+from ckptmap.quantization.weight_forms import Found, WeightForms, one_of_each_form
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
@@ -153,11 +156,17 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the groups. Raises SourceError CKM115 where parts do not fit, CKM316 for a GPU's tiles."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
-        groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
+        forms = WeightForms(stored)
+        groups = [
+            forms.group(fqn, partial(_recorded, fqn, record), repr(record))
+            for fqn, record in mine.items()
+        ]
         groups += _found(stored, mine, records, self.mounts)
-        config = quantization_config(groups[0][0].parts[""], self.mounts) if groups else {}
-        for group, _ in groups:
-            require_bits(group.fqn, 8, config, group.parts[""])
+        if groups:
+            config = quantization_config(groups[0][0].parts[""], self.mounts)
+            refuse_kept_modules((group for group, _ in groups), "", kept_modules(config), config)
+            for group in one_of_each_form([group for group, _ in groups]):
+                require_bits(group.fqn, 8, config, group.parts[""])
         return groups
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
@@ -222,25 +231,30 @@ def _found(
     """
     scales = [key for key in stored if key.endswith(SCB) and key[:-3][-1:] in ("", ".")]
     dtype = model_dtype(stored, set(scales), "float16") if scales else ""
-    files, models = Files(mounts=mounts), Conv1DModels(mounts)
+    codes = {fqn: stored[fqn] for key in scales if (fqn := f"{key[:-3]}weight") in stored}
+    codes = {fqn: c for fqn, c in codes.items() if fqn not in known and c.info.dtype == "int8"}
+    numbers = {fqn: stored[key] for fqn in codes if (key := f"{fqn[:-6]}{FORMAT}") in stored}
+    models, forms, files = Conv1DModels(mounts), WeightForms(stored), Files(mounts=mounts)
     try:
-        for key in scales:
-            fqn = f"{key.removesuffix(SCB)}weight"
-            codes = stored.get(fqn)
-            if fqn in known or codes is None or codes.info.dtype != "int8":
-                continue
-            said = f"{key.removesuffix(SCB)}{FORMAT}"
-            number = stored.get(said)
-            if number is not None:
-                _check_rows(fqn, read_small(number, files, fqn))
-            elif said in records:
-                _check_name(fqn, str(records[said].get("value")))
-            across = models.is_conv1d(fqn, codes)
-            info = TensorInfo(codes.info.shape[:: -1 if across else 1], dtype)
-            encoding = BnbInt8(extra=_FORMAT_PART if number else (), transposed=across)
-            yield _group(fqn, info, encoding, stored)
+        rows = read_each_small(numbers, files)
     finally:
         files.close()
+    for fqn, tensor in codes.items():
+        said = f"{fqn[:-6]}{FORMAT}"
+        if fqn in rows:
+            _check_rows(fqn, rows[fqn])
+        elif said in records:
+            _check_name(fqn, str(records[said].get("value")))
+        across = models.is_conv1d(fqn, tensor)
+        yield forms.group(fqn, partial(_made, fqn, dtype, across, fqn in rows), across, fqn in rows)
+
+
+def _made(
+    fqn: str, dtype: str, across: bool, numbered: bool, stored: Mapping[str, StoredTensor]
+) -> Found:
+    info = TensorInfo(stored[fqn].info.shape[:: -1 if across else 1], dtype)
+    encoding = BnbInt8(extra=_FORMAT_PART if numbered else (), transposed=across)
+    return _group(fqn, info, encoding, stored)
 
 
 def _check_rows(fqn: str, number: bytes) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ckptmap.quantization.blockwise.block_geometry import grid_shape
-from ckptmap.quantization.blockwise.group_checks import contradiction, refuse_kept_module
+from ckptmap.quantization.blockwise.group_checks import contradiction
 from ckptmap.quantization.compressed_tensors.config_json import groups_said
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -46,11 +46,15 @@ Pair = tuple[str, str, StoredTensor]
 """(the config's statement, what the stored tensor shows, that tensor)."""
 
 
+def kept_modules(config: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the names of the lists of modules that are not quantized, if the config is of this library."""
+    return ("ignore",) if config.get("quant_method", METHOD) == METHOD else ()
+
+
 def require_agreement(fqn: str, stored: Stored, config: Mapping[str, object]) -> None:
     """Raise SourceError CKM115 where every group of the config that may be the weight's contradicts it."""
     if config.get("quant_method", METHOD) != METHOD:
         return
-    refuse_kept_module(fqn, ("ignore",), config, stored.codes)
     first: Pair | None = None
     for group in groups_said(config, fqn.rpartition(".")[0]):
         weights = group.get("weights")

@@ -140,30 +140,49 @@ def weights_said(config: Mapping[str, object], module: str = "") -> list[Mapping
 
 
 def groups_said(config: Mapping[str, object], module: str = "") -> list[Mapping[str, object]]:
-    """Return the groups of config.json that may describe the `module`.
-
-    Where some of several groups name it, only those are returned.
-    """
-    groups = config.get("config_groups")
-    candidates = list(groups.values()) if isinstance(groups, Mapping) else []
-    candidates = [group for group in candidates if isinstance(group, Mapping)]
-    if module and len(candidates) > 1:
-        candidates = [
-            group for group in candidates if _names(group.get("targets"), module)
-        ] or candidates
-    return candidates
+    """Return the groups of config.json that may describe the `module`: see `ConfigGroups`."""
+    return ConfigGroups(config).of(module)
 
 
-def _names(targets: object, module: str) -> bool:
-    """Return whether a target names the module, by name or pattern; its class is unknown here."""
-    for target in targets if isinstance(targets, list) else ():
-        if target == module:
+class ConfigGroups:
+    """The groups of a config.json, to be asked for many modules."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        groups = config.get("config_groups")
+        found = list(groups.values()) if isinstance(groups, Mapping) else []
+        self._groups = [group for group in found if isinstance(group, Mapping)]
+        self._targets = [_Targets(group.get("targets")) for group in self._groups]
+
+    def of(self, module: str) -> list[Mapping[str, object]]:
+        """Return the groups that may describe the `module`.
+
+        Where some of several groups name it, only those are returned.
+        """
+        if not module or len(self._groups) < 2:
+            return self._groups
+        both = zip(self._groups, self._targets, strict=True)
+        return [group for group, targets in both if targets.name(module)] or self._groups
+
+
+class _Targets:
+    """The targets of a group: names of modules and of classes, and patterns."""
+
+    def __init__(self, targets: object) -> None:
+        texts = (
+            [text for text in targets if isinstance(text, str)] if isinstance(targets, list) else []
+        )
+        self._names = set(texts)
+        self._patterns = [text[3:] for text in texts if text.startswith("re:")]
+
+    def name(self, module: str) -> bool:
+        """Return whether a target names the module, by name or pattern; its class is unknown here."""
+        if module in self._names:
             return True
-        if isinstance(target, str) and target.startswith("re:"):
+        for pattern in self._patterns:
             with contextlib.suppress(re.error, RecursionError):
-                if re.match(target[3:], module):
+                if re.match(pattern, module):
                     return True
-    return False
+        return False
 
 
 def version_said(config: Mapping[str, object]) -> tuple[int, int]:

@@ -6,7 +6,9 @@ config.json beside the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ckptmap.protocols import Group, Refusal
 from ckptmap.protocols.file_systems import Mounts
@@ -18,18 +20,25 @@ from ckptmap.quantization.blockwise.group_checks import (
     contradiction,
     file_of,
     malformed,
+    refuse_kept_modules,
     refuse_unstated,
 )
-from ckptmap.quantization.blockwise.read_config import quantization_config, read_small
+from ckptmap.quantization.blockwise.read_config import quantization_config, read_each_small
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
 from ckptmap.quantization.blockwise.scaled_record import read_record
-from ckptmap.quantization.compressed_tensors.config_agreement import Stored, require_agreement
+from ckptmap.quantization.compressed_tensors.config_agreement import (
+    Stored,
+    kept_modules,
+    require_agreement,
+)
 from ckptmap.quantization.compressed_tensors.config_json import (
+    ConfigGroups,
     block_found,
     version_said,
     weights_said,
 )
 from ckptmap.quantization.compressed_tensors.packed import WORD, Packed, Packing
+from ckptmap.quantization.weight_forms import Found, WeightForms
 from ckptmap.storage.files import Files
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -42,43 +51,67 @@ def find_packed(
     stored: Mapping[str, StoredTensor],
     records: Mapping[str, Mapping[str, object]],
     mounts: Mounts,
-) -> Iterator[tuple[Group, Sequence[str]]]:
-    """Yield the groups of records, then those of other writers. Raises SourceError CKM115."""
+) -> list[Found]:
+    """Return the groups of records, then those of other writers. Raises SourceError CKM115."""
     mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
+    words = [
+        key.removesuffix("_packed")
+        for key, tensor in stored.items()
+        if key.endswith("_packed") and tensor.info.dtype == "int32"
+    ]
+    others = [fqn for fqn in words if fqn not in mine and f"{fqn}_scale" in stored]
+    fqns = [*mine, *others]
+    if not fqns:
+        return []
     files = Files(mounts=mounts)
-    config: Mapping[str, object] | None = None
     try:
-        for fqn, record in mine.items():
-            group, keys = _recorded(fqn, record, stored, files)
-            config = (
-                quantization_config(group.parts["packed"], mounts) if config is None else config
-            )
-            _require_agreement(group, config)
-            yield group, keys
-        for key in [key for key in stored if key.endswith("_packed")]:
-            fqn = key.removesuffix("_packed")
-            if fqn not in mine and f"{fqn}_scale" in stored and stored[key].info.dtype == "int32":
-                config = quantization_config(stored[key], mounts) if config is None else config
-                group, keys = _found(fqn, stored, files, config)
-                _require_agreement(group, config)
-                yield group, keys
+        shapes = _shapes(fqns, stored, files)
     finally:
         files.close()
+    config = quantization_config(stored[f"{fqns[0]}_shape"], mounts)
+    said, forms, groups = ConfigGroups(config), WeightForms(stored), []
+    for fqn in fqns:
+        record, shape = mine.get(fqn), shapes[fqn]
+        make = partial(_group_of, fqn, record, shape, config)
+        described = map(id, said.of(fqn.rpartition(".")[0]))
+        groups.append(forms.group(fqn, make, record and repr(record), shape, *described))
+    refuse_kept_modules((group for group, _ in groups), "packed", kept_modules(config), config)
+    return groups
+
+
+def _group_of(
+    fqn: str,
+    record: Mapping[str, object] | None,
+    shape: tuple[int, int],
+    config: Mapping[str, object],
+    stored: Mapping[str, StoredTensor],
+) -> Found:
+    if record is None:
+        group, keys = _found(fqn, shape, stored, config)
+    else:
+        group, keys = _recorded(fqn, record, shape, stored)
+    parts, encoding = group.parts, group.encoding
+    assert isinstance(encoding, Packed), "made above"
+    shown = Stored(
+        group.info, "int", encoding.bits, True, parts["packed"], parts["scale"],
+        parts.get("zero_point"), parts.get("g_idx"),
+    )  # fmt: skip
+    require_agreement(fqn, shown, config)
+    return group, keys
 
 
 def _recorded(
     fqn: str,
     record: Mapping[str, object],
+    shape: tuple[int, int],
     stored: Mapping[str, StoredTensor],
-    files: Files,
-) -> tuple[Group, Sequence[str]]:
+) -> Found:
     read = read_record(fqn, record, "ct-packed")
     encoding = Packed(
         read.block, read.scale_dtype, read.dtype("zero_dtype"), bits=read.count("bits", 8),
         ordered=bool(record.get("ordered")), aligned=bool(record.get("aligned")),
     )  # fmt: skip
     group, keys = _group(fqn, read.info, encoding, stored)
-    shape = _shape(fqn, stored, files)
     if shape != read.info.shape:
         raise contradiction(
             fqn, f"its encoding record states shape {list(read.info.shape)}",
@@ -89,21 +122,13 @@ def _recorded(
     return group, keys
 
 
-def _require_agreement(group: Group, config: Mapping[str, object]) -> None:
-    parts, encoding = group.parts, group.encoding
-    assert isinstance(encoding, Packed), "made above"
-    shown = Stored(
-        group.info, "int", encoding.bits, True, parts["packed"], parts["scale"],
-        parts.get("zero_point"), parts.get("g_idx"),
-    )  # fmt: skip
-    require_agreement(group.fqn, shown, config)
-
-
 def _found(
-    fqn: str, stored: Mapping[str, StoredTensor], files: Files, config: Mapping[str, object]
-) -> tuple[Group, Sequence[str]]:
+    fqn: str,
+    shape: tuple[int, int],
+    stored: Mapping[str, StoredTensor],
+    config: Mapping[str, object],
+) -> Found:
     packed, scale = stored[f"{fqn}_packed"].info, stored[f"{fqn}_scale"].info
-    shape = _shape(fqn, stored, files)
     packing = _packing(fqn, shape[1], packed.shape[-1] if packed.shape else 0, config)
     if len(packed.shape) != 2 or packed.shape[0] != shape[0] or packing is None:
         said = f"weight_packed {packed}, expected rows of {list(shape)} in words, as weight_shape"
@@ -144,21 +169,29 @@ def _packing(fqn: str, width: int, words: int, config: Mapping[str, object]) -> 
     return next(iter(aligned or fitting), None)
 
 
-def _shape(fqn: str, stored: Mapping[str, StoredTensor], files: Files) -> tuple[int, int]:
-    part = stored.get(f"{fqn}_shape")
-    if part is None or part.info.numel != 2 or part.info.dtype not in ("int64", "int32"):
-        info = part.info if part is not None else "none"
-        raise malformed(fqn, f"weight_shape, expected two integers, found {info}")
-    data, size = read_small(part, files, fqn), part.info.itemsize
-    rows, width = (int.from_bytes(data[i : i + size], "little", signed=True) for i in (0, size))
-    if min(rows, width) < 1:
-        raise malformed(fqn, f"weight_shape {[rows, width]}, expected positive sizes", DAMAGED)
-    return rows, width
+def _shapes(
+    fqns: Sequence[str], stored: Mapping[str, StoredTensor], files: Files
+) -> dict[str, tuple[int, int]]:
+    """Return the `weight_shape` of each weight. Raise SourceError CKM115 where it is none."""
+    parts = {}
+    for fqn in fqns:
+        part = stored.get(f"{fqn}_shape")
+        if part is None or part.info.numel != 2 or part.info.dtype not in ("int64", "int32"):
+            info = part.info if part is not None else "none"
+            raise malformed(fqn, f"weight_shape, expected two integers, found {info}")
+        parts[fqn] = part
+    shapes = {}
+    for fqn, data in read_each_small(parts, files).items():
+        shape = struct.unpack("<2q" if len(data) == 16 else "<2i", data)
+        if min(shape) < 1:
+            raise malformed(fqn, f"weight_shape {list(shape)}, expected positive sizes", DAMAGED)
+        shapes[fqn] = shape
+    return shapes
 
 
 def _group(
     fqn: str, info: TensorInfo, encoding: Packed, stored: Mapping[str, StoredTensor]
-) -> tuple[Group, Sequence[str]]:
+) -> Found:
     expected = encoding.parts(info)
     if isinstance(expected, Refusal):
         raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
@@ -23,14 +24,20 @@ from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
     malformed,
+    refuse_kept_modules,
     refuse_unstated,
 )
 from ckptmap.quantization.blockwise.read_config import quantization_config
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoFloat8
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, ScaledEncoding
-from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
-from ckptmap.quantization.compressed_tensors.config_agreement import Stored, require_agreement
+from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.compressed_tensors.config_agreement import (
+    Stored,
+    kept_modules,
+    require_agreement,
+)
 from ckptmap.quantization.compressed_tensors.config_json import (
+    ConfigGroups,
     beyond_weights,
     block_found,
     declared,
@@ -38,6 +45,7 @@ from ckptmap.quantization.compressed_tensors.config_json import (
 from ckptmap.quantization.compressed_tensors.packed import Packed
 from ckptmap.quantization.compressed_tensors.packed_reader import find_packed
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
+from ckptmap.quantization.weight_forms import Found, WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 ACTIVATIONS = (
@@ -159,16 +167,19 @@ class CompressedFp8(_Target):
         """Return the groups of unpacked codes. Raises SourceError CKM115 where scales do not fit."""
         kinds = {kind.scheme: kind for kind in _BY_CODES.values()}
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") in kinds}
+        forms = WeightForms(stored)
         groups = [
-            _recorded(
-                read_record(fqn, record, "compressed-tensors"), kinds[str(record["scheme"])], stored
-            )
+            forms.group(fqn, partial(_recorded, fqn, record, kinds), repr(record))
             for fqn, record in mine.items()
         ]
         groups += _found(stored, mine, self.mounts)
-        config = quantization_config(groups[0][0].parts[""], self.mounts) if groups else {}
-        for group, _ in groups:
-            _require_agreement(group, config)
+        if groups:
+            config = quantization_config(groups[0][0].parts[""], self.mounts)
+            made = [group for group, _ in groups]
+            refuse_kept_modules(made, "", kept_modules(config), config)
+            said = ConfigGroups(config)
+            for group in one_of_each_form(made, lambda fqn: said.of(fqn.rpartition(".")[0])):
+                _require_agreement(group, config)
         return groups
 
 
@@ -189,12 +200,16 @@ class CompressedInt8(_Target):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the groups of packed codes. Raises SourceError CKM115 where parts do not fit."""
-        return list(find_packed(stored, records, self.mounts))
+        return find_packed(stored, records, self.mounts)
 
 
 def _recorded(
-    read: ScaledRecord, kind: type[Plain], stored: Mapping[str, StoredTensor]
-) -> tuple[Group, Sequence[str]]:
+    fqn: str,
+    record: Mapping[str, object],
+    kinds: Mapping[str, type[Plain]],
+    stored: Mapping[str, StoredTensor],
+) -> Found:
+    read, kind = read_record(fqn, record, "compressed-tensors"), kinds[str(record["scheme"])]
     single = _single(read.count("scale_ndim", 1))
     encoding = kind(read.block, read.scale_dtype, read.dtype("zero_dtype"), read.extra(), single)
     group, keys = _group(read.fqn, read.info, encoding, stored)
@@ -224,6 +239,7 @@ def _found(
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Yield the groups of other writers, recognized by `weight_scale` beside 8-bit codes."""
     config: Mapping[str, object] | None = None
+    forms = WeightForms(stored)
     for key in [key for key in stored if key.endswith("_scale")]:
         fqn = key.removesuffix("_scale")
         codes, scale = stored.get(fqn), stored[key]
@@ -232,18 +248,28 @@ def _found(
             continue
         if config is None:
             config = quantization_config(codes, mounts)
-        info = TensorInfo(codes.info.shape, scale.info.dtype)
-        zero = stored.get(f"{fqn}_zero_point")
-        stem = fqn.rpartition(".")[0]
-        extra = tuple(
-            (name, tensor.info.dtype, tensor.info.shape)
-            for name in ACTIVATIONS
-            if (tensor := stored.get(f"{stem}.{name}")) is not None
-        )
-        block = block_found(fqn, info, scale.info, config)
-        single = _single(len(scale.info.shape)) if block == info.shape else None
-        made = kind(block, scale.info.dtype, zero.info.dtype if zero else "", extra, single)
-        yield _group(fqn, info, made, stored)
+        yield forms.group(fqn, partial(_made, fqn, kind, config))
+
+
+def _made(
+    fqn: str,
+    kind: type[Plain],
+    config: Mapping[str, object],
+    stored: Mapping[str, StoredTensor],
+) -> Found:
+    scale = stored[f"{fqn}_scale"].info
+    info = TensorInfo(stored[fqn].info.shape, scale.dtype)
+    zero = stored.get(f"{fqn}_zero_point")
+    stem = fqn.rpartition(".")[0]
+    extra = tuple(
+        (name, tensor.info.dtype, tensor.info.shape)
+        for name in ACTIVATIONS
+        if (tensor := stored.get(f"{stem}.{name}")) is not None
+    )
+    block = block_found(fqn, info, scale, config)
+    single = _single(len(scale.shape)) if block == info.shape else None
+    made = kind(block, scale.dtype, zero.info.dtype if zero else "", extra, single)
+    return _group(fqn, info, made, stored)
 
 
 def _group(

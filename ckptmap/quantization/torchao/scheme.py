@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from ckptmap.core.json_text import parse_json
@@ -30,7 +31,7 @@ from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert
 from ckptmap.quantization.torchao import config_json as torchao_config
 from ckptmap.quantization.torchao.rank_join import unpack_cut
-from ckptmap.quantization.torchao.safetensors_flat import flat_of, flat_parts, part_key
+from ckptmap.quantization.torchao.safetensors_flat import FlatEntry, flat_of, flat_parts, part_key
 from ckptmap.quantization.torchao.subclass_reader import (
     OPTIONAL,
     PARTS,
@@ -38,6 +39,7 @@ from ckptmap.quantization.torchao.subclass_reader import (
     kind_of,
     unpack,
 )
+from ckptmap.quantization.weight_forms import Found, WeightForms
 from ckptmap.tensors import FLOATING, Cut, Opaque, StoredTensor, TensorInfo
 
 
@@ -96,15 +98,20 @@ class TorchaoScheme(LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the groups of records and of torchao's metadata. Raises SourceError CKM115."""
-        groups: list[tuple[Group, Sequence[str]]] = []
+        forms = WeightForms(stored)
+        groups: list[Found] = []
         for fqn, record in records.items():
             if record.get("scheme") == self.name:
-                groups.append(self._recorded(fqn, record, stored))
+                make = partial(self._recorded, fqn, record)
+                groups.append(forms.group(fqn, make, repr(record)))
             flat = flat_of(fqn, record, self.kinds)
             if flat is not None:
-                keys, weight = flat_parts(flat, stored)
-                groups.append((self._group(fqn, weight), keys))
+                groups.append(forms.group(fqn, partial(self._flat, flat), repr(record)))
         return groups
+
+    def _flat(self, flat: FlatEntry, stored: Mapping[str, StoredTensor]) -> Found:
+        keys, weight = flat_parts(flat, stored)
+        return self._group(flat.fqn, weight), keys
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
         """Return the group of a pickled subclass or its shards. Raises SourceError CKM115 if parts do not fit."""

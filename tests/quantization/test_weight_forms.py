@@ -1,0 +1,129 @@
+"""Weights of one form are checked once, and no other weight is: for every encoding that can be written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import ckptmap
+from ckptmap import registry
+from ckptmap.errors import SourceError
+from ckptmap.protocols import Group
+from ckptmap.quantization.blockwise.read_config import read_each_small
+from ckptmap.quantization.weight_forms import WeightForms
+from ckptmap.storage.files import Files
+from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
+
+LAYERS = 3
+SHAPES = {"up_proj": (256, 128), "down_proj": (128, 256)}
+# torchao's NF4Tensor is no set of tensors in safetensors.
+SUFFIXES = sorted(
+    {scheme.suffix for scheme in registry.schemes()} - {"", "bf16", "fp16", "fp32", "nf4"}
+)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense")
+    names = {
+        f"model.layers.{i}.mlp.{n}.weight": s for i in range(LAYERS) for n, s in SHAPES.items()
+    }
+    state = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in names.items()}
+    state["model.norm.weight"] = torch.ones(128, dtype=torch.bfloat16)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+@pytest.fixture(scope="module", params=SUFFIXES)
+def encoded(
+    request: pytest.FixtureRequest, dense: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """Written by `convert`: its config and parts are those of the library that loads it."""
+    out = tmp_path_factory.mktemp("encoded") / request.param
+    ckptmap.convert(dense, out, to=f"hf-{request.param}", sync=False)
+    yield out
+
+
+def without_records(source: Path, to: Path, change: Mapping[str, torch.Tensor] = {}) -> Path:
+    """Copy a checkpoint as another writer leaves it, some tensors changed."""
+    to.mkdir()
+    (to / "config.json").write_bytes((source / "config.json").read_bytes())
+    with safe_open(source / "model.safetensors", "pt") as file:
+        metadata = {k: v for k, v in file.metadata().items() if not k.startswith("ckptmap")}
+    tensors = load_file(source / "model.safetensors") | dict(change)
+    save_file(tensors, to / "model.safetensors", metadata=metadata)
+    return to
+
+
+def shown(path: Path) -> dict[str, tuple[object, ...]]:
+    """What the weights were taken for, and where their parts lie."""
+    with ckptmap.open(path) as ckpt:
+        groups: Mapping[str, Group] = ckpt.groups
+        return {
+            fqn: (g.info, g.encoding, {part: (t.info, t.chunks) for part, t in g.parts.items()})
+            for fqn, g in groups.items()
+        }
+
+
+def test_the_others_are_as_if_checked_alone(
+    encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [encoded, without_records(encoded, tmp_path / "foreign")]
+    found = [shown(path) for path in paths]
+    calls = []
+
+    def alone(self: WeightForms, fqn: str, make: object, *facts: object) -> object:
+        calls.append(fqn)
+        return make(self._stored)  # type: ignore[operator]
+
+    monkeypatch.setattr(WeightForms, "group", alone)
+    assert [shown(path) for path in paths] == found
+    assert not calls or len(set(calls)) == LAYERS * len(SHAPES)
+    made = [encoding for _, encoding, _ in found[1].values()]
+    assert len({id(encoding) for encoding in made}) <= 1 + 2 * len(SHAPES)
+
+
+def test_a_last_weight_that_is_unlike_the_others_is_refused(encoded: Path, tmp_path: Path) -> None:
+    fqn = f"model.layers.{LAYERS - 1}.mlp.up_proj.weight"
+    names = [name for name in load_file(encoded / "model.safetensors") if name.startswith(fqn[:-6])]
+    for name in names:
+        tensor = load_file(encoded / "model.safetensors")[name]
+        if tensor.numel() < 3:
+            continue
+        change = {name: torch.cat([tensor.flatten(), tensor.flatten()[:1]])}
+        damaged = without_records(encoded, tmp_path / name.rpartition(".")[2], change)
+        with pytest.raises(SourceError, match=r"layers\.2\.mlp\.up_proj|quant_state") as caught:
+            ckptmap.open(damaged)
+        assert caught.value.code == "CKM115"
+
+
+def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(bytes(range(256)) * 64)
+    places = {"c": 40, "a": 0, "b": 12_000, "d": 48}
+    info, box = TensorInfo((8,), "uint8"), Box((0,), (8,))
+    tensors = {
+        name: StoredTensor(info, [Chunk(box, Region(str(file), at, (8,), (1,), 1))])
+        for name, at in places.items()
+    }
+    halves = [Chunk(Box((i,), (4,)), Region(str(file), 9 * i, (4,), (1,), 1)) for i in (0, 4)]
+    tensors["in two pieces"] = StoredTensor(info, halves)
+    tensors["empty"] = StoredTensor(TensorInfo((0,), "uint8"), [])
+    files, reads, plain = Files(), [], Files.read
+    monkeypatch.setattr(
+        Files, "read", lambda self, *place: reads.append(place[1:]) or plain(self, *place)
+    )
+    found = read_each_small(tensors, files)
+    files.close()
+    assert list(found) == list(tensors)
+    wanted = {name: bytes((at + i) % 256 for i in range(8)) for name, at in places.items()}
+    wanted |= {"in two pieces": bytes([0, 1, 2, 3, 36, 37, 38, 39]), "empty": b""}
+    assert found == wanted
+    assert reads == [(0, 56), (12_000, 8)]
