@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim.swa_utils import AveragedModel
 
 import ckptmap
-from ckptmap.errors import CkptmapError, PlanError
+from ckptmap.errors import CkptmapError, LoadError, PlanError
 from ckptmap.planning.saved_plan import replan
 from tests.corpus.models import Recipe, optimizer_for, tiny, tiny_llama, train
+from tests.support.merge_cases import llama, saved
 from tests.support.paths import GOLDEN
 from tests.support.quantized_models import WRITERS as QUANTIZED
 
@@ -324,3 +325,40 @@ def test_a_prefix_and_another_scheme(tmp_path: Path) -> None:
     with ckptmap.open(tmp_path / "out.pt") as ckpt:
         assert "tok_embeddings.weight" in ckpt
     assert ckptmap.verify(tmp_path / "out.pt", against=tmp_path / "in.pt").ok
+
+
+def test_a_base_inside_another_module(tmp_path: Path) -> None:
+    """peft's adapter goes by the base's own names: the prefix comes off before the merge."""
+    wrapped = saved(tmp_path, llama(torch.bfloat16), target_modules=["q_proj"])
+    base = {f"net.{key}": value for key, value in llama(torch.bfloat16).state_dict().items()}
+    torch.save(base, tmp_path / "net.pt")
+    ckptmap.merge(
+        tmp_path / "net.pt", tmp_path / "adapter", tmp_path / "out.pt", "full", strip_prefix="net"
+    )
+    ckptmap.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "twin.pt", "full")
+    assert ckptmap.diff(tmp_path / "out.pt", tmp_path / "twin.pt", values=True).equal
+    assert ckptmap.verify(
+        tmp_path / "out.pt", against=tmp_path / "net.pt", adapter=tmp_path / "adapter"
+    ).ok
+    with pytest.raises(
+        LoadError, match="load it with strip_prefix='net': 21 of 21 names match then"
+    ):
+        ckptmap.load(tmp_path / "net.pt", wrapped)
+    report = ckptmap.load(tmp_path / "net.pt", wrapped, strip_prefix="net")
+    assert len(report.left) == 4 and not report.missing
+
+
+def test_a_resumed_run_by_other_names(written: Callable[[str, bool], Path]) -> None:
+    """`load` renames moments with their weights, whether the file has them by index or by name."""
+    for name in ("training_script", "dcp_by_name"):
+        model = tiny(RECIPE)
+        optimizer = optimizer_for(model)
+        ckptmap.load(written(name, True), model, optimizer, rename={"net.{x}": "{x}"})
+        twin = tiny(RECIPE)
+        other = optimizer_for(twin)
+        ckptmap.load(written(name, False), twin, other)
+        assert all(a.equal(b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        states = zip(optimizer.state.values(), other.state.values(), strict=True)
+        assert optimizer.state and all(a[k].equal(b[k]) for a, b in states for k in b)
+        with pytest.raises(LoadError, match=r"1 missing: norm\.weight; load with strict=False"):
+            ckptmap.load(written(name, True), model, strip_prefix="net", drop="norm.*")

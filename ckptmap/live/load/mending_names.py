@@ -19,6 +19,7 @@ def arguments_hint(names: Collection[str], targets: Sequence[LiveTensor], given:
     names  those of the checkpoint, before the arguments of this call have changed them
     given  what those arguments change
     """
+    targets = _of_base(targets)
     change = nearest_change(names, list(_wanted(targets)))
     if change is None:
         known = known_below(names)
@@ -44,8 +45,12 @@ def _text(change: PrefixChange, outcome: str, strict: bool = True) -> str:
     return f"load it with {change.arguments}{rest}: {outcome}"
 
 
+def _of_base(targets: Sequence[LiveTensor]) -> list[LiveTensor]:
+    """Return the tensors without those of peft's adapters, which a checkpoint of the base does not have."""
+    return [target for target in targets if target.adapted is None or not target.adapted.adapter]
+
+
 def _wanted(targets: Sequence[LiveTensor]) -> Iterator[str]:
     """Yield the names that a checkpoint of the model has: of one that peft has wrapped, its base's."""
     for target in targets:
-        adapted = target.adapted
-        yield from target.names if adapted is None or not adapted.base else adapted.base
+        yield from target.names if target.adapted is None else target.adapted.base or target.names
