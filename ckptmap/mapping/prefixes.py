@@ -133,14 +133,12 @@ def known_prefix(
 
     `is_known` is asked about names without a prefix, one of each that differ in numbers only.
     """
-    alike: Counter[str] = Counter()
-    first: dict[str, str] = {}
-    for shape, key in zip(skeletons(keys), keys, strict=True):
-        alike[shape] += 1
-        first.setdefault(shape, key)
-    if len(first) > KINDS:
+    shapes = skeletons(keys)
+    alike = Counter(shapes)
+    if len(alike) > KINDS:
         return None
-    count = {key: alike[shape] for shape, key in first.items()}
+    one_each = dict(zip(reversed(shapes), reversed([*keys]), strict=True))  # the first key of each
+    count = {one_each[shape]: times for shape, times in alike.items()}
     heads: Counter[str] = Counter()
     for key, times in count.items():
         heads.update({head: times for head, _ in _divided(key)})
