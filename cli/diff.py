@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -54,6 +56,16 @@ def command(
         opened_source(b, TypedOptions(like)) as two,
     ):
         report = ckptmap.diff(one, two, values=values, progress=progress, **typed_names(typed))
+    if report.mended_by:
+        report = replace(report, mended_by=f"{report.mended_by}{_again(typed)}")
     Printer(json).show(report)
     if not report.equal:
         raise typer.Exit(1)
+
+
+def _again(typed: TypedOptions) -> str:
+    """Return the options that say how A and B are read, for a command that is printed."""
+    given = ((name, typed.values[name]) for name in ("source_root", "like", "param_order"))
+    return "".join(
+        f" --{name.replace('_', '-')} {quote(value)}" for name, value in given if value is not None
+    )

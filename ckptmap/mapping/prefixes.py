@@ -62,7 +62,12 @@ class PrefixChange:
     @property
     def options(self) -> str:
         """The change as options of the command line: `--strip-prefix student --drop 'teacher.*'`."""
-        return " ".join([self.names_option, *(f"--drop {quote(name)}" for name in self.drop or ())])
+        return f"{self.names_option} {self.drop_options}".strip()
+
+    @property
+    def drop_options(self) -> str:
+        """The options that leave out what is still strange."""
+        return " ".join(f"--drop {quote(name)}" for name in self.drop or ())
 
     @property
     def names_option(self) -> str:

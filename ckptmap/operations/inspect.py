@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from math import prod
-from shlex import quote
 from typing import Any, NamedTuple
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -108,15 +107,16 @@ class InspectReport:
     def _prefix_notes(self) -> list[str]:
         """Return a note where the names are known without a prefix, with the options that take it off."""
         try:
-            change = None if self.schemes else known_below(list(self.ckpt))
+            chosen = bool(self.schemes or self.ckpt.renamings)
+            change = None if chosen else known_below(list(self.ckpt))
         except CkptmapError:  # a malformed mapping file; `_schemes` has said so
             return []
         if change is None:
             return []
-        again = f"ckptmap inspect {quote(self.ckpt.shown)} {change.names_option}"
+        drop = f", in convert also {change.drop_options}" if change.drop else ""
         return [
             f"{change.matched} of {change.wanted} names begin with '{change.old}.', and are known without"
-            f" it: {again}; in convert add {change.options}"
+            f" it: add {change.names_option}{drop}"
         ]
 
     def numel(self) -> int:

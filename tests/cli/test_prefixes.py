@@ -74,7 +74,7 @@ def pasted(text: str) -> list[str]:
     """The options in the last `add ...` of what was printed."""
     found = re.findall(r"add (--.+)$", text, re.MULTILINE)
     assert found, text
-    return shlex.split(found[-1])
+    return shlex.split(found[-1].replace(", in convert also", ""))
 
 
 def test_the_options_that_each_command_prints(
@@ -115,9 +115,25 @@ def test_the_command_that_diff_prints(
     for a, b in ((source, tmp_path / "plain.pt"), (tmp_path / "plain.pt", source)):
         code, text = printed(capsys, "diff", a, b)
         assert code == 1
+        assert "--like" not in text
         (command,) = re.findall(r"without it: ckptmap (.+)", text)
         _, text = printed(capsys, *shlex.split(command))
         assert re.search(r"^(the same|different): 21 tensors agree", text, re.MULTILINE), text
+
+
+def test_a_command_names_the_dict_of_the_weights_again(
+    model: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twice = {
+        name: {f"net.{k}": v for k, v in model.state_dict().items()} for name in ("ema", "raw")
+    }
+    torch.save(twice, tmp_path / "two.pt")
+    torch.save(model.state_dict(), tmp_path / "plain.pt")
+    _, text = printed(
+        capsys, "diff", tmp_path / "two.pt", tmp_path / "plain.pt", "--source-root", "ema"
+    )
+    (command,) = re.findall(r"without it: ckptmap (.+)", text)
+    assert printed(capsys, *shlex.split(command))[0] == 0
 
 
 def test_the_arguments_that_load_prints(source: Path, model: nn.Module) -> None:
