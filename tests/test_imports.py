@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -201,6 +202,17 @@ def test_files_and_functions_are_short(package: str) -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 assert length <= 60, f"{file}:{node.lineno} {node.name}: {length} lines"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """A public class is found by its name alone: no two modules have one of the same name."""
+    at = defaultdict(list)
+    for package in ("ckptmap", "cli"):
+        for file, tree in parsed(package).items():
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    at[node.name].append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in at.items() if len(files) > 1} == {}
 
 
 @pytest.mark.parametrize("package", ["ckptmap", "cli"])

@@ -46,7 +46,7 @@ class StridedCopy(NamedTuple):
     nbytes: int
 
 
-class Chunks(Sequence[Chunk]):
+class LazyChunks(Sequence[Chunk]):
     """A sequence of chunks that is computed when it is first used."""
 
     __slots__ = ("_chunks", "_make")
@@ -82,7 +82,7 @@ class Assembled(StoredTensor):
         chunks: Callable[[], Sequence[Chunk]],
         sources: Sequence[StoredTensor],
     ) -> None:
-        super().__init__(info, Chunks(chunks))
+        super().__init__(info, LazyChunks(chunks))
         self.sources = tuple(sources)
 
 

@@ -17,7 +17,7 @@ from ckptmap.core.quantized_codes import CoarseScales, CodeGrid, CountsFlips
 from ckptmap.errors import Interrupted, RunError
 from ckptmap.execution import cuda_ring
 from ckptmap.execution.copy import Context, buffer_nbytes, recorded
-from ckptmap.execution.smaller_feeds import Progress, with_smaller_feeds
+from ckptmap.execution.smaller_feeds import TensorProgress, with_smaller_feeds
 from ckptmap.planning.file_plan import Compare, Encode, SlotRef
 from ckptmap.planning.kept_codes import writes_keeping_codes
 from ckptmap.protocols import Encoder, Refusal, Write
@@ -53,7 +53,7 @@ def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
     Returns the records of the slots that were written. Errors name the tensor. Where the device runs
     out of memory, the tensor is encoded again with smaller feeds.
     """
-    progress = Progress(context.advance)
+    progress = TensorProgress(context.advance)
     again = replace(context, advance=progress.advance)
     return with_smaller_feeds(
         context.feed_size, context.device, lambda: _encode(again, step, buffer),

@@ -83,7 +83,7 @@ def build(
         **({} if plan.ckpt.merged is None else {"merged": dict(plan.ckpt.merged)}),
         "files": _files(plan, sha256 or {}, around or {}),
         "carried": {name: _digest(sibling) for name, sibling in sorted(plan.carried.items())},
-        "tensors": Tensors(plan, done),
+        "tensors": ManifestTensors(plan, done),
         "logical": Logical(plan.steps),
         "records": dict(plan.records),
         "dropped": dict(plan.dropped),
@@ -124,7 +124,7 @@ def _pieces(value: object) -> Iterator[str]:
     if not isinstance(value, Mapping):
         yield _json(value)
         return
-    entries = value.texts() if isinstance(value, Tensors | Logical) else _texts(value)
+    entries = value.texts() if isinstance(value, ManifestTensors | Logical) else _texts(value)
     mark = ""
     yield "{"
     while batch := list(islice(entries, BATCH)):
@@ -170,7 +170,7 @@ class ChunkRow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunks(Columns[ChunkRow]):
+class ManifestChunks(Columns[ChunkRow]):
     """The chunks of a manifest as columns."""
 
     files: Sequence[str]
@@ -184,7 +184,7 @@ class Chunks(Columns[ChunkRow]):
         return ChunkRow(file, offset, nbytes, *box, digest)
 
     @classmethod
-    def planned(cls, plan: Plan, done: Digests) -> Chunks:
+    def planned(cls, plan: Plan, done: Digests) -> ManifestChunks:
         """Return the chunks of all slots of a plan, in order."""
         chunks = cls([], [], [], [], [])
         for file, digests in zip(plan.files, done.digests, strict=True):
@@ -201,7 +201,7 @@ class Chunks(Columns[ChunkRow]):
         return map('[%s,%d,%d,%s,"%s"]'.__mod__, columns)
 
 
-class Tensors(Mapping[str, dict[str, object]]):
+class ManifestTensors(Mapping[str, dict[str, object]]):
     """Stored key -> the tensor's FQN and its chunks.
 
     An entry is made when it is asked for: 100,000 entries as dicts would take 100 MB.
@@ -209,7 +209,7 @@ class Tensors(Mapping[str, dict[str, object]]):
 
     def __init__(self, plan: Plan, done: Digests) -> None:
         paths = [path for file in plan.files for path in file.slots.paths]
-        self.chunks = Chunks.planned(plan, done)
+        self.chunks = ManifestChunks.planned(plan, done)
         """The chunks of all tensors, those of one tensor together."""
         self._starts: Sequence[int] = range(len(paths) + 1)
         """The chunks of tensor i are those from number `_starts[i]` to `_starts[i + 1]`."""
@@ -227,7 +227,7 @@ class Tensors(Mapping[str, dict[str, object]]):
     def _numbers(self) -> Mapping[str, int]:
         return dict(zip(self._keys, range(len(self._keys)), strict=True))
 
-    def alone(self) -> tuple[Sequence[str], Chunks] | None:
+    def alone(self) -> tuple[Sequence[str], ManifestChunks] | None:
         """Return the keys and the chunk of each; None if some tensor has more than one."""
         return (self._keys, self.chunks) if len(self._keys) == len(self.chunks) else None
 

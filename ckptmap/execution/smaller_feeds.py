@@ -35,7 +35,7 @@ class FeedSize:
     halvings: int = 0
 
 
-class Progress:
+class TensorProgress:
     """Reports the bytes of a tensor once, though the tensor may be encoded several times."""
 
     def __init__(self, advance: Callable[[int, str], None]) -> None:

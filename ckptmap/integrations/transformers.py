@@ -68,7 +68,7 @@ class TrainerState(Protocol):
     global_step: int
 
 
-class Trainer(Protocol):
+class RunningTrainer(Protocol):
     """What is used of transformers' Trainer."""
 
     @property
@@ -96,7 +96,7 @@ class Resumed:
 
 
 def resume(
-    trainer: Trainer,
+    trainer: RunningTrainer,
     path: str | os.PathLike[str],
     *,
     load_options: Mapping[str, object] | None = None,
@@ -133,7 +133,7 @@ class _TrainerLoader:
     """Replaces the trainer's own methods for loading while it resumes."""
 
     def __init__(
-        self, trainer: Trainer, path: str | os.PathLike[str], options: Mapping[str, object]
+        self, trainer: RunningTrainer, path: str | os.PathLike[str], options: Mapping[str, object]
     ) -> None:
         self._trainer, self._path, self._options = trainer, path, options
         self._random: dict[str, object] | None = None

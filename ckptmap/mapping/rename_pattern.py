@@ -27,14 +27,14 @@ _EXAMPLE = "write OLD=NEW, whole keys with {captures} between dots: --rename 'st
 
 
 @dataclass(frozen=True)
-class Capture:
+class SegmentCapture:
     """`{x}`; it stands for at least `least` segments."""
 
     name: str
     least: int = 1
 
 
-Segment = str | Capture
+Segment = str | SegmentCapture
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RenamePattern:
         if not key.startswith(head) or not key.endswith(tail):
             return None
         segments = key.split(".")
-        captures = sum(isinstance(segment, Capture) for segment in self.old)
+        captures = sum(isinstance(segment, SegmentCapture) for segment in self.old)
         if captures > 1 and len(segments) > MAX_SEGMENTS:
             raise PlanError(
                 "CKM618",
@@ -90,7 +90,9 @@ def parse_pattern(text: str) -> RenamePattern:
     if len(sides) != 2 or not all(sides):
         raise PlanError("CKM618", f"--rename {text!r}: expected OLD=NEW with one '='", _EXAMPLE)
     old, new = (_segments(side, text) for side in sides)
-    names = [[part.name for part in side if isinstance(part, Capture)] for side in (old, new)]
+    names = [
+        [part.name for part in side if isinstance(part, SegmentCapture)] for side in (old, new)
+    ]
     for side in names:
         twice = next((name for name in side if side.count(name) > 1), None)
         if twice is not None:
@@ -126,7 +128,7 @@ def _segments(side: str, text: str) -> list[Segment]:
                 f"--rename {text!r}: the segment {part!r} {problem}",
                 "a capture is a whole segment between dots, such as {x}; it takes one segment or more",
             )
-        segments.append(part if match is None else Capture(match[1]))
+        segments.append(part if match is None else SegmentCapture(match[1]))
     return segments
 
 
@@ -138,10 +140,10 @@ def _joined(
     at = 0
     while at < len(old) - 1:
         first, second = old[at], old[at + 1]
-        if isinstance(first, Capture) and isinstance(second, Capture):
+        if isinstance(first, SegmentCapture) and isinstance(second, SegmentCapture):
             there = new.index(first)
             if new[there + 1 : there + 2] == [second]:
-                both = Capture(first.name, first.least + second.least)
+                both = SegmentCapture(first.name, first.least + second.least)
                 old[at : at + 2], new[there : there + 2] = [both], [both]
                 continue
         at += 1
@@ -159,9 +161,9 @@ def _matches(pattern: Sequence[Segment], segments: Sequence[str]) -> Iterator[di
         if segments and segments[0] == first:
             yield from _matches(rest, segments[1:])
         return
-    needed = sum(part.least if isinstance(part, Capture) else 1 for part in rest)
+    needed = sum(part.least if isinstance(part, SegmentCapture) else 1 for part in rest)
     most = len(segments) - needed
-    least = most if not any(isinstance(part, Capture) for part in rest) else first.least
+    least = most if not any(isinstance(part, SegmentCapture) for part in rest) else first.least
     for count in range(max(least, first.least), most + 1):
         for captured in _matches(rest, segments[count:]):
             yield {first.name: list(segments[:count]), **captured}

@@ -67,7 +67,7 @@ def _all_lie(ckpt: Checkpoint, planned: Mapping[str, object]) -> bool:
     False, the caller compares the tensors one by one to find the problems.
     """
     leaves, path = ckpt.index.leaves, Path(ckpt.path).absolute()
-    alone = planned.alone() if isinstance(planned, manifests.Tensors) else None
+    alone = planned.alone() if isinstance(planned, manifests.ManifestTensors) else None
     if alone is None or not isinstance(leaves, PlainTensors):
         return False
     keys, chunks = alone

@@ -26,7 +26,7 @@ _RANK = re.compile(r"^__(\d+)_\d+\.distcp$|rank_?(\d+)")
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A box of a tensor, or of a stored part of it, in one file.
 
     part       the stored part of a quantized tensor: "absmax"; "" for a dense one
@@ -98,7 +98,7 @@ class ShardsReport:
     def __str__(self) -> str:
         return as_lines([self._ckpt.shown, *self._facts(), "", *self._file_lines(), *self._lines()])
 
-    def _listed(self) -> Iterable[Piece]:
+    def _listed(self) -> Iterable[StoredPiece]:
         return (piece for piece in self.pieces if matches(piece.fqn, self._keys))
 
     def _facts(self) -> Iterator[str]:
@@ -133,7 +133,7 @@ class ShardsReport:
             )
 
 
-def pieces(ckpt: Checkpoint) -> Iterator[Piece]:
+def pieces(ckpt: Checkpoint) -> Iterator[StoredPiece]:
     """Yield every box that a file holds: of weights, optimizer state and other tensors, in order."""
     below: dict[str, str] = {}
     ranks: dict[str, int | None] = {}
@@ -144,7 +144,7 @@ def pieces(ckpt: Checkpoint) -> Iterator[Piece]:
                     file = region.file
                     if file not in below:
                         below[file], ranks[file] = _below(file, ckpt), _rank(file, ckpt)
-                    yield Piece(
+                    yield StoredPiece(
                         role, lazy.fqn, part, below[file], region.offset, box.offsets, box.sizes,
                         math.prod(region.sizes) * region.itemsize, replica, ranks[file],
                     )  # fmt: skip
@@ -171,8 +171,8 @@ def _below(file: str, ckpt: Checkpoint) -> str:
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else file
 
 
-def _shares(held: Iterable[Piece]) -> list[FileShare]:
-    by_file: dict[str, list[Piece]] = defaultdict(list)
+def _shares(held: Iterable[StoredPiece]) -> list[FileShare]:
+    by_file: dict[str, list[StoredPiece]] = defaultdict(list)
     for piece in held:
         by_file[piece.file].append(piece)
     return [

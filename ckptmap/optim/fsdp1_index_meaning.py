@@ -35,7 +35,7 @@ class ShardSizes:
     counts: Counts = ()
 
 
-class Member(NamedTuple):
+class FlatMember(NamedTuple):
     """A tensor of a parameter, and the flat element of the parameter that it begins at."""
 
     info: TensorInfo
@@ -55,7 +55,7 @@ class IndexMeaning:
     """
 
     key: str
-    members: Mapping[str, Member]
+    members: Mapping[str, FlatMember]
     counts: Counts | None
     is_unit: bool = False
     weights: Mapping[str, Leaf] | None = None
@@ -108,7 +108,7 @@ class IndexMeaning:
 
 
 def _pairs_of_one_shape(
-    members: Mapping[str, Member],
+    members: Mapping[str, FlatMember],
 ) -> Iterator[tuple[str, str]]:
     """Yield pairs (later, earlier) of members of one shape."""
     for earlier, later in itertools.combinations(members, 2):
@@ -141,7 +141,7 @@ def count_copies(counts: Counts, meaning: IndexMeaning) -> int:
 def parameter_meanings(weights: Mapping[str, Leaf]) -> list[IndexMeaning]:
     """Return the parameters in the order of the model's dict, tied ones once. Parameters that lay
     together in one flat parameter are one entry."""
-    units: dict[str, dict[str, Member]] = {}
+    units: dict[str, dict[str, FlatMember]] = {}
     meanings: dict[str, IndexMeaning | None] = {}
     seen: set[object] = set()
     for key, info, share in _parameters(weights):
@@ -150,10 +150,10 @@ def parameter_meanings(weights: Mapping[str, Leaf]) -> list[IndexMeaning]:
         seen.add(share)
         if isinstance(share, InUnit):
             meanings.setdefault(share.unit, None)
-            units.setdefault(share.unit, {})[key] = Member(info, share.offset)
+            units.setdefault(share.unit, {})[key] = FlatMember(info, share.offset)
         else:
             counts = share.counts if isinstance(share, Slices) else None
-            meanings[key] = IndexMeaning(key, {key: Member(info, 0)}, counts)
+            meanings[key] = IndexMeaning(key, {key: FlatMember(info, 0)}, counts)
     return [
         meaning
         or IndexMeaning(
@@ -185,7 +185,7 @@ def unit_meanings(
         if enclosing and (whole or is_cut(weights[key])):
             members.setdefault(_unit_key(enclosing[-1]), {})[key] = info
         else:
-            meanings[key] = IndexMeaning(key, {key: Member(info, 0)}, None)
+            meanings[key] = IndexMeaning(key, {key: FlatMember(info, 0)}, None)
     return [
         meaning or _unit(key, members[key], weights, mounts)
         for key, meaning in meanings.items()
@@ -231,10 +231,10 @@ def are_whole(weights: Mapping[str, Leaf]) -> bool:
 
 def _with_offsets(
     infos: Mapping[str, TensorInfo],
-) -> Iterator[tuple[str, Member]]:
+) -> Iterator[tuple[str, FlatMember]]:
     offset = 0
     for key, info in infos.items():
-        yield key, Member(info, offset)
+        yield key, FlatMember(info, offset)
         offset += info.numel
 
 

@@ -32,7 +32,7 @@ LOGICAL = "float32"
 
 
 @dataclass(frozen=True)
-class Kind:
+class LowBitKind:
     """One scheme: dtype of the stored codes, how many codes make one byte, values in the table."""
 
     codes: str
@@ -40,11 +40,11 @@ class Kind:
     table: int
 
 
-KINDS: Mapping[str, Kind] = {
-    "adam8bit": Kind("uint8", 1, 256),  # torchao OptimState8bit
-    "adam4bit": Kind("uint8", 2, 16),  # torchao OptimState4bit, first element in the high nibble
-    "adamfp8": Kind("float8_e4m3fn", 1, 0),  # torchao OptimStateFp8
-    "bnb8bit": Kind("uint8", 1, 256),  # bitsandbytes blockwise
+KINDS: Mapping[str, LowBitKind] = {
+    "adam8bit": LowBitKind("uint8", 1, 256),  # torchao OptimState8bit
+    "adam4bit": LowBitKind("uint8", 2, 16),  # torchao OptimState4bit, first in the high nibble
+    "adamfp8": LowBitKind("float8_e4m3fn", 1, 0),  # torchao OptimStateFp8
+    "bnb8bit": LowBitKind("uint8", 1, 256),  # bitsandbytes blockwise
 }
 
 
@@ -75,7 +75,7 @@ class LowBit:
     plain: str = LOGICAL
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> LowBitKind:
         return KINDS[self.name]
 
     # ------------------------------------------------------------------ what is stored

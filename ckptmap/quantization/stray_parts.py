@@ -37,7 +37,7 @@ class Stray(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
+class PartNames:
     """How a library names the parts of one quantized weight; every name is the end of a key, after the stem.
 
     methods      `quant_method` of the configs that state the form
@@ -69,7 +69,7 @@ _ACTIVATIONS = (
 _STATIC = ("_activation_scale", ".activation_scale", ".input_scale", ".qscale_act")
 _NF4 = tuple(f".{part}" for part in NF4_PARTS)
 FORMS = (
-    Form(
+    PartNames(
         ("compressed-tensors",),
         (".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx",
          ".weight_global_scale", *_ACTIVATIONS),
@@ -78,27 +78,27 @@ FORMS = (
         _FP8 | {"int8"}, _ACTIVATIONS, (frozenset({".weight_scale", ".weight_shape"}),),
         schemes=frozenset({"ct-packed", "ct-int8-plain", "ct-fp8"}),
     ),
-    Form(
+    PartNames(
         ("fp8",), ("_scale_inv", ".qscale_weight", *_STATIC),
         {".weight": (".weight_scale_inv", ".qscale_weight", ".scale", ".weight_scale"),
          "": ("_scale_inv",)},
         _FP8, _STATIC, schemes=frozenset({"fp8"}),
     ),
-    Form(
+    PartNames(
         ("bitsandbytes",), (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _STATE),
         certain=(frozenset({".absmax", ".quant_map"}), frozenset({_STATE})),
         lacks="no quant_state.bitsandbytes__nf4 or __fp4 that describes them",
     ),
-    Form(
+    PartNames(
         ("bitsandbytes",), (".SCB", ".weight_format"), {".weight": (".SCB",)}, frozenset({"int8"}),
         schemes=frozenset({"bnb-int8"}),
     ),
-    Form(
+    PartNames(
         ("gptq", "awq"), (".qzeros", ".scales", ".g_idx"), {".qweight": (".scales",)},
         certain=(frozenset({".qzeros", ".scales"}),),
     ),
-    Form(("mxfp4",), ("_scales",), {"_blocks": ("_scales",)}),
-    Form(
+    PartNames(("mxfp4",), ("_scales",), {"_blocks": ("_scales",)}),
+    PartNames(
         (), _NF4, certain=tuple(map(frozenset, combinations(_NF4, 2))),
         lacks="not all five parts of NF4 and their record", schemes=frozenset({"nf4"}),
     ),
@@ -179,7 +179,7 @@ class _Strays:
 
     # ------------------------------------------------------------------ parts without codes
 
-    def _parts_of(self, form: Form, keys: Sequence[str]) -> Iterator[Stray]:
+    def _parts_of(self, form: PartNames, keys: Sequence[str]) -> Iterator[Stray]:
         by_stem: dict[str, dict[str, str]] = {}
         for key in keys:
             end = _end(form.parts, key)
@@ -203,7 +203,7 @@ class _Strays:
                 )  # fmt: skip
 
     def _missing(
-        self, form: Form, stem: str, parts: Mapping[str, str]
+        self, form: PartNames, stem: str, parts: Mapping[str, str]
     ) -> tuple[Sequence[str], str] | None:
         """Return the stray ones of the parts, and what is there and what is missing; None: none is."""
         shown = f"{_named(stem)} has {', '.join(map(_last, parts.values()))}"
@@ -230,7 +230,7 @@ class _Strays:
             return [*parts.values()], f"{shown}, but {there} {info} holds no codes"
         return None
 
-    def _stated(self, form: Form, parts: Mapping[str, str]) -> str:
+    def _stated(self, form: PartNames, parts: Mapping[str, str]) -> str:
         """Return what states the form of these parts; empty: nothing does."""
         method = self._method(next(iter(parts.values())))
         if method in form.methods:
@@ -288,7 +288,7 @@ class _Strays:
     def _schemes(self) -> frozenset[str]:
         return frozenset(str(record.get("scheme")) for record in self.records.values())
 
-    def _without_scale(self, form: Form, key: str, info: TensorInfo) -> Iterator[Stray]:
+    def _without_scale(self, form: PartNames, key: str, info: TensorInfo) -> Iterator[Stray]:
         end = _end(form.codes, key)
         if end is None or not form.codes[end]:
             return

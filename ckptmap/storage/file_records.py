@@ -67,7 +67,7 @@ MAX_STREAMS = 8
 
 
 @dataclass(slots=True)
-class Progress:
+class RecordProgress:
     """What was read of one record that was not read in one piece."""
 
     start: int
@@ -129,7 +129,7 @@ class FileRecords:
         self._records: list[StatedSum] = []
         self._offsets: list[int] = []
         self.good: set[int] = set()
-        self.begun: dict[int, Progress] = {}
+        self.begun: dict[int, RecordProgress] = {}
 
     def take(self) -> None:
         """Take in what was stated since the last call. The first statement of a place counts."""
@@ -166,10 +166,10 @@ class FileRecords:
         near = self.near(offset, 1)
         return near[0] if near and near[0].offset == offset else None
 
-    def progress(self, record: StatedSum) -> Progress:
+    def progress(self, record: StatedSum) -> RecordProgress:
         begun = self.begun.get(record.offset)
         if begun is None:
-            begun = self.begun[record.offset] = Progress(record.offset)
+            begun = self.begun[record.offset] = RecordProgress(record.offset)
         return begun
 
 

@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.crc32 import crc32
-from ckptmap.storage.file_records import DamagedRecord, FileRecords, Progress
+from ckptmap.storage.file_records import DamagedRecord, FileRecords, RecordProgress
 from ckptmap.storage.manifest_file import state_chunks
 from ckptmap.storage.record_sums import Read, crc32_of, cut, read_sum, xxh3_of
 from ckptmap.tensors import StatedSum
@@ -346,7 +346,7 @@ class _Reads:
             at = end
 
 
-def _told(offset: int, progress: Progress) -> tuple[int, Sequence[tuple[int, int, int]], int]:
+def _told(offset: int, progress: RecordProgress) -> tuple[int, Sequence[tuple[int, int, int]], int]:
     """Return what another rank is told of a record; many small parts are only counted."""
     if len(progress.parts) > MAX_PARTS:
         return offset, (), progress.nbytes

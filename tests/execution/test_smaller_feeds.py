@@ -18,7 +18,7 @@ from ckptmap.execution import cuda_ring, smaller_feeds
 from ckptmap.execution.smaller_feeds import (
     MOST_HALVINGS,
     FeedSize,
-    Progress,
+    TensorProgress,
     with_smaller_feeds,
 )
 from ckptmap.quantization.blockwise.chunks import DEVICE_NUMEL, chunk_numel, smaller
@@ -163,7 +163,7 @@ def test_the_device_gets_its_memory_back_before_the_next_attempt(
 def test_bytes_are_reported_once() -> None:
     told: list[int] = []
     report: Callable[[int, str], None] = lambda nbytes, key: told.append(nbytes)  # noqa: E731
-    progress = Progress(report)
+    progress = TensorProgress(report)
     for nbytes in (10, 20):
         progress.advance(nbytes, "w")
     progress.again()

@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RankRows:
     """A tensor of `count` rows, of which ranks 0, 1, ... hold `step` each, the last one the rest.
 
     `ends` is True if the chunks prove that no further row exists.
@@ -52,7 +52,7 @@ class Rows:
         return fewest, -(-self.count // (self.step - 1)) - 1
 
 
-def rows_of(info: TensorInfo, parts: Sequence[Part], ranks: int) -> Rows | None:
+def rows_of(info: TensorInfo, parts: Sequence[Part], ranks: int) -> RankRows | None:
     """Return how the tensor is cut; None unless it is cut as Shard(0) over one mesh dimension: by rows,
     one chunk for each rank."""
     ordered = sorted(parts, key=lambda part: part.rank)
@@ -64,17 +64,17 @@ def rows_of(info: TensorInfo, parts: Sequence[Part], ranks: int) -> Rows | None:
     step, last = sizes[0][0], sizes[-1][0]
     if not step or any(size[0] != step for size in sizes[:-1]):
         return None
-    return Rows(info.shape[0], step, last < step or len(parts) < ranks)
+    return RankRows(info.shape[0], step, last < step or len(parts) < ranks)
 
 
-def is_proven(rows: Iterable[Rows], ranks: int) -> bool:
+def is_proven(rows: Iterable[RankRows], ranks: int) -> bool:
     """Return True if one of the tensors cannot be of more than `ranks` ranks."""
     most = [cut.ranks()[1] for cut in rows]
     return min((n for n in most if n is not None), default=0) == ranks
 
 
 def contradiction(
-    infos: Mapping[str, TensorInfo], rows: Mapping[str, Rows]
+    infos: Mapping[str, TensorInfo], rows: Mapping[str, RankRows]
 ) -> tuple[str, int] | None:
     """Return the key of a norm and the number of columns of most matrices, if all norms are shorter than
     that by at most one rank's chunk; None otherwise."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Renaming:
+class ModuleRenaming:
     """How transformers renames the modules of one model family.
 
     If a key of the checkpoint matches `sign`, the `rules` (pattern, replacement) are applied in turn.
@@ -32,8 +32,10 @@ class Renaming:
         return name
 
 
-def _renaming(sign: str, *rules: tuple[str, str]) -> Renaming:
-    return Renaming(re.compile(sign), tuple((re.compile(pattern), put) for pattern, put in rules))
+def _renaming(sign: str, *rules: tuple[str, str]) -> ModuleRenaming:
+    return ModuleRenaming(
+        re.compile(sign), tuple((re.compile(pattern), put) for pattern, put in rules)
+    )
 
 
 _TOWER = r"(?:language_model|(?:vision|audio|image|video)_tower|vision_model|visual)\."

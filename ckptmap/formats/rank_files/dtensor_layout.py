@@ -84,7 +84,7 @@ def _join_replicated(values: Sequence[Leaf], key: str) -> StoredTensor | Cut:
     infos = [(rank, tensor.info) for rank, tensor in tensors.items() if tensor.info is not None]
     info = _one_info(infos, key)
     whole = Box.whole(info.shape)
-    return _assemble(info, [Piece(whole, tensor, None) for tensor in tensors.values()], key)
+    return _assemble(info, [LocalBox(whole, tensor, None) for tensor in tensors.values()], key)
 
 
 def _one_info(infos: Iterable[tuple[int, TensorInfo]], key: str) -> TensorInfo:
@@ -111,12 +111,12 @@ def _first_ranks(ranks: Sequence[int]) -> str:
 def _join_parts(parts: Sequence[tuple[int, Placed]], key: str) -> StoredTensor | Cut:
     info = _one_info([(rank, part.info) for rank, part in parts], key)
     _check_meshes(parts, key)
-    pieces: list[Piece] = []
+    pieces: list[LocalBox] = []
     for rank, part in parts:
         _check_local(rank, part, key)
         geometry = part.geometry
         if 0 not in geometry.sizes or not info.numel:
-            pieces += [Piece(box, part.local, local) for box, local in geometry.pieces]
+            pieces += [LocalBox(box, part.local, local) for box, local in geometry.pieces]
     for parts_on_mesh in _by_mesh(parts):
         _check_complete(
             info, parts_on_mesh, {box for _, part in parts_on_mesh for box in _boxes(part)}, key
@@ -203,7 +203,7 @@ def _check_complete(
     )
 
 
-class Piece(NamedTuple):
+class LocalBox(NamedTuple):
     """A box of the whole tensor, and the box of a rank's local tensor that fills it (None: all of it)."""
 
     box: Box
@@ -211,7 +211,7 @@ class Piece(NamedTuple):
     within: Box | None
 
 
-def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTensor | Cut:
+def _assemble(info: TensorInfo, pieces: Sequence[LocalBox], key: str) -> StoredTensor | Cut:
     """Return the tensor that the pieces make. A later piece of the same box is a replica."""
     stored = [
         (box, local, within) for box, local, within in pieces if isinstance(local, StoredTensor)
@@ -242,7 +242,7 @@ def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTens
     )
 
 
-def _cut(info: TensorInfo, pieces: Sequence[Piece], key: str) -> Cut:
+def _cut(info: TensorInfo, pieces: Sequence[LocalBox], key: str) -> Cut:
     for box, local, within in pieces:
         if within is not None and (local.info is None or within.sizes != local.info.shape):
             raise SourceError(

@@ -10,22 +10,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ckptmap.execution.heartbeat import Store
+
 PATIENCE_S = 3.0
 """Seconds that a rank is given to come once a collective has failed: others fail a moment later."""
 POLL_S = 0.05
-
-
-class Store(Protocol):
-    """What is used of a store of torch.distributed."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptmap.operations.report.collect import Tensors, shown_name
-from ckptmap.operations.shards import Piece, ShardsReport
+from ckptmap.operations.shards import ShardsReport, StoredPiece
 
 LISTED = 200_000
 """Boxes that a page lists at most."""
@@ -77,7 +77,7 @@ class _Drawing:
         self._files, self._parts = _Interned[str](), _Interned[str]()
         self._forms = _Interned[Form]()
 
-    def add(self, piece: Piece, row: int) -> None:
+    def add(self, piece: StoredPiece, row: int) -> None:
         tensor = self._numbers[piece.role, piece.fqn]
         at = (row, self._column_of[self._layer_of[tensor]])
         cell = self._cells.setdefault(at, [0, 0, 0])
