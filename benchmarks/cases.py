@@ -200,6 +200,10 @@ INSPECT: Sequence[Case] = (
     _inspect("many_safetensors", "inspect: 100,000 in safetensors", "list_safetensors", LARGE),
     _inspect("many_pt", "inspect: 100,000 in torch.save", "list_pt", LARGE),
     _inspect("many_dcp", "inspect: 100,000 in DCP", "list_dcp", LARGE),
-)
+    Case(
+        "report-many_safetensors", "report: 100,000 in safetensors", "many_safetensors",
+        ("report", "SRC", "-o", "DST"), ("list_safetensors",), Target(own_wall_s=5), copies=False,
+    ),
+)  # fmt: skip
 
 GROUPS = {"model": MODEL, "growth": GROWTH, "ranks": RANK_FILES, "inspect": INSPECT}

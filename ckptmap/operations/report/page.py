@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Unpack
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -17,7 +17,7 @@ from ckptmap.core.formatting import human
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.printable import one_line
 from ckptmap.core.signatures import spelled_out
-from ckptmap.errors import PlanError
+from ckptmap.errors import ArgumentError, PlanError
 from ckptmap.operations.diff import DiffReport, compare, with_prefix_told
 from ckptmap.operations.inspect import InspectReport
 from ckptmap.operations.report import html, provenance
@@ -45,6 +45,10 @@ from ckptmap.version import __version__
 
 ELSEWHERE = ("dtypes", "encodings", "refused", "note", "optimizer")
 """Facts that other parts of the page show."""
+OF_SOURCE = (
+    "to", "source_root", "like", "param_order", "strip_prefix", "rename", "add_prefix",
+)  # fmt: skip
+"""Options that tell how a checkpoint is read."""
 PATTERNS = 400
 """Lines of the folded table that a reader without scripts sees."""
 
@@ -82,10 +86,11 @@ def report(
 
     Other keyword arguments are the fields of `Options`; they hold for `path` and `to`. Without
     values it reads headers only. Nothing is written. Raises SourceError where a path is no
-    checkpoint, PlanError where `to` is no setup; a conversion that is refused is told in the page.
+    checkpoint, PlanError where `to` is no setup, ArgumentError CKM516 for an option of a conversion without `to`; a conversion that is refused is told in the page.
     """
     aims = [to] if isinstance(to, str) else list(to or ())
     options = options_from(aims[0] if aims else "", keywords, "report()")
+    _require_use(options, values, bool(aims), against is not None)
     with ExitStack() as stack:
         ckpt = path if isinstance(path, Checkpoint) else stack.enter_context(_opened(path, options))
         other = against
@@ -97,6 +102,22 @@ def report(
         with paused_gc():
             contents = _contents(ckpt, other, aims, options, values)
             return html.page(**_sections(contents), data=_data(contents))
+
+
+def _require_use(options: Options, values: bool | None, aims: bool, against: bool) -> None:
+    """Raise ArgumentError CKM516 where an option of a conversion is given, and no conversion."""
+    given = [
+        field.name
+        for field in fields(Options)
+        if field.name not in OF_SOURCE and getattr(options, field.name) != field.default
+    ]
+    given += ["values"] if values is not None and not against else []
+    if given and not aims:
+        raise ArgumentError(
+            "CKM516",
+            f"report(): {given[0]} says how a conversion is shown, and none is asked for",
+            f"give to=SETUP (--to SETUP), or leave out {given[0]}",
+        )
 
 
 def _opened(path: str | os.PathLike[str], options: Options) -> Checkpoint:

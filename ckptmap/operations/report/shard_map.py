@@ -51,8 +51,8 @@ def shard_map(shards: ShardsReport, tensors: Tensors) -> ShardMap:
         keys[share.rank if ranked else share.file] = (
             f"rank {share.rank}" if ranked else shown_name(share.file)
         )
-    row_of, rows = _bucketed(list(keys.values()), ROWS)
-    column_of, columns = _bucketed([shown_name(title) for title in tensors.layers], COLUMNS)
+    row_of, rows = bucketed(list(keys.values()), ROWS)
+    column_of, columns = bucketed([shown_name(title) for title in tensors.layers], COLUMNS)
     number = {key: row_of[i] for i, key in enumerate(keys)}
     drawn = _Drawing(tensors, column_of)
     for piece in shards.pieces:
@@ -118,7 +118,7 @@ def _evenly(counts: Sequence[int], total: int) -> int:
     return kept
 
 
-def _bucketed(titles: Sequence[str], most: int) -> tuple[list[int], list[str]]:
+def bucketed(titles: Sequence[str], most: int) -> tuple[list[int], list[str]]:
     """Return the place of each title, and the titles of the places: at most `most` of them."""
     width = -(-len(titles) // most) if titles else 1
     if width == 1:

@@ -38,6 +38,16 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+def search(page: Page, text: str) -> str:
+    """Type a text into the search; return how many tensors the page has found."""
+    page.value(
+        f"(s => {{ s.value = '{text}'; s.dispatchEvent(new Event('input')); }})"
+        "(document.getElementById('search'))"
+    )
+    page.value(WAIT)
+    return str(page.value("document.getElementById('found').textContent"))
+
+
 def test_the_tree_by_keys_and_by_search(page: Page, experts: Path) -> None:
     page.open(experts)
     assert page.value(WAIT) is None and not page.problems()
@@ -53,12 +63,7 @@ def test_the_tree_by_keys_and_by_search(page: Page, experts: Path) -> None:
     assert (
         "model.norm.weight" in detail and "[0] + [256]" in detail and "model.safetensors" in detail
     )
-    page.value(
-        "(s => { s.value = '.7.up_proj'; s.dispatchEvent(new Event('input')); })"
-        "(document.getElementById('search'))"
-    )
-    page.value(WAIT)
-    assert page.value("document.getElementById('found').textContent") == "2 tensors found"
+    assert search(page, ".7.up_proj") == "2 tensors found"
     assert sum("up_proj" in text for text in page.value(f"{ROWS}.map(r => r.textContent)")) == 2
 
 
@@ -83,6 +88,7 @@ def test_the_map_by_keys_and_by_pointer(page: Page, experts: Path) -> None:
 
 def test_hostile_names_are_text(page: Page, tmp_path: Path) -> None:
     weights = {f"{name}.{i}": torch.zeros(2) for i, name in enumerate(HOSTILE)}
+    weights |= {"x" * 4999 + end: torch.zeros(2) for end in "yz"}  # shown alike
     torch.save(weights, tmp_path / "model.pt")
     file = tmp_path / "report.html"
     file.write_text(ckptmap.report(tmp_path / "model.pt", to="full-bf16"))
@@ -94,6 +100,7 @@ def test_hostile_names_are_text(page: Page, tmp_path: Path) -> None:
     assert page.value("document.querySelectorAll('img').length") == 0
     shown = page.value("document.getElementById('tree').textContent")
     assert "</script><script>alert(1)</script>" in shown and "\\u202e" in shown
+    assert search(page, "x" * 900) == "3 tensors found"
     # The policy holds whatever gets into the page: a script that is added does not run.
     page.value(
         "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.ran=1\">');"

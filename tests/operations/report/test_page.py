@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 import ckptmap
 from ckptmap.operations.report.collect import layers_of, projection, shared_segments
+from ckptmap.operations.report.shard_map import bucketed
 from ckptmap.operations.shards import ShardsReport
 from tests.corpus import Corpus
 from tests.support.sparse import write_sparse
@@ -205,6 +206,25 @@ def test_names_of_layers() -> None:
         "norm.weight",
         "x",
     ]
+
+
+def test_options_of_a_conversion_need_one(corpus: Corpus) -> None:
+    path = corpus["hf_sharded_fp32"].path
+    for wrong in ({"world_size": 8}, {"values": True}, {"exclude": "lm_head*"}):
+        with pytest.raises(
+            ckptmap.CkptmapError, match=f"{next(iter(wrong))} says how a conversion"
+        ):
+            ckptmap.report(path, **wrong)
+    with pytest.raises(ckptmap.CkptmapError, match="world_size"):
+        ckptmap.report(path, to="full", wrold_size=8)
+    assert "student.lm_head.weight" in names(ckptmap.report(path, add_prefix="student"))
+
+
+def test_more_ranks_than_rows() -> None:
+    place, titles = bucketed([f"rank {i}" for i in range(1000)], 256)
+    assert len(titles) == 250 and titles[1] == "rank 4 to rank 7"
+    assert [place[i] for i in (0, 3, 4, 999)] == [0, 0, 1, 249]
+    assert bucketed(["a", "b"], 2) == ([0, 1], ["a", "b"]) and bucketed([], 2) == ([], [])
 
 
 def test_shared_segments() -> None:

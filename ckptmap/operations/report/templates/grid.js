@@ -84,7 +84,8 @@ page.grid = (host, spec) => {
   const holder = page.make("div");
   holder.setAttribute("role", "row");
   cursor.setAttribute("role", "gridcell");
-  cursor.id = `${host.id || "grid"}-cell-${Math.floor(Math.random() * 1e9)}`;
+  page.grids = (page.grids || 0) + 1;
+  cursor.id = `grid-${page.grids}-cell`;
   cursor.append(label);
   holder.append(cursor);
 

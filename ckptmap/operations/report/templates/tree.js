@@ -21,6 +21,13 @@ page.tree = (() => {
     return made;
   }
 
+  function namesake(one, i) {
+    const made = node(one.title, one.depth);
+    made.parent = one.parent;
+    one.parent.children.set(`${one.title} ${i}`, made);
+    return made;
+  }
+
   function build() {
     const { kinds, kind } = page.data.tensors;
     const roles = new Set(kind.map((k) => kinds[k][0]));
@@ -39,7 +46,9 @@ page.tree = (() => {
         segments = page.names[i].split(".");
       }
       for (const segment of segments) stack.push(child(stack[stack.length - 1], segment));
-      stack[stack.length - 1].tensor = i;
+      let leaf = stack[stack.length - 1];
+      if (leaf.tensor >= 0) leaf = namesake(leaf, i); // two names that are shown alike
+      leaf.tensor = i;
     }
     add(top);
     return top;
