@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from collections.abc import Sequence
+
 MAX_LINE = 400
 """Characters of another library's error that are shown."""
 
@@ -19,6 +23,32 @@ def human(nbytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that stdout is; None: it is a pipe or a file, of any width."""
+    try:
+        return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    except (AttributeError, ValueError):  # stdout is closed
+        return None
+
+
+def fitted(heads: Sequence[str], tails: Sequence[str], indent: str = "  ") -> list[str]:
+    """Return lines of a table: `head  tail`, the heads aligned.
+
+    Where a line would be wider than the terminal, each tail stands below its head: no name is cut.
+    """
+    width = max(map(len, heads), default=0)
+    lines = [f"{indent}{head:<{width}}  {tail}" for head, tail in zip(heads, tails, strict=True)]
+    limit = terminal_width()
+    if limit is None or max(map(len, lines), default=0) <= limit:
+        return lines
+    below = 3 * indent
+    return [
+        line
+        for head, tail in zip(heads, tails, strict=True)
+        for line in (f"{indent}{head}", f"{below}{tail.lstrip()}")
+    ]
 
 
 def first_line(error: BaseException) -> str:

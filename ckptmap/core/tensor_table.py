@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptmap.core.columns import each
+from ckptmap.core.formatting import fitted, human
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """Matches a number that is a whole segment of a name."""
@@ -146,7 +147,7 @@ def _without_tail(key: str, name: str) -> tuple[str, str]:
 
 
 def table(names: Sequence[str], looks: Sequence[TensorSummary]) -> list[str]:
-    """Return aligned lines: name, count, shape, kind, fidelity, bytes."""
+    """Return aligned lines: name, count, shape, kind, fidelity, size; see `fitted`."""
     cells = [
         (
             f"{g.look.role}: {g.pattern}" if g.look.role != "model" else g.pattern,
@@ -154,18 +155,18 @@ def table(names: Sequence[str], looks: Sequence[TensorSummary]) -> list[str]:
             str(list(g.look.shape)),
             " ".join(g.look.kind),
             g.look.fidelity,
-            f"{g.nbytes:,} B",
+            human(g.nbytes),
         )
         for g in fold(names, looks)
     ]
     if not cells:
         return []
     widths = [max(len(row[i]) for row in cells) for i in range(6)]
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(w) if i in (1, 5) else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+    tails = [
+        "  ".join(
+            cell.rjust(w) if i in (0, 4) else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row[1:], widths[1:], strict=True))
         ).rstrip()
         for row in cells
     ]
+    return fitted([row[0] for row in cells], tails)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
+from ckptmap.core.formatting import human
 from ckptmap.errors import PlanError
 from ckptmap.mapping.axes import parse_axes
 from ckptmap.mapping.expressions import Expr, parse_expr
@@ -49,7 +50,7 @@ def load_scheme(path: str | Path) -> NamingScheme:
     try:
         if file.stat().st_size > MAX_NBYTES:
             raise PlanError(
-                "CKM601", f"{file}: {file.stat().st_size} bytes, expected at most {MAX_NBYTES}",
+                "CKM601", f"{file}: {human(file.stat().st_size)}, expected at most {human(MAX_NBYTES)}",
                 "a mapping file is a few kilobytes of TOML",
             )  # fmt: skip
         text = file.read_text(encoding="utf-8")

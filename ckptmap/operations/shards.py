@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.formatting import counted, human
+from ckptmap.core.formatting import counted, fitted, human
 from ckptmap.core.name_globs import matches
 from ckptmap.core.printable import as_lines
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -110,14 +110,14 @@ class ShardsReport:
             yield f"  replicas   {counted(len(replicas), 'piece')}, {human(sum(replicas))}"
 
     def _file_lines(self) -> Iterator[str]:
-        width = max((len(share.file) for share in self.files), default=4)
-        yield f"  {'file':<{width}}  rank  tensors  pieces      bytes"
+        heads, tails = ["file"], ["rank  tensors  pieces       size"]
         for share in self.files:
             rank = "-" if share.rank is None else str(share.rank)
-            yield (
-                f"  {share.file:<{width}}  {rank:>4}  {share.tensors:>7,}  {share.pieces:>6,}"
-                f"  {human(share.nbytes):>9}"
+            heads.append(share.file)
+            tails.append(
+                f"{rank:>4}  {share.tensors:>7,}  {share.pieces:>6,}  {human(share.nbytes):>9}"
             )
+        yield from fitted(heads, tails)
 
     def _lines(self) -> Iterator[str]:
         """Yield a line for each piece where names were asked for: there may be a million."""
@@ -128,7 +128,7 @@ class ShardsReport:
             name = f"{piece.fqn}:{piece.part}" if piece.part else piece.fqn
             yield (
                 f"  {name}  {list(piece.box_offsets)} + {list(piece.box_sizes)}"
-                f"  {piece.file} at {piece.offset:,}, {piece.nbytes:,} B"
+                f"  {piece.file} at {piece.offset:,}, {human(piece.nbytes)}"
                 + ("  replica" if piece.replica else "")
             )
 

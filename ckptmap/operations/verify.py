@@ -20,7 +20,7 @@ from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed_like_output
 from ckptmap.checkpoint.translate_names import left_out_as_tied, translated_like_output
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, human
 from ckptmap.core.log import log
 from ckptmap.core.printable import as_lines, one_line
 from ckptmap.core.short_repr import ShortRepr
@@ -81,7 +81,7 @@ class VerifyReport(ShortRepr):
         }  # fmt: skip
 
     def __str__(self) -> str:
-        held = f"{counted(self.tensors, 'stored tensor')}, {counted(self.nbytes, 'byte')}"
+        held = f"{counted(self.tensors, 'stored tensor')}, {human(self.nbytes)}"
         head = f"{self.path}: {held}; {', '.join(self.checks)}"
         lines = [f"{'ok' if self.ok else 'NOT ok'}: {head}"]
         if self.errors:

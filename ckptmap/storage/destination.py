@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from ckptmap.core.formatting import human
 from ckptmap.errors import DestinationError
 from ckptmap.storage.resource_limits import or_resource_error
 
@@ -172,7 +173,7 @@ def check_space(directory: Path, nbytes: int, present: int = 0) -> None:
     if nbytes - present > free:
         raise DestinationError(
             "CKM303",
-            f"{directory}: needs {nbytes - present} bytes, found {free} free",
+            f"{directory}: needs {human(nbytes - present)}, {human(free)} free",
             "free some space or choose another destination",
         )
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptmap.core.formatting import human
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.own_files import odd_file, refusal
@@ -359,8 +360,8 @@ def _reserve_error(path: Path, nbytes: int, error: OSError) -> DestinationError 
     if error.errno in NO_SPACE:
         full = DestinationError(
             "CKM303",
-            f"{path}: needs {nbytes} bytes: {error.strerror}",
+            f"{path}: needs {human(nbytes)}: {error.strerror}",
             "free some space or choose another destination",
         )
         return or_resource_error(error, full)
-    return RunError("CKM306", f"{path}: cannot be made {nbytes} bytes long: {error.strerror}")
+    return RunError("CKM306", f"{path}: cannot be made {human(nbytes)} long: {error.strerror}")

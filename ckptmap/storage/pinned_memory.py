@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptmap.core.formatting import human
+
 if TYPE_CHECKING:
     import torch
 
@@ -33,7 +35,7 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         _refusals.append(str(error).partition("\n")[0])
         if len(_refusals) == 1:
             warnings.warn(
-                f"{memory.nbytes} bytes of host memory could not be pinned ({_refusals[0]}):"
+                f"{human(memory.nbytes)} of host memory could not be pinned ({_refusals[0]}):"
                 " pageable memory is used, and copies from and to the device are slower",
                 RuntimeWarning,
                 stacklevel=2,

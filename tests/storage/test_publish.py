@@ -185,7 +185,7 @@ def test_something_appears_meanwhile(tmp_path: Path) -> None:
 
 
 def test_no_space_is_told_with_numbers(tmp_path: Path) -> None:
-    with pytest.raises(DestinationError, match=r"needs \d{18} bytes, found \d+ free") as caught:
+    with pytest.raises(DestinationError, match=r"needs [\d.]+ TiB, [\d.]+ \w+ free") as caught:
         WorkDirectory.open(tmp_path / "out", A, one_file=False, overwrite=False, nbytes=10**17 * 3)
     assert code_of(caught) == "CKM303"
     assert left(tmp_path) == []

@@ -374,7 +374,7 @@ def test_an_empty_mount_point_is_filled_file_by_file(source: Path, tmp_path: Pat
         torch.manual_seed(0)
         save_file({"w": torch.randn(600_000)}, tmp_path / "big.safetensors")
         with pytest.raises(
-            DestinationError, match=r"out: needs \d+ bytes, found \d+ free"
+            DestinationError, match=r"out: needs [\d.]+ \w+, [\d.]+ \w+ free"
         ) as caught:
             ckptmap.convert(tmp_path / "big.safetensors", dst, to="fsdp2")
         assert caught.value.code == "CKM303" and leftovers(tmp_path) == []

@@ -126,7 +126,7 @@ def _metadata_bytes(root: str, names: Sequence[str], mounts: Mounts) -> bytes:
         if nbytes > MAX_METADATA_NBYTES:
             raise SourceError(
                 "CKM109",
-                f"{path}: {nbytes} bytes, expected at most {MAX_METADATA_NBYTES}",
+                f"{path}: {nbytes >> 20:,} MiB, expected at most {MAX_METADATA_NBYTES >> 20} MiB",
                 "this is not the metadata of a DCP directory; copy the directory again, or save again",
             )
         return mounts.local_copy(path).read_bytes()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
+from ckptmap.core.formatting import human
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import SourceError
 from ckptmap.formats.pickle.blocklist import Refused, refuse_dangerous
@@ -328,7 +329,7 @@ def load(
     on the list of attacks. Nothing that a pickle names is imported or called.
     """
     if len(data) > MAX_NBYTES:
-        _malformed(where, f"holds {len(data)} bytes, expected at most {MAX_NBYTES}")
+        _malformed(where, f"holds {human(len(data))}, expected at most {human(MAX_NBYTES)}")
     _allowance.left = 16 * len(data) + 1_000_000
     try:
         check_opcodes(data, of_nbytes)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from ckptmap.core.formatting import human
 from ckptmap.core.json_text import JsonError, parse_pairs
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.storage.files import Files
@@ -358,7 +359,7 @@ def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str])
     if len(raw) > MAX_HEADER_NBYTES:
         raise PlanError(
             "CKM203",
-            f"the safetensors header would take {len(raw)} bytes, expected at most {MAX_HEADER_NBYTES}",
+            f"the safetensors header would take {human(len(raw))}, expected at most {human(MAX_HEADER_NBYTES)}",
             "write more and smaller files: --max-shard-size 2GB",
         )
     return len(raw).to_bytes(8, "little") + raw

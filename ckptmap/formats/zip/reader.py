@@ -13,6 +13,7 @@ from operator import add, gt, sub
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptmap.core.formatting import human
 from ckptmap.errors import SourceError
 from ckptmap.formats.zip.directory import (
     CRC_NBYTES,
@@ -246,7 +247,7 @@ class Records:
         """Return the bytes of a member, at most `limit`; with `check`, verify the CRC-32."""
         record = self[name]
         if record.nbytes > limit:
-            raise bad(self.file, f"{name}: {record.nbytes} bytes, expected at most {limit}")
+            raise bad(self.file, f"{name}: {human(record.nbytes)}, expected at most {human(limit)}")
         data = self._window.read(record.offset - self.base, record.nbytes)
         if check:
             self._compare(record, crc32(data))

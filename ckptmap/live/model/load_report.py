@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptmap.core.formatting import human
 from ckptmap.core.printable import as_lines
 from ckptmap.core.short_repr import ShortRepr
 from ckptmap.storage.source_sums import SourceCheck
@@ -70,7 +71,7 @@ class Decoded:
 
     def __str__(self) -> str:
         extra = self.dense_nbytes - self.encoded_nbytes
-        return f"{self.fqn}: {self.reason}; {extra:,} bytes more on this rank"
+        return f"{self.fqn}: {self.reason}; {human(extra)} more on this rank"
 
 
 @dataclass(frozen=True)
@@ -219,12 +220,12 @@ class LoadReport(ShortRepr):
             lines.append(f"not bit for bit: {listed(self.inexact)}")
         if self.source.unchecked:
             lines.append(
-                f"  not compared with checksums: {self.source.unchecked:,} bytes of records that"
+                f"  not compared with checksums: {human(self.source.unchecked)} of records that"
                 ' were read in part; verify="full" reads their rest'
             )
         lines.append(
-            f"  most bytes held by load: {self.peak_host_nbytes:,} host, "
-            f"{self.peak_device_nbytes:,} device"
+            f"  most bytes held by load: {human(self.peak_host_nbytes)} host, "
+            f"{human(self.peak_device_nbytes)} device"
         )
         return as_lines(lines)
 

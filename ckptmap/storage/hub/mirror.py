@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from ckptmap.core.formatting import human
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.protocols.file_systems import Fingerprint, Mounts
 from ckptmap.storage.hub.entry import Entry
@@ -153,7 +154,7 @@ class Mirror:
         if needed > free:
             raise RunError(
                 "CKM710",
-                f"{place}: needs {needed} bytes for {self.origin}, found {free} free",
+                f"{place}: needs {human(needed)} for {self.origin}, {human(free)} free",
                 "free some, or set HF_HOME to a larger disk"
                 + ("" if into else ", or keep one shard at a time with --low-disk"),
             )

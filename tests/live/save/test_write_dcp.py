@@ -194,7 +194,7 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
         return empty(*shape, **how)  # type: ignore[call-overload,no-any-return]
 
     monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.warns(RuntimeWarning, match=r"24 bytes of host memory could not be pinned") as seen:
+    with pytest.warns(RuntimeWarning, match=r"24 B of host memory could not be pinned") as seen:
         first = pinned_memory.host_memory((2, 3), torch.float32)
         second = pinned_memory.host_memory((2, 3), torch.float32)
     assert len(seen) == 1

@@ -214,7 +214,7 @@ def test_no_space_is_said_before_the_download(
         return SimpleNamespace(free=5_000_000) if "home" in str(path) else real(path)
 
     monkeypatch.setattr(shutil, "disk_usage", small)
-    with pytest.raises(RunError, match=r"needs 83\d+ bytes for hf://org/m@") as caught:
+    with pytest.raises(RunError, match=r"needs 8.0 MiB for hf://org/m@") as caught:
         plan.execute(tmp_path / "out.pt")
     assert caught.value.code == "CKM710" and "--low-disk" in caught.value.hint
     assert not [seen for seen in hub.asked("GET /cdn/") if not seen.range]
