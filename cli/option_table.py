@@ -92,7 +92,8 @@ TABLE: Mapping[str, CliOption] = {
     "threads": CliOption("Number of threads; default: one a core, at most 4.", at_least=1),
     "overwrite": CliOption("Replace DST when the new one is complete."),
     "include": CliOption(
-        "Write only weights with these plain names (with --names: names in DST); repeatable.",
+        "Write only weights with these plain names (with --names and --rename: names in DST);"
+        " repeatable.",
         "GLOB",
     ),
     "exclude": CliOption(
@@ -101,7 +102,9 @@ TABLE: Mapping[str, CliOption] = {
         "GLOB",
     ),
     "drop": CliOption(
-        "Leave out this entry of SRC, whatever it is: a key or a glob; repeatable.", "KEY"
+        "Leave out this entry of SRC, whatever it is: a key or a glob (with --rename: a new name);"
+        " repeatable.",
+        "KEY",
     ),
     "optimizer": CliOption(
         "Whether to convert or to leave out the optimizer state.",

@@ -6,10 +6,12 @@ no scheme here decodes keeps its entry, since nobody could read its parts withou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from shlex import quote
 from typing import Protocol, runtime_checkable
 
 from ckptmap import registry
+from ckptmap.errors import PlanError
 
 
 @runtime_checkable
@@ -23,10 +25,15 @@ class KeepsRecords(Protocol):
 
 
 def foreign_records(
-    records: Mapping[str, Mapping[str, object]], decoded: Container[str], written: Collection[str]
+    records: Mapping[str, Mapping[str, object]],
+    decoded: Container[str],
+    written: Mapping[str, str],
 ) -> dict[str, Mapping[str, object]]:
-    """Return the records of tensors that are not `decoded`, and whose parts are all `written` as
-    bytes and under their own names."""
+    """Return the records of tensors that are not `decoded`, and whose parts are all written as bytes.
+
+    `written` has the names in the output of what is written, by stored key. Raises PlanError CKM618
+    where a part has another name there: nobody could read the tensor, because its record names it.
+    """
     carried: dict[str, Mapping[str, object]] = {}
     if not records:  # all schemes are imported only to ask about a record
         return carried
@@ -36,6 +43,15 @@ def foreign_records(
         answer = next(
             (answer_of_scheme for answer_of_scheme in answers if answer_of_scheme is not None), None
         )
-        if answer is not None and fqn not in decoded and all(key in written for key in answer[1]):
-            carried[fqn] = answer[0]
+        if answer is None or fqn in decoded or not all(key in written for key in answer[1]):
+            continue
+        for key in answer[1]:
+            if written[key] != key:
+                raise PlanError(
+                    "CKM618",
+                    f"{key}: would be written as {written[key]!r}, and the metadata of {fqn}, which cannot"
+                    " be decoded here, names its parts",
+                    f"leave names as they are, or leave it behind with --exclude {quote(key)}",
+                )
+        carried[fqn] = answer[0]
     return carried

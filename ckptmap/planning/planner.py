@@ -9,6 +9,7 @@ frozen value with remarks for the user.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Unpack
 
@@ -26,7 +27,7 @@ from ckptmap.planning.foreign_records import foreign_records
 from ckptmap.planning.key_selection import select
 from ckptmap.planning.optimizer_state import OptimizerState, optimizer_state
 from ckptmap.planning.options import OptionKeywords, Options, options_from
-from ckptmap.planning.output_names import output_names
+from ckptmap.planning.output_names import OutputNames, output_names
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.prefix_notes import prefix_notes
@@ -34,7 +35,7 @@ from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.planning.source import PlanSource, open_source
 from ckptmap.planning.tensor_layout import tensor_layout
-from ckptmap.planning.weight_encodings import weight_encodings
+from ckptmap.planning.weight_encodings import WeightEncodings, weight_encodings
 from ckptmap.setups import Aim
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import errors_by_given_path
@@ -99,8 +100,7 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
     remarks += carried.remarks
     remarks += encoding_remarks(request, layout, encodings, remarks.dropped, layout.tied)
     values = {names.of_extra(path): value for path, value in selection.values.items()}
-    written = {names.weights[fqn] for fqn in encodings.written}
-    records = {**layout.records, **foreign_records(ckpt.index.records, ckpt, written)}
+    records = {**layout.records, **_foreign_records(ckpt, names, encodings)}
     files, encodes = file_layout(
         request, layout, {**optimizer.values, **values}, records, sharding.world_size, carried.stem
     )
@@ -111,3 +111,15 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
         remarks.unresolved, layout.keys, records, request.fingerprints,
         tuple(map(ckpt.files.mounts.with_origins, notes)),
     )  # fmt: skip
+
+
+def _foreign_records(
+    ckpt: Checkpoint, names: OutputNames, encodings: WeightEncodings
+) -> dict[str, Mapping[str, object]]:
+    if not ckpt.index.records:
+        return {}
+    origins = ckpt.origins
+    written = {
+        key: names.weights[fqn] for fqn in encodings.written for key in origins.get(fqn, (fqn,))
+    }
+    return foreign_records(ckpt.index.records, ckpt, written)

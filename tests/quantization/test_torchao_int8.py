@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import ckptmap
-from ckptmap.errors import RunError
+from ckptmap.errors import PlanError, RunError
 from ckptmap.protocols import Refusal
 from ckptmap.quantization.blockwise import dequantize as decoding
 from ckptmap.quantization.blockwise.scaled_encoder import ScaledEncoder
@@ -478,6 +478,12 @@ def test_a_class_that_is_not_decoded_moves_with_what_torchao_says_of_it(tmp_path
         found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         state, left = unflatten_tensor_state_dict(found, opened.metadata())
     assert not left and torch.equal(state["fc.weight"].dequantize(), made.dequantize())
+    for names in ({"add_prefix": "net"}, {"wrap": "ddp"}):  # torchao would not find the parts
+        with pytest.raises(
+            PlanError, match=r"the metadata of fc\.weight, .* names its parts"
+        ) as refused:
+            ckptmap.plan(tmp_path / "in", "hf", **names)
+        assert refused.value.code == "CKM618"
     plan = ckptmap.plan(tmp_path / "in", "hf-fp32")
     assert {item.key for item in plan.unresolved} == {"fc._weight_qdata", "fc._weight_scale"}
 
