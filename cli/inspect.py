@@ -45,7 +45,8 @@ def command(
 ) -> None:
     """Show the container, setup, wrappers, encodings and tensors of a checkpoint.
 
-    It reads headers only, unpickles nothing and does not import torch.
+    It reads headers only and unpickles nothing. It imports torch only where a config.json has to
+    name optimizer state that is keyed by index.
     """
     names = typed_names(typed)
     show(path, keys, typed.values["source_root"], json, typed.values["like"], shards, names)

@@ -49,7 +49,8 @@ class InspectReport:
         self.looks = dict(zip(infos, each(infos.values(), _plain), strict=True))
         self.looks |= _encoded(ckpt)
         self.kinds = self._counts()
-        # Not read where keyed by index: naming parameters may build a transformers class.
+        if ckpt.optimizer_by_index and ckpt.optimizer_reader.config is not None:
+            ckpt.optimizer_reader.named()  # builds the transformers class, as `plan` does
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
         self.states = [lazy for states in named.values() for lazy in states.values()]
         self.other = list(ckpt.other.values())
@@ -225,7 +226,8 @@ class InspectReport:
             return ""
         count = counted(optimizer["parameters"], "parameter")
         if optimizer["keyed_by"] == "index":
-            return f"state of {count}, keyed by index: the file does not say which is which"
+            told = "the file does not say which is which, a config.json would (--like PATH)"
+            return f"state of {count}, keyed by index: {told}"
         return f"state of {count} by name: {', '.join(optimizer['states'])}, {human(optimizer['nbytes'])}"
 
 

@@ -7,6 +7,7 @@ than what the adapter adds. So this needs `force`, and the report states how muc
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -22,7 +23,7 @@ from ckptmap.checkpoint.rename import renamed
 from ckptmap.core import argument_checks
 from ckptmap.core.printable import one_line
 from ckptmap.core.signatures import spelled_out
-from ckptmap.errors import ArgumentError, PlanError
+from ckptmap.errors import ArgumentError, PlanError, SourceError
 from ckptmap.execution.phases import Phases
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.operations.convert import run
@@ -130,6 +131,20 @@ def merge(
         return with_survival(merge_plan, run(merge_plan, dst, run_options))
 
 
+def _open_base(
+    base: str | os.PathLike[str], adapter: str | os.PathLike[str] | Adapter
+) -> Checkpoint:
+    """Return the base. Raises SourceError CKM111 for an adapter in its place, with the right order."""
+    try:
+        return open(base)
+    except SourceError as error:
+        swapped = error.code == "CKM111" and "peft adapter" in error.message
+        if swapped and isinstance(adapter, str | os.PathLike):
+            after = shlex.join(["ckptmap", "merge", os.fspath(adapter), os.fspath(base), "DST"])
+            error.hint = f"the base comes first, then the adapter: {after}"
+        raise
+
+
 def plan_merge(
     base: str | os.PathLike[str] | Checkpoint,
     adapter: str | os.PathLike[str] | Adapter,
@@ -154,7 +169,7 @@ def plan_merge(
         options.pop("rename", ()),
         options.pop("add_prefix", None),
     )
-    opened = base if isinstance(base, Checkpoint) else open(base)
+    opened = base if isinstance(base, Checkpoint) else _open_base(base, adapter)
     try:
         ckpt = renamed(opened, renaming)  # before the merge: the adapter goes by names, too
         to = to or own_setup(ckpt)

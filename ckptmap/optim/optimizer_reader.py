@@ -139,6 +139,11 @@ class OptimizerReader:
         return self._tried or isinstance(self._order_in_file, str)
 
     @property
+    def config(self) -> FilePath | None:
+        """The config.json whose transformers class may name the indices; None: there is none."""
+        return find_config(self._config_dir, self._config_like)
+
+    @property
     def order(self) -> str:
         """The source of the names behind indices; "": there are no indices, or no source of names."""
         self.named()
@@ -219,7 +224,7 @@ class OptimizerReader:
         return order if isinstance(order, str) else (orders.MODEL_ORDER, order)
 
     def _by_class(self) -> tuple[str, Order] | None:
-        config = find_config(self._config_dir, self._config_like)
+        config = self.config
         if config is None:
             return None
         counts = [len(group[PARAMS]) for group in self.raw.groups]

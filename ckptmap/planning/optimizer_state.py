@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from ckptmap.errors import PlanError
@@ -136,6 +137,18 @@ def _unnamed(reader: OptimizerReader) -> Unresolved:
         "optimizer",
         f"its state is keyed by parameter index, and the file does not name the parameters:"
         f" {reader.why}",
-        "give the names in order with --param-order FILE, or convert the weights alone with"
-        " --optimizer drop",
+        f"{_first_way(reader)}, or give the names in order with --param-order FILE, or convert the weights"
+        " alone with --optimizer drop",
+    )
+
+
+def _first_way(reader: OptimizerReader) -> str:
+    """Return the easiest way to names: the model's config.json, and transformers to build its class."""
+    if reader.config is None:
+        return "give the model's config.json with --config-from PATH"
+    if find_spec("transformers") is None:
+        return f"pip install transformers, whose class {reader.config.name} names"
+    return (
+        f"the transformers class of {reader.config.name} has not these parameters: give the config.json"
+        " of this model with --config-from PATH"
     )

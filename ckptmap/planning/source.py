@@ -21,7 +21,7 @@ from ckptmap.planning.options import Options
 from ckptmap.planning.restored_scales import restored
 from ckptmap.protocols import Setup
 from ckptmap.storage.files import Files
-from ckptmap.storage.hub.resolve import errors_by_given_path
+from ckptmap.storage.hub.resolve import errors_by_given_path, refuse_elsewhere
 
 UNNAMED = "names stay as they are without --names, which says into which scheme"
 
@@ -83,6 +83,7 @@ def _require_config(path: str | None) -> None:
     """Raise PlanError CKM101 where --config-from does not exist: a config.json beside the weights
     must not be taken in its place in silence."""
     if path is not None and not Path(path).exists():
+        refuse_elsewhere(path)
         raise PlanError(
             "CKM101",
             f"--config-from {path}: no such file or directory",

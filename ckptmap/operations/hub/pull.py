@@ -27,7 +27,7 @@ from ckptmap.storage.destination import named_place
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.entry import Entry
 from ckptmap.storage.hub.mirror import Mirror, mirrored
-from ckptmap.storage.hub.resolve import origins_in_errors
+from ckptmap.storage.hub.resolve import origins_in_errors, refuse_elsewhere
 from ckptmap.storage.hub.uri import is_hub, parse
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.publish_by_marker import is_pending
@@ -86,11 +86,14 @@ def pull(
     where there is no checkpoint, DestinationError where the destination must not be written,
     RunError CKM709 where a file is not the one that the Hub lists.
     """
+    named_place(dst)  # before the first request
     if not is_hub(src):
+        refuse_elsewhere(str(src))
+        meant = f"hf://{src}" if str(src).count("/") == 1 else "hf://org/name"
         raise SourceError(
             "CKM701",
             f"{src}: is not a place on the Hub",
-            "write hf://org/name, or use ckptmap convert",
+            f"write {meant}, or use ckptmap convert",
         )
     phases = Phases.of(progress)
     log.info("pull %s to %s", one_line(src), one_line(str(dst)))

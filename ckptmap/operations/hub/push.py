@@ -61,6 +61,7 @@ from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan
 from ckptmap.protocols.progress import HASHING, READING, UPLOADING, Progress
 from ckptmap.storage.hub.errors import has_token
+from ckptmap.storage.hub.resolve import refuse_elsewhere
 from ckptmap.storage.hub.uri import SCHEME, HubName, is_hub, parse
 
 OWN = (
@@ -161,11 +162,7 @@ def push(
     argument_checks.known_keywords(options, (*OPTION_NAMES, *ALIASES, *OWN), "push()")
     phases = Phases.of(progress)
     log.info("push %s to %s", one_line(str(src)), one_line(repo))
-    name = _parse_name(repo, revision, pr)
-    if not has_token():
-        raise DestinationError(
-            "CKM707", f"{name}: there is no token to push with", "log in first: hf auth login"
-        )
+    name = _require_possible(src, repo, revision, pr)
     phases.begin(READING)
     source, new_plan = str(src) if is_hub(src) else src, None
     if to is not None:
@@ -189,7 +186,22 @@ def push(
     return report
 
 
+def _require_possible(src: str | os.PathLike[str], repo: str, revision: str, pr: bool) -> HubName:
+    """Return the place to push to. Raises SourceError CKM101 where `src` or `repo` is a stream or an address,
+    DestinationError CKM707 without a token."""
+    name = _parse_name(repo, revision, pr)
+    if not is_hub(src):
+        refuse_elsewhere(os.fspath(src))
+    if not has_token():
+        raise DestinationError(
+            "CKM707", f"{name}: there is no token to push with", "log in first: hf auth login"
+        )
+    return name
+
+
 def _parse_name(repo: str, revision: str, pr: bool) -> HubName:
+    if not is_hub(repo):
+        refuse_elsewhere(repo)
     name = parse(repo if is_hub(repo) else SCHEME + repo)
     if revision and name.revision not in ("", revision):
         raise DestinationError(

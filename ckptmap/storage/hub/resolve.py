@@ -41,7 +41,7 @@ def locate(path: str | os.PathLike[str], mounts: Mounts) -> Located:
             "give a path; perhaps a variable of the shell is not set",
         )
     if not is_hub(path):
-        _refuse_elsewhere(os.fspath(path))
+        refuse_elsewhere(os.fspath(path))
         _refuse_placeholder(os.fspath(path), mounts)
         return Located(Path(path))
     from ckptmap.storage.hub.mirror import mirrored
@@ -55,7 +55,7 @@ def locate(path: str | os.PathLike[str], mounts: Mounts) -> Located:
     return Located(place, str(HubName(repo.id, repo.commit, name.path)), notes)
 
 
-def _refuse_elsewhere(path: str) -> None:
+def refuse_elsewhere(path: str) -> None:
     """Raise SourceError CKM101 for a stream or an address, which are no paths."""
     if path == "-":
         raise SourceError(
