@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rank_sources import SETS
+from sparse_sources import FORMS
 
 PEERS = Path(__file__).with_name("peers.py")
 MIB = 1 << 20
@@ -206,4 +207,25 @@ INSPECT: Sequence[Case] = (
     ),
 )  # fmt: skip
 
-GROUPS = {"model": MODEL, "growth": GROWTH, "ranks": RANK_FILES, "inspect": INSPECT}
+
+def _headers(form: str) -> Sequence[Case]:
+    """Return `inspect` and `plan` of a model of 69,120 quantized weights, beside its headers alone."""
+    shown = Target(peer_cpu=1 / 4, anon_nbytes=96 * MIB + 200_000 * 2048)
+    planned = Target(peer_cpu=1 / 8, anon_nbytes=96 * MIB + 200_000 * 2048)
+    return (
+        Case(
+            f"headers-inspect-{form}", f"inspect: 69,120 weights of {form}", form,
+            ("inspect", "SRC"), ("parse_headers",), shown, copies=False,
+        ),
+        Case(
+            f"headers-plan-{form}", f"plan --to hf-bf16: 69,120 weights of {form}", form,
+            ("plan", "SRC", "--to", "hf-bf16"), ("parse_headers",), planned, copies=False,
+        ),
+    )  # fmt: skip
+
+
+HEADERS: Sequence[Case] = [case for form in FORMS for case in _headers(form)]
+
+GROUPS = {
+    "model": MODEL, "growth": GROWTH, "ranks": RANK_FILES, "inspect": INSPECT, "headers": HEADERS,
+}  # fmt: skip

@@ -151,8 +151,9 @@ def prepare(destination: Path, source: Path, filler: Filler | None) -> None:
 def warm(source: Path) -> None:
     buffer = bytearray(BLOCK)
     for path in _files(source):
+        is_sparse = path.stat().st_blocks * 512 < path.stat().st_size // 2
         with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
+            while file.readinto(buffer) and not is_sparse:  # holes follow the header
                 pass
 
 

@@ -181,10 +181,20 @@ def list_dcp(src: str) -> None:
         print(name, getattr(item, "properties", None), getattr(item, "size", None))
 
 
+def parse_headers(src: str) -> None:
+    """Parse the header of each safetensors file of a directory, and look at nothing in it."""
+    import json
+    from pathlib import Path
+
+    for path in Path(src).glob("*.safetensors"):
+        with path.open("rb") as file:
+            json.loads(file.read(int.from_bytes(file.read(8), "little")))
+
+
 PEERS: tuple[Callable[..., None], ...] = (
     accelerate_merge, dcp_to_torch_save, torch_save_to_dcp, load_and_save_file,
     load_file_and_save_file, rank_files, load_all_and_cat, verl_merger, cast_bf16, torchao_nf4, list_safetensors, list_pt,
-    list_dcp,
+    list_dcp, parse_headers,
 )  # fmt: skip
 
 

@@ -23,10 +23,11 @@ from measure import Filler, Sample, nbytes_of, prepare, rounds, run
 from rank_sources import SETS
 from report import Measured, text, verdicts
 from sources import SIZES, is_made, path_of
+from sparse_sources import FORMS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-MANY = ("many_safetensors", "many_pt", "many_dcp", "dcp_files", *SETS)
+MANY = ("many_safetensors", "many_pt", "many_dcp", "dcp_files", *SETS, *FORMS)
 """Sources that do not depend on --size; both sizes share the folder with them."""
 
 LEFT_OUT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONDONTWRITEBYTECODE")
@@ -61,7 +62,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="full", help="2.47 or 0.62 GB of weights")
     parser.add_argument("--rounds", type=int, default=3, help="after one warm-up (default 3)")
     parser.add_argument(
-        "--only", help="cases or groups (model, growth, ranks, inspect), comma between; does not replace "
+        "--only", help="cases or groups (model, growth, ranks, inspect, headers), comma between; does not replace "
         "RESULTS.md",
     )  # fmt: skip
     parser.add_argument(

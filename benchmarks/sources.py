@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rank_sources
+import sparse_sources
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -253,6 +254,15 @@ def many_ranks(world: int, width: int) -> Callable[[Path, str], None]:
     return make_ranks
 
 
+def sparse_model(form: str) -> Callable[[Path, str], None]:
+    """Return the function that writes the headers of a large quantized model."""
+
+    def make_sparse(folder: Path, size: str) -> None:
+        sparse_sources.write(form, folder)
+
+    return make_sparse
+
+
 SOURCES: dict[str, tuple[str, Callable[[Path, str], None]]] = {
     "hf": ("hf", hf),
     "hf_shards": ("hf_shards", hf_shards),
@@ -266,6 +276,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path, str], None]]] = {
     "many_pt": ("many.pt", many_pt),
     "many_dcp": ("many_dcp", many_dcp),
     **{name: (name, many_ranks(*cut)) for name, cut in rank_sources.SETS.items()},
+    **{name: (name, sparse_model(name)) for name in sparse_sources.FORMS},
 }
 """Name -> (path in the folder, function that makes it); others are made from `hf`, the first."""
 

@@ -6,7 +6,6 @@ layers.{0..31, 8 of them}.w    as the table has it where numbers are missing: an
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable
@@ -39,6 +38,8 @@ def suggestion(pattern: str, names: Collection[str]) -> str:
         if count:
             return f"did you mean {wider!r}, which matches {count}?"
     text = pattern.replace("*", "")
+    import difflib  # here: most runs need no suggestion, and it takes as long to import as 20 modules
+
     near = difflib.get_close_matches(text, list(names)[:SEARCHED], NEAREST)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 

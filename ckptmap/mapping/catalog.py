@@ -7,7 +7,6 @@ needed, so a checkpoint is recognized within milliseconds.
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
 import warnings
@@ -157,6 +156,8 @@ def unknown(text: str) -> PlanError:
 def nearest(text: str, names: Sequence[str]) -> list[str]:
     """Return the names that are spelled most like `text`, the nearest first, whatever their case."""
     by_case = {name.lower(): name for name in names}
+    import difflib  # here: most runs need no suggestion
+
     return [by_case[low] for low in difflib.get_close_matches(text.lower(), by_case, NEAREST)]
 
 
