@@ -42,12 +42,15 @@ def _title(scheme: NamingScheme | None) -> str:
 
 
 class KeyCounts:
-    """The keys of a checkpoint, counted by skeleton (`layers.{}.w`)."""
+    """The keys of a checkpoint, counted by skeleton (`layers.{}.w`).
 
-    def __init__(self, keys: Collection[str]) -> None:
+    shapes  the skeletons of the keys; None: they are worked out
+    """
+
+    def __init__(self, keys: Collection[str], shapes: Sequence[str] | None = None) -> None:
         self.keys = keys
         self.count = len(keys)
-        self.skeletons = Counter(skeletons(keys))
+        self.skeletons = Counter(skeletons(keys) if shapes is None else shapes)
 
     def has(self, name: NamePattern) -> bool:
         if name.skeleton not in self.skeletons:
@@ -84,19 +87,31 @@ class KeyCounts:
 
 
 def recognise(
-    keys: Collection[str], config: Mapping[str, object] | None = None
+    keys: Collection[str],
+    config: Mapping[str, object] | None = None,
+    shapes: Sequence[str] | None = None,
 ) -> list[CatalogEntry]:
-    """Return the schemes whose fingerprints these keys have, if possible only for the config's model."""
-    seen = KeyCounts(keys)
+    """Return the schemes whose fingerprints these keys have, if possible only for the config's model.
+
+    shapes  the skeletons of the keys, where the caller has them
+    """
+    seen = KeyCounts(keys, shapes)
     return _for_model([entry for entry in available() if seen.match(entry.detect)], config)
 
 
 def known_below(
-    keys: Collection[str], config: Mapping[str, object] | None = None
+    keys: Collection[str],
+    config: Mapping[str, object] | None = None,
+    shapes: Sequence[str] | None = None,
 ) -> PrefixChange | None:
     """Return the prefix without which the keys are those of a known scheme, or of the model that
-    torch's AveragedModel keeps; None: no prefix is the cause."""
-    return averaged_model(keys) or known_prefix(keys, lambda below: bool(recognise(below, config)))
+    torch's AveragedModel keeps; None: no prefix is the cause.
+
+    shapes  the skeletons of the keys, where the caller has them
+    """
+    return averaged_model(keys) or known_prefix(
+        keys, lambda below: bool(recognise(below, config)), shapes
+    )
 
 
 def model_types(config: Mapping[str, object] | None) -> list[str]:

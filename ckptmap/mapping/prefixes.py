@@ -131,14 +131,17 @@ def nearest_change(have: Collection[str], wanted: Collection[str]) -> PrefixChan
 
 
 def known_prefix(
-    keys: Collection[str], is_known: Callable[[Sequence[str]], bool]
+    keys: Collection[str],
+    is_known: Callable[[Sequence[str]], bool],
+    shapes: Sequence[str] | None = None,
 ) -> PrefixChange | None:
     """Return the prefix below which names are known; None: no prefix makes them known, or most of
     what is beside it is something else, as the vision tower beside a language model.
 
     `is_known` is asked about names without a prefix, one of each that differ in numbers only.
+    `shapes` are the skeletons of the keys, where the caller has them.
     """
-    shapes = skeletons(keys)
+    shapes = skeletons(keys) if shapes is None else shapes
     alike = Counter(shapes)
     if len(alike) > KINDS:
         return None

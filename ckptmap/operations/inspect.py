@@ -21,6 +21,7 @@ from ckptmap.errors import CkptmapError
 from ckptmap.mapping.catalog import CatalogEntry
 from ckptmap.mapping.detect import known_below, recognise
 from ckptmap.mapping.model_config import config_beside
+from ckptmap.mapping.name_patterns import skeletons
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
 
@@ -54,8 +55,10 @@ class InspectReport:
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
         self.states = [lazy for states in named.values() for lazy in states.values()]
         self.other = list(ckpt.other.values())
-        self.schemes = self._schemes()
-        self.notes += self._prefix_notes()
+        names = list(ckpt)
+        shapes = skeletons(names)
+        self.schemes = self._schemes(names, shapes)
+        self.notes += self._prefix_notes(names, shapes)
 
     # ------------------------------------------------------------------ as JSON
 
@@ -95,7 +98,7 @@ class InspectReport:
             kinds[look] += many[id(look)]
         return kinds
 
-    def _schemes(self) -> list[CatalogEntry]:
+    def _schemes(self, names: list[str], shapes: list[str]) -> list[CatalogEntry]:
         """Return the naming schemes that the keys match."""
         try:
             config = config_beside(
@@ -103,13 +106,13 @@ class InspectReport:
             )
         except CkptmapError:
             config = None
-        return recognise(list(self.ckpt), config)
+        return recognise(names, config, shapes)
 
-    def _prefix_notes(self) -> list[str]:
+    def _prefix_notes(self, names: list[str], shapes: list[str]) -> list[str]:
         """Return a note where the names are known without a prefix, with the options that take it off."""
         try:
             chosen = bool(self.schemes or self.ckpt.renamings)
-            change = None if chosen else known_below(list(self.ckpt))
+            change = None if chosen else known_below(names, shapes=shapes)
         except CkptmapError:  # a malformed mapping file; `_schemes` has said so
             return []
         if change is None:
