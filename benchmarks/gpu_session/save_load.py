@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_session.importable import is_importable
 from benchmarks.gpu_session.memory import peaks
 from benchmarks.gpu_session.models import adamw, copied, different, stack, state_of, train
 from benchmarks.gpu_session.session import StepRun
-from benchmarks.gpu_session.timing import link_s_per_byte, synchronize
+from benchmarks.gpu_session.timing import clocked, link_s_per_byte, synchronize
 
 WIDTH, LAYERS = 8192, 16
 """4.3 GB of float32 weights, 12.9 GB with both moments."""
@@ -44,6 +46,45 @@ def run(step: StepRun) -> None:
     for verify in ("stored", "none"):
         with step.result.attempt(f"load, verify={verify!r}"):
             load(step, path, wanted, layers, width, verify, nbytes, nbytes * up)
+    shutil.rmtree(path, ignore_errors=True)
+    del wanted
+    with step.result.attempt("safetensors"):
+        beside_safetensors(step, width, min(layers, 4), up)
+
+
+def beside_safetensors(step: StepRun, width: int, layers: int, up: float) -> None:
+    """Report how fast a safetensors file comes into a model on the device, and into tensors by its library."""
+    if not is_importable("safetensors"):
+        step.result.note("a safetensors file: not loaded: needs safetensors")
+        return
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    import ckptmap
+
+    model = stack(layers, width, step.device)
+    wanted, file = copied(state_of(model)), step.work / "model.safetensors"
+    save_file({name.removeprefix("model."): w.cpu() for name, w in wanted.items()}, file)
+
+    def prefetched() -> None:
+        with safe_open(file, framework="pt", device=step.device) as opened:
+            opened.prefetch()
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                opened.get_tensor(name)
+
+    jobs: dict[str, Callable[[], Any]] = {
+        "ckptmap.load": lambda: ckptmap.load(file, model),
+        "safetensors' load_file": lambda: load_file(file, device=step.device),
+    }
+    if hasattr(safe_open, "prefetch"):
+        jobs["safetensors' prefetch"] = prefetched
+    nbytes = file.stat().st_size
+    for what, job in jobs.items():
+        took = min(clocked(job, step.device) for _ in range(2))
+        step.result.figure(f"a safetensors file by {what}", nbytes / took / 1e9, "GB/s",
+                           ratio=nbytes * up / took, of="the pinned link")  # fmt: skip
+    wrong = different(wanted, state_of(model))
+    step.result.check(f"a safetensors file: {len(wanted)} tensors", not wrong, str(wrong[:6]) if wrong else "")  # fmt: skip
 
 
 def fitting(step: StepRun) -> int:
@@ -105,13 +146,14 @@ def load(
 ) -> None:  # fmt: skip
     """Load into another model; check that every tensor is as it was when `save` was called."""
     import ckptmap
+    from ckptmap.planning.options import MAX_MEMORY
 
     model = stack(layers, width, step.device, seed=1)
     optimizer = adamw(model)
     train(model, optimizer, 0, 1, step.device)
     synchronize(step.device)
     start = time.perf_counter()
-    with peaks(step, f"load, verify={verify!r}"):
+    with peaks(step, f"load, verify={verify!r}", MAX_MEMORY):
         ckptmap.load(path, model, optimizer, verify=verify)
     synchronize(step.device)
     took = time.perf_counter() - start

@@ -71,5 +71,8 @@ def same_bits(a: Any, b: Any) -> bool:
     """Return whether two tensors on any devices have the same bytes."""
     import torch
 
-    one, two = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    # A copy: the strides of a tensor of one element, or none, may be any numbers.
+    as_it_lies = {"memory_format": torch.contiguous_format}
+    plain = [t.detach().resolve_conj().resolve_neg().cpu().clone(**as_it_lies) for t in (a, b)]
+    one, two = (t.reshape(-1).view(torch.uint8) for t in plain)
     return bool(torch.equal(one, two))

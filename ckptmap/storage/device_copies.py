@@ -6,6 +6,11 @@
 The host never waits for the whole device: it waits for the copy out of one block before it fills that block
 again. A thread has one `Lanes` for each device, with its streams and blocks, and uses it for every tensor.
 
+safetensors 0.9 (a release candidate in November 2026) brings `safe_open.prefetch`, which reads a file into
+memory of a GPU by threads of its own. It is not used: what it reads passes no code that compares checksums,
+the device memory that it takes has no bound, and a tensor comes whole or as planned ahead. `make gpu` (step
+`save`) measures it beside `load` where it is installed.
+
 Blocks have exactly 2^n bytes, because the allocator of pinned memory rounds up to that: a block of one byte
 more would take twice the memory.
 """

@@ -16,6 +16,7 @@ import torch
 
 import ckptmap
 from benchmarks.gpu_session import capped, encoders, memory, profile_convert, rates
+from benchmarks.gpu_session import session as session_module
 from benchmarks.gpu_session.results import StepResult
 from benchmarks.gpu_session.session import Options, Step, StepRun, run_session
 from benchmarks.gpu_session.steps import STEPS
@@ -34,17 +35,26 @@ MISSING = (
     "transformers",
     "accelerate",
     "peft",
+    "safetensors",
+    "typer",
+    "rich",
+    "huggingface_hub",
 )
 """What a machine that is lent for ten minutes may lack."""
 HOOK = f"""
 import sys
+from importlib.machinery import PathFinder
 
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {MISSING}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+class Without:
+    find_distributions = PathFinder.find_distributions
+    invalidate_caches = PathFinder.invalidate_caches
 
-sys.meta_path.insert(0, Missing())
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] not in {MISSING}:
+            return PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 """
 """A sitecustomize by which these cannot be imported."""
 
@@ -179,6 +189,45 @@ def test_a_step_says_what_it_needs(tmp_path: Path) -> None:
     assert found["good"]["status"] == "skipped: needs CUDA"
 
 
+def test_what_needs_a_missing_library_is_named_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (session_module, rates):
+        monkeypatch.setattr(module, "is_importable", lambda name: name != "xxhash")
+    needing = [one for one in STEPS if one.name not in ("facts", "equality", "rates", "suite")]
+    found = run(tmp_path, *needing)
+    assert len(found) == 6
+    assert {one["status"].rpartition(" ")[2] for one in found.values()} == {"xxhash"}
+    for name in ("links", "staged_rates", "staged_by_feed", "kernel_times"):
+        monkeypatch.setattr(rates, name, lambda *given: 1.0)
+    one = step_run(tmp_path)
+    rates.run(one)
+    assert one.result.notes == ["conversions: not run: need xxhash"]
+
+
+def test_a_process_that_does_not_die_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait in the driver of a device, where no signal reaches it."""
+    waited: list[float] = []
+
+    def wait(timeout: float) -> None:
+        waited.append(timeout)
+        raise subprocess.TimeoutExpired("step", timeout)
+
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda pid, signal: killed.append(pid))
+    session_module._kill(SimpleNamespace(pid=7, wait=wait))  # type: ignore[arg-type]
+    assert killed == [7] and waited == [session_module.DEATH_S]
+
+
+def test_a_session_that_is_killed_in_its_first_step_has_left_its_files(tmp_path: Path) -> None:
+    assert run(tmp_path) == {}
+    assert "# GPU session of" in (tmp_path / "out" / "gpu-session.md").read_text()
+    began = time.monotonic() - 1000  # importing torch counts, too
+    options = Options(tmp_path / "out", "cpu", "tiny", 900, tmp_path, began)
+    (late,) = run_session([step("good")], options, "cpu")["steps"]
+    assert late["status"] == "not run: the time of the session was up"
+
+
 # ------------------------------------------------------------------------------- what needs CUDA
 
 
@@ -237,8 +286,16 @@ def test_what_a_block_of_code_held_at_most(tmp_path: Path, monkeypatch: pytest.M
         assert hasattr(torch.cuda, name)
         monkeypatch.setattr(torch.cuda, name, function)
     one = StepRun("cuda", "tiny", tmp_path, StepResult())
-    with memory.peaks(one, "load"):
+    with memory.peaks(one, "load", 8 << 20):
         pass
+    assert [check.ok for check in one.result.checks] == [True]
+    with memory.peaks(other := StepRun("cuda", "tiny", tmp_path, StepResult()), "load", 7 << 20):
+        pass
+    (check,) = other.result.checks
+    assert not check.ok and check.detail == "at most 7 MiB, found 8"
+    older = {"allocated_bytes.peak": 5, "reserved_bytes.peak": 8}
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: older)
+    assert memory.active_pinned("peak") == 5, "a torch that keeps no blocks apart"
     assert [(f.what, f.value, f.unit) for f in one.result.figures] == [
         ("load: device memory at most", 7.0, "MiB"), ("load: pinned memory at most", 8.0, "MiB"),
     ]  # fmt: skip
