@@ -1,6 +1,10 @@
-"""Names of devices: the index that a name without one stands for, and the device in use."""
+"""Devices: the index that a name without one stands for, the device in use, and the caller's default."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def indexed(device: str, local_rank: int | None = None) -> str:
@@ -39,3 +43,19 @@ def current_device() -> str:
 
     found = torch.accelerator.current_accelerator()
     return "cpu" if found is None else indexed(found.type)
+
+
+@contextmanager
+def tensors_on_cpu() -> Iterator[None]:
+    """Make tensors on the CPU where nothing else is said, while the context, or the function that this
+    decorates, lasts.
+
+    A caller may have `torch.set_default_device("cuda")`. Torch is not imported for it.
+    """
+    torch = sys.modules.get("torch")
+    get_default = getattr(torch, "get_default_device", None)  # absent while torch is being imported
+    if torch is None or get_default is None or get_default().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield

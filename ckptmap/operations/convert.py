@@ -12,6 +12,7 @@ from typing import Unpack
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core import argument_checks
+from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.log import log
 from ckptmap.core.printable import one_line
 from ckptmap.core.quantized_codes import CoarseScales
@@ -59,6 +60,7 @@ def convert(
         return run(plan, dst, how, ranks)
 
 
+@tensors_on_cpu()
 def run(
     plan: Plan, dst: str | os.PathLike[str], how: RunOptions | None = None, ranks: Ranks = ALONE
 ) -> Report:

@@ -14,6 +14,7 @@ from ckptmap.checkpoint.compare_tensors import Difference, difference
 from ckptmap.checkpoint.compare_values import match_extra_state, unequal_values
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed
+from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.formatting import counted
 from ckptmap.core.log import log
 from ckptmap.core.printable import as_lines, one_line
@@ -130,6 +131,7 @@ def folded_names(
 
 
 @nearest_keyword
+@tensors_on_cpu()
 def diff(
     a: str | os.PathLike[str] | Checkpoint,
     b: str | os.PathLike[str] | Checkpoint,

@@ -21,6 +21,7 @@ from ckptmap.checkpoint.lora.merged_tensor import Merged, without_adapter
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.core import argument_checks
+from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.printable import one_line
 from ckptmap.core.signatures import spelled_out
 from ckptmap.errors import ArgumentError, PlanError, SourceError
@@ -93,6 +94,7 @@ class MergeReport(Report):
 
 
 @spelled_out(RunOptions, Options, only=MergeKeywords.__annotations__)
+@tensors_on_cpu()
 def merge(
     base: str | os.PathLike[str] | Checkpoint,
     adapter: str | os.PathLike[str] | Adapter,
@@ -145,6 +147,7 @@ def _open_base(
         raise
 
 
+@tensors_on_cpu()
 def plan_merge(
     base: str | os.PathLike[str] | Checkpoint,
     adapter: str | os.PathLike[str] | Adapter,

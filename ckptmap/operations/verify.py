@@ -20,6 +20,7 @@ from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed_like_output
 from ckptmap.checkpoint.translate_names import left_out_as_tied, translated_like_output
+from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.formatting import counted, human
 from ckptmap.core.log import log
 from ckptmap.core.printable import as_lines, one_line
@@ -97,6 +98,7 @@ class VerifyReport(ShortRepr):
 
 
 @nearest_keyword
+@tensors_on_cpu()
 def verify(
     path: str | os.PathLike[str],
     against: str | os.PathLike[str] | Checkpoint | None = None,

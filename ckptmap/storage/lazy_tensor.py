@@ -10,6 +10,7 @@ from operator import index
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptmap.core import requirements
+from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.quantized_codes import Coded
 from ckptmap.core.short_repr import short
 from ckptmap.errors import ArgumentError
@@ -133,6 +134,7 @@ class LazyTensor:
             total += part.info.nbytes
         return total
 
+    @tensors_on_cpu()
     def read(
         self,
         offsets: Sequence[int] | None = None,
@@ -191,7 +193,7 @@ class LazyTensor:
         """Return the decoded box, computed by the CPU."""
         import torch
 
-        here = torch.empty(box.sizes, dtype=self.torch_dtype)
+        here = torch.empty(box.sizes, dtype=self.torch_dtype, device="cpu")
         self.read_into(box, here)
         return here
 

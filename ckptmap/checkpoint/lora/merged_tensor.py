@@ -107,7 +107,7 @@ class ChangedTensor:
         """Return the box of the base, decoded to the base's dtype, then cast to fp32 or wider."""
         import torch
 
-        stored = torch.empty(box.sizes, dtype=getattr(torch, self.dtype))
+        stored = torch.empty(box.sizes, dtype=getattr(torch, self.dtype), device="cpu")
         self.base.decode(self.base_info(info), parts, box, stored)
         return stored.to(torch.promote_types(stored.dtype, torch.float32))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from ckptmap.core.devices import tensors_on_cpu
+
 
 @contextmanager
 def cpu_outside_inference_mode(model: object) -> Iterator[None]:
@@ -16,8 +18,7 @@ def cpu_outside_inference_mode(model: object) -> Iterator[None]:
     import torch
 
     with ExitStack() as modes:
-        if torch.get_default_device().type != "cpu":
-            modes.enter_context(torch.device("cpu"))
+        modes.enter_context(tensors_on_cpu())
         if torch.is_inference_mode_enabled() and not _is_inference(model):
             modes.enter_context(torch.inference_mode(False))
         yield

@@ -15,6 +15,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.core import argument_checks
+from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.signatures import spelled_out
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.live.model import module_extra_state, rng_state
@@ -64,6 +65,7 @@ OWN_NAMES = frozenset(
 
 
 @spelled_out(SaveOptions)
+@tensors_on_cpu()
 def save(
     path: str | os.PathLike[str],
     model: torch.nn.Module,

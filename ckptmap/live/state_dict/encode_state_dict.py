@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckptmap import registry
+from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import live_forms
 from ckptmap.live.model.live_tensor import like
@@ -37,6 +38,7 @@ def quantizing_schemes() -> tuple[str, ...]:
     return tuple(form.scheme for form in live_forms() if form.scheme)
 
 
+@tensors_on_cpu()
 def decoded(state: State, peers: RankGroup, max_memory: int) -> dict[str, torch.Tensor]:
     """Return the state dict with quantized tensors decoded into plain ones of their dtype, cut as they
     were. bitsandbytes' are decoded by the entries beside them. All ranks of `peers` call it."""
@@ -84,6 +86,7 @@ def cast(state: State, encoding: str) -> dict[str, torch.Tensor]:
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
 
 
+@tensors_on_cpu()
 def quantized(state: State, encoding: str, max_memory: int) -> dict[str, torch.Tensor]:
     """Return the state dict with those matrices as torchao's tensors that a conversion quantizes.
 

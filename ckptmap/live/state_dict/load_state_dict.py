@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.quantized_codes import Coded
 from ckptmap.live.load.load_plan import Step
 from ckptmap.live.load.mending_names import state_dict_hint
@@ -68,6 +69,7 @@ class ShadowTensor(LiveTensor):
         return None if made is None else like(self.tensor, made)
 
 
+@tensors_on_cpu()
 def load_live(
     live: LiveStateDict,
     targets: Sequence[LiveTensor],

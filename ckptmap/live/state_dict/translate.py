@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.core import argument_checks
+from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.signatures import nearest_keyword
 from ckptmap.core.sizes import Size
 from ckptmap.errors import ArgumentError, CkptmapError, LoadError
@@ -54,6 +55,7 @@ class Translation(dict[str, "torch.Tensor"]):
 
 
 @nearest_keyword
+@tensors_on_cpu()
 def translate(
     state_dict: State,
     *,

@@ -76,7 +76,7 @@ class FineBucketizer:
         import torch
 
         self._thresholds = thresholds
-        codes = torch.arange(thresholds.numel() + 1, dtype=torch.uint8)
+        codes = torch.arange(thresholds.numel() + 1, dtype=torch.uint8, device="cpu")
         self._codes = sent(codes, thresholds.device)
         self._tables = _by_bits(thresholds) if thresholds.is_cpu else None
 
@@ -114,9 +114,9 @@ def _by_place(thresholds: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     import torch
 
     half = _PLACES // 2
-    places = torch.arange(_PLACES, dtype=torch.int32)
+    places = torch.arange(_PLACES, dtype=torch.int32, device="cpu")
     signed = places.add_(half).bitwise_and_(_PLACES - 1).sub_(half)  # 0 .. half - 1, -half .. -1
-    zero = torch.tensor(_SHIFT).view(torch.int32)
+    zero = torch.tensor(_SHIFT, device="cpu").view(torch.int32)
     at = thresholds.add(_SHIFT).view(torch.int32) - zero
     table = codes.index_select(0, torch.searchsorted(at, signed, out_int32=True))
     return table.masked_fill_(torch.isin(signed, at), _MARK)
@@ -132,7 +132,7 @@ def _by_bits(thresholds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | No
     bits = thresholds.view(torch.int32) >> 16
     if not bool(bits.diff().all()):
         return None
-    upper = torch.arange(65536, dtype=torch.int32) << 16
+    upper = torch.arange(65536, dtype=torch.int32, device="cpu") << 16
     ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32)
     least = ends.amin(0)  # NaN where one is: no number, compared as 0
     nan = ends.isnan().any(0)

@@ -26,6 +26,6 @@ def divide(values: torch.Tensor, number: float, *, out: torch.Tensor | None = No
     divisor = constant(
         ("divisor", number, dtype),
         values.device,
-        lambda: torch.tensor(number, dtype=dtype),
+        lambda: torch.tensor(number, dtype=dtype, device="cpu"),
     )
     return torch.div(values, divisor, out=out)

@@ -57,7 +57,7 @@ def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
     return constant(
         ("4-bit values", kind),
         device,
-        lambda: torch.tensor(table_values(kind), dtype=torch.float32),
+        lambda: torch.tensor(table_values(kind), dtype=torch.float32, device="cpu"),
     )
 
 

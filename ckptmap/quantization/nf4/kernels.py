@@ -44,7 +44,7 @@ def value_table(dtype: torch.dtype) -> torch.Tensor:
     """Return the 16 values in T."""
     import torch
 
-    return torch.tensor(TABLE, dtype=dtype)
+    return torch.tensor(TABLE, dtype=dtype, device="cpu")
 
 
 def nearest(values: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def lookup(dtype: torch.dtype, device: str) -> torch.Tensor | Bucketizer:
     table = _lookups.get((dtype, device))
     if table is None:
         if dtype.itemsize == 4:
-            made = sent(torch.arange(16, dtype=torch.uint8), device)
+            made = sent(torch.arange(16, dtype=torch.uint8, device="cpu"), device)
             table = Bucketizer(sent(_thresholds(), device), made)
         else:
             table = made = sent(_lookup_16(dtype), device)
@@ -84,7 +84,7 @@ def _lookup_16(dtype: torch.dtype) -> torch.Tensor:
     """Return the code of every 16-bit pattern, in the order of its unsigned value."""
     import torch
 
-    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    values = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype)
     codes = nearest(values)
     return torch.where(values.isnan(), ZERO_CODE, codes).to(torch.uint8)
 
@@ -100,10 +100,10 @@ def _thresholds() -> torch.Tensor:
     table = value_table(torch.float32)
     lower, upper = table.narrow(0, 0, 15).double(), table.narrow(0, 1, 15).double()
     middle = ((lower + upper) / 2).float().view(torch.int32)
-    around = torch.arange(-128, 129, dtype=torch.int32)
+    around = torch.arange(-128, 129, dtype=torch.int32, device="cpu")
     values = (middle.unsqueeze(-1) + around).view(torch.float32)  # [15, 257], none crosses 0
     values = values.sort(dim=-1).values
-    below = nearest(values) <= torch.arange(15).unsqueeze(-1)
+    below = nearest(values) <= torch.arange(15, device="cpu").unsqueeze(-1)
     return values.gather(1, below.sum(-1, keepdim=True)).squeeze(1)
 
 
