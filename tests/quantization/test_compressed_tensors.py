@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptmap
 from ckptmap.errors import SourceError
+from ckptmap.protocols.encodings import KeepsOnHost
 from ckptmap.quantization.compressed_tensors.packed import Packed, Packing, packed_rows
 from ckptmap.quantization.compressed_tensors.scheme import PlainFp8
 from ckptmap.tensors import Box, TensorInfo
@@ -169,6 +170,17 @@ def test_groups_in_the_order_of_activations(tmp_path: Path) -> None:
         wanted = codes.to(scale.dtype) * scale[:, index]
         assert torch.equal(ckpt[QUERY].read(), wanted)
         assert torch.equal(ckpt[QUERY][1:9, 20:50], wanted[1:9, 20:50])
+        encoding = ckpt[QUERY].encoding_
+        assert isinstance(encoding, KeepsOnHost) and encoding.host_parts == ("g_idx",)
+    for outside in (2, -1, 2**31 - 1):  # as an index, a GPU would refuse all later work
+        tensors[stem + "weight_g_idx"][3] = outside
+        save_file(tensors, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+        with (
+            ckptmap.open(tmp_path / "in") as ckpt,
+            pytest.raises(SourceError, match=f"expected groups 0 to 1, found {outside}") as refused,
+        ):
+            ckpt[QUERY].read()
+        assert refused.value.code == "CKM115"
 
 
 @pytest.mark.parametrize(

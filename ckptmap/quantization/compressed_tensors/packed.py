@@ -17,7 +17,7 @@ word is four bytes of codes with the upper bit inverted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -138,11 +138,33 @@ class Packed(ScaledEncoding):
         zero = self._zero(parts["zero_point"], grid) if self.zero_dtype else None
         block = self.block_of(info)
         if self.ordered:
-            index = parts["g_idx"].to(torch.int64)
+            index = self._groups(parts["g_idx"], scale.shape[1]).to(scale.device)
             scale = scale.index_select(1, index)
             zero = None if zero is None else zero.index_select(1, index)
             block = (block[0], 1)
         dequantize(codes, scale, zero, box, block, out)
+
+    @property
+    def host_parts(self) -> Collection[str]:
+        """The groups of columns, which are checked before they are an index."""
+        return ("g_idx",) if self.ordered else ()
+
+    @staticmethod
+    def _groups(index: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the group of each column, int64. Raises SourceError CKM115 for one that does not exist.
+
+        A GPU that is given such an index refuses all later work of the process.
+        """
+        import torch
+
+        bad = (index < 0).logical_or_(index >= count)
+        if bool(bad.any()):
+            raise SourceError(
+                "CKM115",
+                f"weight_g_idx: expected groups 0 to {count - 1}, found {int(index[bad][0])}",
+                "it is damaged: download it again, or save the model again",
+            )
+        return index.to(torch.int64)
 
     def _zero(self, part: torch.Tensor, grid: Box) -> torch.Tensor:
         if self.zero_dtype != PACKED_ZERO:
