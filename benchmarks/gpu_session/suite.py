@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_session.importable import ROOT, is_importable
-from benchmarks.gpu_session.results import StepResult
+from benchmarks.gpu_session.results import Figure, StepResult
 from benchmarks.gpu_session.session import StepRun
 
 ASKS_FOR_CUDA = re.compile(r": Device\b|cuda")
@@ -41,8 +41,6 @@ def run(step: StepRun) -> None:
     start = time.perf_counter()
     code = pytest.main([*options, *map(str, files(step.is_tiny))], plugins=[recorder])
     step.result.figure("pytest", time.perf_counter() - start, "s")
-    for outcome, count in recorder.counts.items():
-        step.result.figure(f"tests {outcome}", count)
     done = {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED}
     step.result.check("pytest ran", code in done, f"exit code {code}")
 
@@ -77,6 +75,9 @@ class Recorder:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.counts[report.outcome] += 1
+            counts = [Figure(f"tests {outcome}", count) for outcome, count in self.counts.items()]
+            self.result.figures[:] = counts
+            self.result.write()  # a time limit keeps them
         if report.failed:
             text = f"{report.longreprtext[-MOST_TEXT:]}"
             self.result.check(f"{report.nodeid} ({report.when})", False, text)
