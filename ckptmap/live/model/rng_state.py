@@ -2,6 +2,7 @@
 
     extra.rng.rank0.cpu  u8 [5056]      torch's CPU generator
     extra.rng.rank0.cuda u8 [16]        that of the rank's current CUDA device
+    extra.rng.rank0.cuda1 u8 [16]       that of another one, number 1, which the model is on, too
     extra.rng.rank0.python              random.getstate()
     extra.rng.rank0.numpy               numpy.random.get_state(legacy=False), arrays as lists
 
@@ -14,6 +15,7 @@ tensor. Ranks that hold the same shard thus draw the same bits, all others indep
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,8 +32,11 @@ if TYPE_CHECKING:
 KEY = "rng"
 
 
-def captured() -> dict[str, object]:
-    """Return a copy of the state of this rank's generators: torch tensors and plain values."""
+def captured(model: object = None) -> dict[str, object]:
+    """Return a copy of the state of this rank's generators: torch tensors and plain values.
+
+    Of the generators of CUDA devices, those of the current one and of those that the model is on.
+    """
     import torch
 
     found: dict[str, object] = {
@@ -41,7 +46,21 @@ def captured() -> dict[str, object]:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda"] = torch.cuda.get_rng_state()
+        for index in sorted(_cuda_devices(model) - {torch.cuda.current_device()}):
+            found[f"cuda{index}"] = torch.cuda.get_rng_state(index)
     return found
+
+
+def _cuda_devices(model: object) -> set[int]:
+    """Return the numbers of the CUDA devices that hold parameters or buffers."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        return set()
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return {
+        t.device.index for t in tensors if t.device.type == "cuda" and t.device.index is not None
+    }
 
 
 def _listed(state: tuple[object, tuple[int, ...], object]) -> list[object]:
@@ -72,6 +91,10 @@ def restore(state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["cpu"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
+            for name in state:
+                number = name.removeprefix("cuda")
+                if name != number and number.isdecimal():
+                    torch.cuda.set_rng_state(state[name], int(number))
         if "python" in state:
             version, internal, gauss = state["python"]
             random.setstate((version, tuple(internal), gauss))
@@ -79,7 +102,7 @@ def restore(state: Mapping[str, Any]) -> None:
             import numpy
 
             numpy.random.set_state(state["numpy"])
-    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
         raise LoadError(
             "CKM511",
             f"the recorded random state is not one of this torch: {error}",

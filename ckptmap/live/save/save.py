@@ -92,7 +92,7 @@ def save(
     """
     options = SaveOptions.of(keywords)
     unseen = settle_started()
-    random_state = rng_state.captured()
+    random_state = rng_state.captured(model)
     with said_if_lost(UNTOUCHED.format(path)):
         peers = RankGroup.join("save", options.timeout)
         writers = RankGroup.join("save files", max(options.timeout or 0, WRITE_TIMEOUT_S))
