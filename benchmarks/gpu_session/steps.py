@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.gpu_session.session import Step
 
 _HERE = "benchmarks.gpu_session"
-_RUNS = ("xxhash",)
+_RUNS = ("numpy", "xxhash")
 """What every conversion and every save needs beside torch."""
 
 STEPS = (

@@ -51,7 +51,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_streams_of_every_gpu_of_the_model_come_back(streams: list[torch.Tensor]) -> None:
     kept = rng_state.captured(OnThree())
     assert [name for name in kept if name.startswith("cuda")] == ["cuda", "cuda0", "cuda2"]
-    assert list(rng_state.captured()) == ["cpu", "python", "cuda"]
+    assert [name for name in rng_state.captured() if name.startswith("cuda")] == ["cuda"]
     wanted = [state.clone() for state in streams]
     for state in streams:
         state.zero_()
