@@ -22,12 +22,13 @@ def paused_gc() -> Iterator[None]:
     """
     was_enabled = gc.isenabled()
     gc.disable()
+    objects = gc.get_count()[0]
     try:
         yield
     finally:
         if was_enabled:
             # A caller's frozen objects stay frozen. To count them, Python walks all of them.
-            if gc.get_count()[0] > MANY and not gc.get_freeze_count():
+            if gc.get_count()[0] - objects > MANY and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -33,10 +33,15 @@ def test_after_few_objects_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         gc, "get_freeze_count", lambda: pytest.fail("all frozen objects are walked")
     )
-    gc.collect()
-    with paused_gc():
-        kept = [[number] for number in range(10)]
-    assert len(kept) == 10
+    threshold = gc.get_threshold()
+    gc.set_threshold(10 * MANY)  # as the command line does: objects of before do not count either
+    try:
+        before = [[number] for number in range(2 * MANY)]
+        with paused_gc():
+            kept = [[number] for number in range(10)]
+    finally:
+        gc.set_threshold(*threshold)
+    assert len(kept) == 10 and len(before) == 2 * MANY
 
 
 def test_frozen_objects_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
