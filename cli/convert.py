@@ -26,6 +26,7 @@ EXAMPLES = (
     "ckptmap convert runs/step-2000 out/ --to hf --config-from base-model/",
     "ckptmap convert runs/step-2000 out/ --to fsdp2-nf4 --world-size 8",
     "ckptmap convert model.pt out.pt --to compiled --wrap ddp,compile",
+    "ckptmap convert ema.pt out.pt --to full --strip-prefix module --drop n_averaged",
     "ckptmap convert model.pt out/ --plan plan.json",
     "ckptmap convert hf://org/name out/ --to fsdp2-nf4 --low-disk",
 )

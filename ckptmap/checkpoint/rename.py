@@ -41,7 +41,7 @@ def renamed(ckpt: Checkpoint, renaming: Renaming) -> Checkpoint:
         return replace(
             ckpt,
             groups=ckpt.groups.renamed(names),
-            names={names[fqn]: key for fqn, key in ckpt.names.items()},
+            names={names[fqn]: ckpt.names.get(fqn, fqn) for fqn in ckpt},
             optimizer_reader=ckpt.optimizer_reader.renamed(
                 _of_state(names, renaming, ckpt.shown), {fqn: names[fqn] for fqn in ckpt}
             ),

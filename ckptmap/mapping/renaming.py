@@ -20,7 +20,7 @@ from typing import TypeAlias
 from ckptmap.core import argument_checks
 from ckptmap.errors import PlanError
 from ckptmap.mapping.rename_pattern import RenamePattern, parse_pattern
-from ckptmap.mapping.wrappers import ANYWHERE, SEGMENTS
+from ckptmap.mapping.wrappers import ANYWHERE, HEAD, SEGMENTS
 
 Patterns: TypeAlias = Sequence[str] | Mapping[str, str]
 """Patterns as a caller gives them: `"OLD=NEW"`, several of these, or a dict of OLD to NEW. A string is
@@ -134,9 +134,17 @@ class Renaming:
                 "CKM618",
                 f"{where}: --strip-prefix {self.strip_prefix!r}: no name begins with {head!r}, the"
                 f" first is {next(iter(keys))!r}",
-                f"names begin with {_heads(keys)}; those of wrappers are off already",
+                self._without_wrapper(keys)
+                or f"names begin with {_heads(keys)}; those of wrappers are off already",
             )
         return stripped
+
+    def _without_wrapper(self, keys: Collection[str]) -> str:
+        """Return a hint where the prefix is right but for DDP's segment, which is off already; else ""."""
+        rest = self.strip_prefix.removeprefix(f"{HEAD}.")
+        if rest == self.strip_prefix or not any(key.startswith(f"{rest}.") for key in keys):
+            return ""
+        return f"{HEAD!r} of DDP is off already: --strip-prefix {quote(rest)}"
 
     def _by_patterns(self, stripped: Mapping[str, str], where: str) -> dict[str, str]:
         """Return key -> name after every pattern, of key -> name without the prefix."""

@@ -31,11 +31,13 @@ class OutputNames:
     weights       plain FQN -> name in the output
     root          path of the dict that holds the weights; empty: they are at the top
     module_state  extra state of modules, which goes beside the weights
+    notes         remarks for the user
     """
 
     weights: Mapping[str, str]
     root: Path
     module_state: States
+    notes: Sequence[str] = ()
 
     def of_weight(self, fqn: str) -> Path:
         """Return the path of a weight."""
@@ -53,22 +55,34 @@ def output_names(request: Request, selection: Selection) -> OutputNames:
     weights would be read back under other names.
     """
     _require_names_unlike_ddp(selection, request.options.add_prefix)
-    weights = _weight_names(request)
+    weights, notes = _weight_names(request)
     module_state = _module_state(request, weights)
     other_paths = (*selection.values, *selection.others)
     nested = selection.optimizer or any(path not in module_state for path in other_paths)
-    return OutputNames(weights, _root(request, nested), module_state)
+    return OutputNames(weights, _root(request, nested), module_state, notes)
 
 
-def _weight_names(request: Request) -> dict[str, str]:
-    """Return the name in the output of every weight, by plain FQN."""
+def _weight_names(request: Request) -> tuple[dict[str, str], list[str]]:
+    """Return the name in the output of every weight, by plain FQN, and remarks on them."""
     if request.options.names_like is not None:
         files = Files(mounts=request.ckpt.files.mounts)
         with open_in(files, request.options.names_like) as like:
             _require_shared_names(request, like)
-            return {fqn: like.names.get(fqn, fqn) for fqn in request.ckpt}
+            lacking = [fqn for fqn in request.ckpt if fqn not in like]
+            names = {fqn: like.names.get(fqn, fqn) for fqn in request.ckpt}
+        return names, _keep_plain_names(lacking) if like.wrappers else []
     prefix = _wrapper_prefix(request)
-    return {fqn: prefix + fqn if prefix else fqn for fqn in request.ckpt}
+    return {fqn: prefix + fqn if prefix else fqn for fqn in request.ckpt}, []
+
+
+def _keep_plain_names(lacking: Sequence[str]) -> list[str]:
+    """Return a note on weights that the checkpoint of --names-like does not have."""
+    if not lacking:
+        return []
+    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    return [
+        f"{lacking[0]}{more}: not in the checkpoint of --names-like, so plain names are written"
+    ]
 
 
 def _require_shared_names(request: Request, like: Checkpoint) -> None:
@@ -85,7 +99,7 @@ def _require_shared_names(request: Request, like: Checkpoint) -> None:
             f" {next(iter(ckpt))!r}, there {next(iter(like), 'none')!r}",
             hint,
         )
-    if not any(like.names.get(fqn, fqn) != fqn or ckpt.names[fqn] != fqn for fqn in ckpt):
+    if not any(like.names.get(fqn, fqn) != fqn or ckpt.names.get(fqn, fqn) != fqn for fqn in ckpt):
         raise PlanError(
             "CKM618",
             f"--names-like {path}: changes nothing, both have plain names",

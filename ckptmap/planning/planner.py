@@ -95,7 +95,9 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
         optimizer = optimizer_state(request, sharding, selection.remarks.dropped)
     layout = tensor_layout(request, sharding, names, selection, encodings, optimizer)
     remarks = selection.remarks + fit + encodings.remarks + optimizer.remarks
-    remarks += Remarks(notes=[*buffer_notes(selection.values), *prefix_notes(request)])
+    remarks += Remarks(
+        notes=[*names.notes, *buffer_notes(selection.values), *prefix_notes(request)]
+    )
     carried = carried_files(request, selection, names, encodings, layout, remarks)
     remarks += carried.remarks
     remarks += encoding_remarks(request, layout, encodings, remarks.dropped, layout.tied)

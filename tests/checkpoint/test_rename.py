@@ -362,3 +362,13 @@ def test_a_resumed_run_by_other_names(written: Callable[[str, bool], Path]) -> N
         assert optimizer.state and all(a[k].equal(b[k]) for a, b in states for k in b)
         with pytest.raises(LoadError, match=r"1 missing: norm\.weight; load with strict=False"):
             ckptmap.load(written(name, True), model, strip_prefix="net", drop="norm.*")
+
+
+def test_names_like_a_checkpoint_that_lacks_some(tmp_path: Path) -> None:
+    torch.save({f"{k}.weight": torch.ones(2) for k in "abc"}, tmp_path / "in.pt")
+    torch.save({"module.a.weight": torch.ones(2)}, tmp_path / "like.pt")
+    plan = ckptmap.plan(tmp_path / "in.pt", "full", names_like=tmp_path / "like.pt")
+    assert (
+        "b.weight and 1 more: not in the checkpoint of --names-like, so plain names are written"
+        in plan.notes
+    )

@@ -96,6 +96,12 @@ def test_a_collision_is_mended_by_its_hint() -> None:
     assert "--drop other.a" in refused.value.hint
 
 
+def test_a_wrapper_in_front_of_a_prefix_is_off_already() -> None:
+    with pytest.raises(PlanError, match=r"no name begins with 'module\.net\.'") as refused:
+        Renaming.of(strip_prefix="module.net.").names(["net.a", "net.b"], "x")
+    assert refused.value.hint == "'module' of DDP is off already: --strip-prefix net"
+
+
 @pytest.mark.parametrize(
     "record", [None, 3, [], {"rename": "a=b"}, {"strip_prefix": 1, "add_prefix": "", "rename": []}]
 )
