@@ -179,7 +179,7 @@ class LazyTensor:
 
     def read_into(self, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (box.sizes, logical dtype, contiguous, any device) with the decoded box."""
-        if isinstance(self.encoding_, DecodesOnHost) and out.device.type != "cpu":
+        if out.device.type != "cpu" and isinstance(self.encoding_, DecodesOnHost):
             out.copy_(self._read_on_host(box))
             return
         on_host = self.encoding_.host_parts if isinstance(self.encoding_, KeepsOnHost) else ()
