@@ -60,8 +60,9 @@ def command(
     conversion hold for --to.
     """
     import ckptmap
-    from ckptmap.operations.report.file import require_writable, write
+    from ckptmap.operations.report.file import require_outside, require_writable, write
 
+    require_outside(save, path)
     require_writable(save)
     keywords = typed.options_given()
     write(save, ckptmap.report(path, against=against, to=to, values=values, **keywords))

@@ -48,6 +48,15 @@ def test_it_replaces_nothing_else(
     assert source.read_bytes() == before
 
 
+def test_it_leaves_the_checkpoint_as_it_is(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the directory of the checkpoint, too, where the default name would be in it."""
+    assert main(["report", "."]) == 2
+    assert "error[CKM304]: report.html: lies in ., " in capsys.readouterr().err
+    assert [path.name for path in source.parent.iterdir()] == ["m.safetensors"]
+
+
 def test_errors_are_those_of_the_other_commands(
     source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.compare_tensors import Difference, difference
+from ckptmap.errors import RunError
 from ckptmap.operations.encode_again import FEED_NUMEL, encoded_writes
 from ckptmap.operations.report.collect import layers_of, projection, shown_name
 from ckptmap.planning.file_plan import Encode
@@ -95,15 +96,21 @@ def measured(a: LazyTensor, b: LazyTensor) -> tuple[Difference | None, TensorErr
     )
 
 
-def errors_of_plan(plan: Plan) -> dict[str, TensorError]:
-    """Return the error of each tensor that a plan quantizes, by FQN: it is encoded and decoded
-    again. One encoded tensor at a time lies in a temporary file."""
-    errors = {}
+def errors_of_plan(plan: Plan) -> tuple[dict[str, TensorError], dict[str, RunError]]:
+    """Return the error of each tensor that a plan quantizes, by FQN, and why others cannot be.
+
+    Each is encoded and decoded again; one encoded tensor at a time lies in a temporary file.
+    """
+    errors, refused = {}, {}
     for encode in plan.encodes:
         if encode.fidelity in MEASURED:
-            with tempfile.TemporaryDirectory(prefix="ckptmap-report-") as folder:
-                errors[encode.tensor.fqn] = _error_of(encode, Path(folder) / "parts")
-    return errors
+            fqn = encode.tensor.fqn
+            try:
+                with tempfile.TemporaryDirectory(prefix="ckptmap-report-") as folder:
+                    errors[fqn] = _error_of(encode, Path(folder) / "parts")
+            except RunError as error:  # values that are not finite, for one
+                refused[fqn] = error
+    return errors, refused
 
 
 def _error_of(encode: Encode, file: Path) -> TensorError:

@@ -13,6 +13,17 @@ HEAD = 4096
 """The mark lies within so many first bytes of every report."""
 
 
+def require_outside(path: str | os.PathLike[str], source: str) -> None:
+    """Raise DestinationError CKM304 where a report would be written into the checkpoint."""
+    folder, inside = Path(source), Path(path).absolute()
+    if folder.is_dir() and inside.resolve().is_relative_to(folder.resolve()):
+        raise DestinationError(
+            "CKM304",
+            f"{path}: lies in {source}, and a checkpoint is never changed",
+            "choose another place with -o FILE",
+        )
+
+
 def require_writable(path: str | os.PathLike[str]) -> None:
     """Raise DestinationError CKM304 where a report cannot be written at `path`: a file that is no
     report lies there, or there is no such directory."""

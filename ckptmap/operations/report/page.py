@@ -17,7 +17,7 @@ from ckptmap.core.formatting import human
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.printable import one_line
 from ckptmap.core.signatures import spelled_out
-from ckptmap.errors import ArgumentError, PlanError
+from ckptmap.errors import ArgumentError, CkptmapError, PlanError
 from ckptmap.operations.diff import DiffReport, compare, with_prefix_told
 from ckptmap.operations.inspect import InspectReport
 from ckptmap.operations.report import html, provenance
@@ -146,7 +146,8 @@ def _contents(
         found = {name: error for name, error in found.items() if error.count}
         errors += [error_map(f"against {shown_name(other.shown)}", found)] if found else []
     for plan in plans if values else ():
-        found = errors_of_plan(plan)
+        found, unmeasured = errors_of_plan(plan)
+        refused += [_finding(plan.aim.text, error, fqn) for fqn, error in unmeasured.items()]
         errors += [error_map(f"--to {plan.aim.text}", found)] if found else []
     size = (len(tensors.names), tensors.nbytes)
     judged = verdict(ckpt, facts.notes, size, manifest, shards, plans, compared, refused)
@@ -163,9 +164,14 @@ def _plans(
         try:
             plans.append(make_plan(ckpt, aim, options=replace(options, to=aim)))
         except PlanError as error:
-            text = one_line(f"--to {aim}: {error.message}")
-            refused.append(Finding(WRONG, text, one_line(error.hint)))
+            refused.append(_finding(aim, error))
     return plans, refused
+
+
+def _finding(aim: str, error: CkptmapError, fqn: str = "") -> Finding:
+    """Return what keeps a conversion, or one tensor of it, from being done."""
+    where = f"--to {aim}: {fqn}: " if fqn and fqn not in error.message else f"--to {aim}: "
+    return Finding(WRONG, one_line(f"{where}{error.message}"), one_line(error.hint))
 
 
 def _compared(

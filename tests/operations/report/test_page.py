@@ -143,6 +143,20 @@ def test_errors_of_an_encoding_are_those_of_a_conversion(tmp_path: Path) -> None
     assert against["cells"][2] == pytest.approx(found["errors"][0]["cells"][2], rel=1e-2)
 
 
+def test_errors_of_kept_codes_and_of_values_that_cannot_be_encoded(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    html = ckptmap.report(corpus["nf4_torch_bf16"].path, to="full-bnb-nf4", values=True)
+    (kept,) = data(html)["errors"]
+    assert "f-codes" in html and max(kept["cells"][2]) < 0.01  # of the scales alone
+    weights = {"a.weight": torch.ones(64, 64), "b.weight": torch.ones(64, 64)}
+    weights["a.weight"][0, 0] = float("nan")
+    save_file(weights, tmp_path / "m.safetensors")
+    html = ckptmap.report(tmp_path / "m.safetensors", to="full-nf4", values=True)
+    assert "--to full-nf4: a.weight: " in Elements(html).text
+    assert data(html)["errors"][0]["cells"][6] == ["b.weight"]
+
+
 def test_what_differs(tmp_path: Path) -> None:
     a = {
         "w": torch.arange(100.0),

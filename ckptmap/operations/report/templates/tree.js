@@ -135,7 +135,7 @@ page.tree = (() => {
     const title = page.make("bdi", "", one.title || "(no name)");
     name.append(twist, title);
     if (one.children) name.append(page.make("span", "soft", `  ${page.count(one.count)}`));
-    name.append(page.make("span", "under", [shape, dtype, encoding === "dense" ? "" : encoding].filter(Boolean).join(" · ")));
+    name.append(page.make("span", "under", [encoding === "dense" ? "" : encoding, dtype, shape].filter(Boolean).join(" · ")));
     name.title = one.title;
     const size = cell("number", page.human(one.nbytes), 5);
     const weight = page.make("span", "weight");
@@ -269,7 +269,11 @@ page.tree = (() => {
     host.tabIndex = 0;
     host.hidden = false;
     page.find("tree-tools").hidden = false;
-    host.append(header(), space);
+    const head = page.make("div", "head-group");
+    head.setAttribute("role", "rowgroup");
+    head.append(header());
+    space.setAttribute("role", "rowgroup");
+    host.append(head, space);
     host.addEventListener("scroll", () => requestAnimationFrame(() => paint(false)), { passive: true });
     host.addEventListener("keydown", keys);
     host.addEventListener("click", (event) => {
