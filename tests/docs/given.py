@@ -116,6 +116,7 @@ GIVEN: Mapping[str, Mapping[str, Make]] = {
     "recipes/dequantize.md": {"quantized": four_bit},
     "recipes/meta-and-megatron.md": BASE,
     "recipes/merge-lora.md": {"adapter": lora},
+    "recipes/checkpoint-manager.md": {},
     "recipes/hub.md": {},
     "recipes/mapping-file.md": BASE,
     "recipes/container.md": {"plain.pt": training_script, "examples": examples},

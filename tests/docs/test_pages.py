@@ -102,6 +102,31 @@ def test_the_tables_name_every_setup_and_encoding() -> None:
     assert set(re.findall(r"`-([a-z0-9-]+)`", rows)) == suffixes - {"bf16", "fp32", "fp16"}
 
 
+def test_the_page_for_models_names_everything() -> None:
+    """Commands, public names, setups and pages: `llms.txt` is all that a program may read."""
+    from ckptmap_cli.typer_app import COMMANDS
+
+    import ckptmap
+
+    text = (DOCS / "llms.txt").read_text()
+    names = {*dir(ckptmap)} - {
+        "Checkpoint",
+        "CkptmapError",
+        "LazyTensor",
+        "Plan",
+        "Report",
+        "__version__",
+    }
+    expected = {*COMMANDS, *names, *(setup.name for setup in registry.setups())}
+    assert expected <= {*re.findall(r"[\w-]+", text)}
+    folders = ("recipes", "explanations", "reference")
+    pages = {
+        file.relative_to(DOCS).as_posix() for name in folders for file in (DOCS / name).glob("*.md")
+    }
+    listed = {*LINK.findall(text)}
+    assert {page for page in pages if not page.endswith("index.md")} <= listed
+
+
 @pytest.mark.parametrize(
     "page",
     [

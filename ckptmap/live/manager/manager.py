@@ -11,7 +11,6 @@ another framework's, is restored as well.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.core import argument_checks
+from ckptmap.core.log import log
 from ckptmap.errors import ArgumentError, CkptmapError, SourceError
 from ckptmap.live.load.load import load
 from ckptmap.live.manager.preemption import Preemption
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from ckptmap.live.optimizer.optimizer_types import Scheduler
 
-logger = logging.getLogger("ckptmap")
 
 LATEST = "latest"
 """Name of the file that names the newest checkpoint."""
@@ -127,7 +126,7 @@ class CheckpointManager:
             self._follow(handle)
         if ends:
             self.wait()
-            logger.warning("saved %s and ends, as a signal asked", self.root / f"step-{step}")
+            log.warning("saved %s and ends, as a signal asked", self.root / f"step-{step}")
             raise SystemExit(self._exit_code)
         return handle
 
@@ -189,7 +188,7 @@ class CheckpointManager:
                 if old.path != handle.path:
                     _remove(old.path)
         except OSError as error:
-            logger.error("%s: old checkpoints could not be removed: %s", self.root, error)
+            log.error("%s: old checkpoints could not be removed: %s", self.root, error)
 
     # ------------------------------------------------------------------ finding
 
@@ -249,7 +248,7 @@ class CheckpointManager:
                 if not error.code.startswith(_UNUSABLE) or number == len(wanted):
                     raise
                 skipped.append(f"{found.path.name}: {error.message}")
-                logger.warning("%s: passed over: %s", found.path, error.message)
+                log.warning("%s: passed over: %s", found.path, error.message)
                 continue
             extra = {key: value for key, value in report.extra.items() if key != MANAGER}
             at = found.step if report.step is None else report.step

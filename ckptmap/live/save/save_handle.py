@@ -7,15 +7,13 @@ A thread has no caller that it could raise an error to. `SaveHandle.wait` raises
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from ckptmap.core.log import log
 from ckptmap.errors import CkptmapError
-
-logger = logging.getLogger("ckptmap")
 
 _started: list[SaveHandle] = []
 """The save that may still run, or whose error nobody has seen."""
@@ -112,5 +110,5 @@ def _tell_unseen() -> None:
         error = handle.settle()
         if error is not None:
             text = f"a save in the background failed ({handle.title}): {error}"
-            logger.error(text)
+            log.error(text)
             warnings.warn(f"ckptmap: {text}", RuntimeWarning, stacklevel=1)
