@@ -230,7 +230,7 @@ def test_nf4_is_decoded_where_no_linear_layer_is(tmp_path: Path) -> None:
     assert "Embedding" in decoded.reason and decoded.dense_nbytes == 128 * 64 * 2
     assert [str(cast) for cast in report.cast] == ["weight: float32 -> float16"]
     assert 0 < report.peak_host_nbytes <= 4096
-    shown = "decoded: 1: weight: Embedding cannot compute with an NF4Tensor; 12,088 bytes more"
+    shown = "decoded: 1: weight: Embedding cannot compute with an NF4Tensor; 11.8 KiB more"
     assert shown in str(report)
     with pytest.raises(LoadError, match=r"1 quantized weights must be decoded.*Embedding") as error:
         load(tmp_path / "one.pt", model, strict_encoding=True)
