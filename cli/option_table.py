@@ -150,6 +150,9 @@ TABLE: Mapping[str, CliOption] = {
     "root": CliOption(
         "The dict of DST that holds the weights: model, app/model, or '' for none.", "KEY"
     ),
+    "keep_layout": CliOption(
+        "Leave every entry of a torch.save file where it is, and change names only."
+    ),
     "source_root": CliOption("The dict of SRC that holds the weights.", "KEY"),
     "wrap": CliOption(
         "Name weights as below these wrappers, outermost first: ddp,compile.",

@@ -12,6 +12,7 @@ from ckptmap.optim.optimizer_reader import OptimizerReader
 from ckptmap.optim.select_state import select_state
 from ckptmap.optim.state import KeyForm, Optimizer, Same, key_forms
 from ckptmap.planning.encoding_choice import encoding_for
+from ckptmap.planning.kept_layout import optimizer_keys
 from ckptmap.planning.optimizer_groups import arrange_for_loader
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.remarks import Remarks, Unresolved
@@ -97,17 +98,20 @@ def _by_path(
 ) -> OptimizerState:
     tensors: list[StateTensor] = []
     values: dict[Path, PlainValue] = {}
+    root: Path = ("optimizer",)
+    if request.options.keep_layout:
+        root = request.ckpt.roles.optimizer_root or root
     for path, leaf in [*form.write(optimizer), *optimizer.rest.items()]:
         if isinstance(leaf, LazyTensor):
             encoding = encoding_for(leaf, None, request.options)
-            tensors.append(StateTensor(("optimizer", *path), leaf, encoding))
+            tensors.append(StateTensor((*root, *path), leaf, encoding))
         else:
-            values["optimizer", *path] = leaf
+            values[(*root, *path)] = leaf
     return OptimizerState(tensors, values, optimizer.same, remarks)
 
 
 def _key_form(request: Request) -> KeyForm:
-    name = request.setup.optimizer_keys or request.options.optimizer_keys
+    name = request.setup.optimizer_keys or optimizer_keys(request)
     form = next((form for form in key_forms() if form.name == name), None)
     if form is None:
         known = ", ".join(form.name for form in key_forms())

@@ -76,6 +76,9 @@ class Options:
     """A checkpoint of the same model or its config.json, for names, shapes and order."""
     root: str | None = None
     """The dict of the output that holds the weights: `"app/model"`; `""`: none."""
+    keep_layout: bool = False
+    """True: one torch.save file stays as it is but for names: the dicts of the weights and of the
+    optimizer, its keys, and all other entries where they are."""
     source_root: str | None = None
     """The dict of the source that holds the weights."""
     wrap: tuple[str, ...] | None = None
@@ -254,6 +257,7 @@ class OptionKeywords(MergeOptionKeywords, total=False):
     optimizer: str
     optimizer_keys: str
     param_order: Sequence[Sequence[str]] | None
+    keep_layout: bool
     source_root: str | None
     names_like: Path | None
     names: str | None

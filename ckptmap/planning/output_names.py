@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import NO_STATES, States, states_of
@@ -18,6 +19,7 @@ from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
 from ckptmap.mapping.prefixes import nearest_change
 from ckptmap.mapping.wrappers import HEAD, wrap_prefix
+from ckptmap.planning.kept_layout import beside_weights, keeps_layout, source_path
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.request import Request
 from ckptmap.storage.files import Files
@@ -31,12 +33,17 @@ class OutputNames:
     weights       plain FQN -> name in the output
     root          path of the dict that holds the weights; empty: they are at the top
     module_state  extra state of modules, which goes beside the weights
+    kept          every entry stays where it is in the source (--keep-layout)
+    at_top        entries stand beside the weights, in no dict of their own (--root '')
     notes         remarks for the user
     """
 
     weights: Mapping[str, str]
     root: Path
     module_state: States
+    ckpt: Checkpoint
+    kept: bool = False
+    at_top: bool = False
     notes: Sequence[str] = ()
 
     def of_weight(self, fqn: str) -> Path:
@@ -45,7 +52,17 @@ class OutputNames:
 
     def of_extra(self, path: Path) -> Path:
         """Return the path of a leaf that is neither weight nor optimizer state."""
+        if path in self.module_state:
+            return self.module_state.place(path, self.root)
+        if self.kept:
+            return source_path(self.ckpt, path)
+        if self.at_top and beside_weights(path, self._names, tensor=path in self.ckpt.other):
+            return path
         return self.module_state.place(path, self.root)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.weights.values())
 
 
 def output_names(request: Request, selection: Selection) -> OutputNames:
@@ -59,7 +76,10 @@ def output_names(request: Request, selection: Selection) -> OutputNames:
     module_state = _module_state(request, weights)
     other_paths = (*selection.values, *selection.others)
     nested = selection.optimizer or any(path not in module_state for path in other_paths)
-    return OutputNames(weights, _root(request, nested), module_state, notes)
+    kept = keeps_layout(request)
+    root = request.ckpt.roles.model_root if kept else _root(request, nested)
+    at_top = request.options.root == ""
+    return OutputNames(weights, root, module_state, request.ckpt, kept, at_top, notes)
 
 
 def _weight_names(request: Request) -> tuple[dict[str, str], list[str]]:

@@ -49,7 +49,7 @@ OPTIONS_IN_HINT = 12
 PATH_OPTIONS = ("names_like", "config_from", "like", "base", "tp_plan")
 """Options that the digest leaves out: a path is not the same on every machine, and what it decides
 shows in the rest of the plan."""
-LATER_OPTIONS = ("strip_prefix", "add_prefix", "rename")
+LATER_OPTIONS = ("strip_prefix", "add_prefix", "rename", "keep_layout")
 """Options that the digest leaves out where they are not used: a plan without them has the digest
 that it had before they came."""
 FIDELITIES = ("bytes", "exact", "codes", "cast", "quantize", "requantize")
@@ -70,6 +70,7 @@ class Plan:
     tied          FQN that is not written by itself -> the weight that holds its bytes
     keys          path in the output -> logical FQN
     records       dotted key in the output -> how the tensor is encoded
+    moved         entries that lie elsewhere than in the source: "epoch -> extra.epoch"
     fingerprints  size and time of change of each file of the source
     """
 
@@ -89,6 +90,7 @@ class Plan:
     records: Mapping[str, Mapping[str, object]]
     fingerprints: Mapping[str, Fingerprint]
     notes: Sequence[str] = ()
+    moved: str = ""
     digest: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
@@ -195,6 +197,7 @@ class Plan:
             "dropped": dict(self.dropped),
             "tied": dict(self.tied),
             "unresolved": [asdict(item) for item in self.unresolved],
+            "moved": self.moved,
             "notes": list(self.notes),
             "totals": {
                 "tensors": len(self.steps),
@@ -255,6 +258,7 @@ class Plan:
         lines += listed("tied", self.tied)
         if self.carried:
             lines.append(f"carried: {', '.join(sorted(self.carried))}")
+        lines += [f"moved: {self.moved}"] if self.moved else []
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"unresolved: {u.key}: {u.reason}; {u.hint}" for u in self.unresolved]
         kinds = ", ".join(f"{name} {count}" for name, count in self.fidelities().items())

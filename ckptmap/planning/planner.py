@@ -24,7 +24,8 @@ from ckptmap.planning.encoding_remarks import encoding_remarks
 from ckptmap.planning.file_layout import file_layout
 from ckptmap.planning.flat_param_order import with_units
 from ckptmap.planning.foreign_records import foreign_records
-from ckptmap.planning.key_selection import select
+from ckptmap.planning.kept_layout import moved, source_path
+from ckptmap.planning.key_selection import Selection, select
 from ckptmap.planning.optimizer_state import OptimizerState, optimizer_state
 from ckptmap.planning.options import OptionKeywords, Options, options_from
 from ckptmap.planning.output_names import OutputNames, output_names
@@ -111,8 +112,16 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
         ckpt, request.aim, request.options, sharding.world_size, layout.steps, files, encodes,
         [*source.compares, *layout.compares], carried.files, remarks.dropped, layout.tied,
         remarks.unresolved, layout.keys, records, request.fingerprints,
-        tuple(map(ckpt.files.mounts.with_origins, notes)),
+        tuple(map(ckpt.files.mounts.with_origins, notes)), _moved(request, selection, names),
     )  # fmt: skip
+
+
+def _moved(request: Request, selection: Selection, names: OutputNames) -> str:
+    paths = (*selection.values, *selection.others) if request.setup.holds_extra else ()
+    if request.setup.filing is not None:
+        return ""
+    extra = [(source_path(request.ckpt, path), names.of_extra(path)) for path in paths]
+    return moved(request, names.root, extra)
 
 
 def _foreign_records(

@@ -81,7 +81,8 @@ def test_two_tensors_of_one_joined_name_are_refused(name: str, to: str, tmp_path
 @pytest.mark.parametrize("to", LOADERS)
 def test_nothing_lies_inside_a_tensor(to: str, tmp_path: Path) -> None:
     """DCP's flat keys would hold that, but torch could not nest them again."""
-    torch.save({"model": {"extra": torch.ones(2)}, "step": 3}, tmp_path / "s.pt")
+    tensors = {"model": {"extra": torch.ones(2)}, "rng": torch.ones(3)}  # which `extra` has to hold
+    torch.save(tensors, tmp_path / "s.pt")
     with pytest.raises(PlanError, match=r"extra.*(already is|both a dict and a value)") as refused:
         ckptmap.plan(tmp_path / "s.pt", to, root="")
     assert refused.value.code == "CKM114"
