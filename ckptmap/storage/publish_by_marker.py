@@ -5,12 +5,13 @@ none can (EPERM, ENOSYS), and nowhere one that something is mounted on (EBUSY). 
 moved one by one:
 
     1. `.ckptmap-publishing` is written into the destination, with the names of all files
-    2. the files that are replaced are removed, their manifest first
+    2. the files that are replaced are moved into the work directory, their manifest first
     3. the new files are moved, `ckptmap.manifest.json` last
     4. `.ckptmap-publishing` is removed
 
 While `.ckptmap-publishing` is there, ckptmap does not open the directory (CKM111). A run that is
-killed meanwhile leaves it; the next run moves the files back into the work directory and goes on.
+killed meanwhile leaves it; the next run moves all files back, the old ones, too, and goes on. Only
+where no file can be moved into the work directory, old files are removed in step 2.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ PUBLISHING = "publishing"
 """The file in a work directory that holds the inode of the output."""
 OLD = "old"
 """The name in a work directory that a replaced output has for a moment."""
+REPLACED = "replaced"
+"""The directory in a work directory that holds the replaced files of an output."""
 PROBE = ".ckptmap-probe"
 """The file in a directory `OLD` that holds no output, but was made to try a rename."""
 REFUSED = (
@@ -129,21 +132,30 @@ def publish_by_marker(out_dir: Path, dst: Path, files: Collection[str], synced: 
 
     The files are synced already. With `synced` every step is on the disk before the next one.
     """
+    work = out_dir.parent
     dst.mkdir(exist_ok=True)
     replaced = sorted(os.path.relpath(file, dst) for file in files_below(dst))
-    record = {"work": out_dir.parent.name, "files": sorted(files), "replaced": replaced}
-    pending = out_dir.parent / "pending"
+    aside = _place_for_replaced(work, dst) if replaced else None
+    record = {"work": work.name, "files": sorted(files), "replaced": replaced}
+    pending = work / "pending"
     write_new(pending, [json.dumps(record).encode()])
     if synced:
-        for path in (pending, out_dir.parent, dst.parent):
+        for path in (pending, work, dst.parent):
             sync(path)
     _rename_or_copy(pending, dst / PENDING, synced)  # at once: half of a record would be in the way
     if synced:
         sync_directories(dst)
-    note_inode(out_dir.parent, dst, synced)
+    note_inode(work, dst, synced)
     for name in sorted(replaced, key=lambda name: name != MANIFEST):
-        (dst / name).unlink()
+        if aside is None:
+            (dst / name).unlink()
+        else:
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(dst / name, aside / name)
     _remove_empty_folders(dst)
+    if synced and aside is not None:
+        sync_directories(aside)
+        sync_directories(dst)
     *early, last = sorted(files, key=_order)
     for name in early:
         _move(out_dir / name, dst / name, synced)
@@ -155,6 +167,15 @@ def publish_by_marker(out_dir: Path, dst: Path, files: Collection[str], synced: 
     (dst / PENDING).unlink()
     if synced:
         sync(dst)
+
+
+def _place_for_replaced(work: Path, dst: Path) -> Path | None:
+    """Make the directory for replaced files; None where files of `dst` cannot be moved into it."""
+    if dst.lstat().st_dev != work.lstat().st_dev or file_rename_problem(work):
+        return None
+    aside = work / REPLACED
+    aside.mkdir(exist_ok=True)
+    return aside
 
 
 def note_inode(work: Path, content: Path, synced: bool) -> None:
@@ -227,6 +248,30 @@ def withdraw(dst: Path, uid: int) -> str:
     if not out_dir.is_dir() or out_dir.is_symlink():
         raise _cannot(dst, f"is half published, and {out_dir} with the rest is gone")
     (out_dir.parent / PUBLISHING).unlink(missing_ok=True)
+    aside = out_dir.parent / REPLACED
+    kept = {os.path.relpath(file, aside) for file in files_below(aside)} if aside.is_dir() else None
+    if kept is None or kept.issuperset(replaced):  # else no new file was moved yet
+        _take_back(dst, out_dir, files)
+    _restore(dst, aside, kept, replaced)
+    restored = set() if kept is None else {str(dst / name) for name in replaced}
+    others = [f for f in files_below(dst) if f not in restored and f != str(dst / PENDING)]
+    if others:
+        raise DestinationError(
+            "CKM301",
+            f"{others[0]}: appeared after a run was killed while it published {dst}",
+            "move it away, then run again",
+        )
+    sync_directories(out_dir.parent)
+    (dst / PENDING).unlink()
+    shutil.rmtree(aside, ignore_errors=True)
+    _remove_empty_folders(dst)
+    with contextlib.suppress(OSError):
+        dst.rmdir()  # an empty directory may stay
+    return f"{dst}: a run was killed while it published file by file; it was taken back first"
+
+
+def _take_back(dst: Path, out_dir: Path, files: Sequence[str]) -> None:
+    """Move the new files that are published back into the work directory."""
     for name in files:
         if not os.path.lexists(dst / name):
             continue
@@ -237,22 +282,24 @@ def withdraw(dst: Path, uid: int) -> str:
         _move(dst / name, out_dir / name, synced=True)
         with contextlib.suppress(FileNotFoundError):  # it is still there where it was copied
             (dst / name).unlink()
+
+
+def _restore(dst: Path, aside: Path, kept: Collection[str] | None, replaced: Sequence[str]) -> None:
+    """Move the replaced files back; remove those that are left where others of them were removed."""
     for name in replaced:
-        with contextlib.suppress(FileNotFoundError):
-            (dst / name).unlink()
-    others = [file for file in files_below(dst) if file != str(dst / PENDING)]
-    if others:
-        raise DestinationError(
-            "CKM301",
-            f"{others[0]}: appeared after a run was killed while it published {dst}",
-            "move it away, then run again",
-        )
-    sync_directories(out_dir.parent)
-    (dst / PENDING).unlink()
-    _remove_empty_folders(dst)
-    with contextlib.suppress(OSError):
-        dst.rmdir()  # an empty directory may stay
-    return f"{dst}: a run was killed while it published file by file; it was taken back first"
+        if kept is None:
+            with contextlib.suppress(FileNotFoundError):
+                (dst / name).unlink()
+        elif name in kept and os.path.lexists(dst / name) and _is_one(aside / name, dst / name):
+            (aside / name).unlink()  # after a power cut a file may have both names
+        elif name in kept:
+            _move(aside / name, dst / name, synced=True)
+    if kept:
+        sync_directories(dst)
+
+
+def _is_one(one: Path, other: Path) -> bool:
+    return os.path.samestat(one.lstat(), other.lstat())
 
 
 def _record(dst: Path, uid: int) -> tuple[str, Sequence[str], Sequence[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -129,9 +130,12 @@ def test_killed_after_any_step_it_is_no_checkpoint_and_the_next_run_finishes(
         "def unlinked(self, missing_ok=False):\n"
         "    if self.parent.name == 'out' and '.out.' not in str(self): step()\n"
         "    unlink(self, missing_ok)\n"
-        "marker._move, marker.Path.unlink = moved, unlinked\n"
+        "marker._move, marker.Path.unlink, rename = moved, unlinked, os.rename\n"
+        "def renamed(old, new):\n"
+        "    if 'replaced' in str(new): step()\n"
+        "    rename(old, new)\n"
         "def refuse(*_): raise OSError(38, 'Function not implemented')\n"
-        + ("" if renames else "os.rename = refuse\n")
+        + ("os.rename = renamed\n" if renames else "os.rename = refuse\n")
         + f"ckptmap.convert({str(source)!r}, {str(tmp_path / 'out')!r}, to='fsdp2', overwrite=True)"
     )
     dst, kills = tmp_path / "out", 0
@@ -155,6 +159,62 @@ def test_killed_after_any_step_it_is_no_checkpoint_and_the_next_run_finishes(
         assert sorted(os.listdir(dst)) == [".metadata", "__0_0.distcp", MANIFEST]
     assert kills >= 6
     assert ckptmap.verify(dst, against=source).ok
+
+
+def texts(directory: Path) -> dict[str, str]:
+    files = (file for file in directory.rglob("*") if file.is_file())
+    return {str(file.relative_to(directory)): file.read_text() for file in files}
+
+
+class Killed(BaseException):
+    """Ends a run between two steps: nothing is cleaned up after it."""
+
+
+def test_killed_at_any_step_the_replaced_output_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one may never be finished: its source is gone, or another conversion is wanted."""
+    dst = tmp_path / "out"
+    (dst / "sub").mkdir(parents=True)
+    for name in ("a", "b", "sub/c", MANIFEST):
+        (dst / name).write_text(f"old {name}")
+    before, left = texts(dst), [0]
+    rename, unlink = os.rename, Path.unlink
+
+    def step() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+
+    def renamed(old: str | Path, new: str | Path) -> None:
+        step()
+        rename(old, new)
+
+    def unlinked(self: Path, missing_ok: bool = False) -> None:
+        step()
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr("ckptmap.storage.publish.rename_problem", lambda *_: "no")
+    kills = 0
+    for steps in range(30):
+        work = WorkDirectory.open(dst, A, one_file=False, overwrite=True)
+        for name in ("a", "d", "sub/e", MANIFEST):
+            (work.out_dir / name).parent.mkdir(exist_ok=True)
+            (work.out_dir / name).write_text(f"new {name}")
+        left[0] = steps
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr(os, "rename", renamed)
+            patch.setattr(Path, "unlink", unlinked)
+            work.publish(["a", "d", "sub/e", MANIFEST])
+        kills += 1
+        work._lock.release()
+        if (dst / "d").exists() and not (dst / PENDING).exists():
+            break  # it was published, and killed while it cleaned up
+        again = "b" * 16 if kills % 2 else A
+        with pytest.raises(DestinationError, match="exists") as caught:
+            WorkDirectory.open(dst, again, one_file=False, overwrite=False)
+        assert caught.value.code == "CKM301" and texts(dst) == before, steps
+    assert kills > 10 and texts(dst) == {n: f"new {n}" for n in ("a", "d", "sub/e", MANIFEST)}
 
 
 def test_another_run_takes_it_back_first(source: Path, tmp_path: Path) -> None:
