@@ -70,6 +70,7 @@ def command(
     """
     from ckptmap.execution.ranks import ShownElsewhere, join
     from ckptmap.operations.convert import run
+    from ckptmap.operations.workspace import check_place
     from ckptmap.storage.hub.resolve import silence
     from ckptmap.storage.hub.uri import is_hub
 
@@ -82,7 +83,9 @@ def command(
         with join(rank_timeout) as ranks, told(how, quiet, ranks) as how:
             plan = _plan(src, options, plan_file)
             with plan.ckpt:
-                if not dry_run:
+                if dry_run:
+                    check_place(plan, dst, how.overwrite)
+                else:
                     report = run(plan, dst, how, ranks)
     except ShownElsewhere as stopped:
         Printer.printed = True  # that rank prints the error document

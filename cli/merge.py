@@ -89,6 +89,7 @@ def command(
     from ckptmap.execution.ranks import ALONE
     from ckptmap.operations.convert import run
     from ckptmap.operations.merge import plan_merge, with_survival
+    from ckptmap.operations.workspace import check_place
 
     how, options = typed.run_options(), typed.options_given()
     out, report = Printer(json, quiet), None
@@ -98,7 +99,9 @@ def command(
             force=force, adapter_config=adapter_config, leave=tuple(leave or ()), **options,
         )  # fmt: skip
         with plan.ckpt:
-            if not dry_run:
+            if dry_run:
+                check_place(plan, dst, how.overwrite)
+            else:
                 report = with_survival(plan, run(plan, dst, how))
     show(plan, report, out)
     if report is None and plan.unresolved:

@@ -31,12 +31,17 @@ from ckptmap.execution.phases import Phases
 from ckptmap.execution.ranks import Ranks
 from ckptmap.execution.written_slots import Executed
 from ckptmap.operations.check_digests import sha256_of
-from ckptmap.operations.overwrite import refuse_stranger
+from ckptmap.operations.overwrite import manifest_at, refuse_stranger
 from ckptmap.operations.prove import is_complete, prove_output
 from ckptmap.planning.options import RunOptions
 from ckptmap.planning.plan import Plan
 from ckptmap.protocols.progress import PROVING, SYNCING
-from ckptmap.storage.destination import check_kind, check_overlap, named_place
+from ckptmap.storage.destination import (
+    check_destination,
+    check_kind,
+    check_overlap,
+    named_place,
+)
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.journal import Journal
 from ckptmap.storage.publish import WorkDirectory
@@ -48,6 +53,26 @@ TOUCHED = (
     "began anew: the files of the source were written, copied or linked since the run that was"
     " interrupted"
 )
+
+
+def place_for(plan: Plan, dst: str | os.PathLike[str]) -> Path:
+    """Return the destination of a plan. Raise DestinationError where its name is none that the output
+    can have, CKM304, or where it overlaps with the source, CKM302."""
+    place = named_place(dst)
+    check_kind(dst, plan.one_file, plan.aim.setup.writer)
+    check_overlap([plan.ckpt.path, *plan.fingerprints], place)
+    return place
+
+
+def check_place(plan: Plan, dst: str | os.PathLike[str], overwrite: bool) -> None:
+    """Raise DestinationError as a run of the plan would before its first byte. Nothing is written.
+
+    Space and permissions are not looked at: another time they may be others.
+    """
+    place = place_for(plan, dst)
+    held = manifest_at(place) if place.exists() else None
+    if held is None or held.get("plan") != plan.digest:  # else it is complete, and a run says so
+        check_destination(place, plan.one_file, overwrite)
 
 
 class Workspace:
@@ -66,9 +91,7 @@ class Workspace:
         self, plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks
     ) -> None:
         self.plan, self.ranks = plan, ranks
-        self.dst = named_place(dst)
-        check_kind(dst, plan.one_file)
-        check_overlap([plan.ckpt.path, *plan.fingerprints], self.dst)
+        self.dst = place_for(plan, dst)
         self.how = _on_this_rank(how, plan, ranks)
         self.notes: list[str] = []
         """What the user should be told besides the notes of the plan."""

@@ -47,14 +47,25 @@ def named_place(dst: str | os.PathLike[str]) -> Path:
     return Path(dst)
 
 
-FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+SAFETENSORS = ".safetensors"
+FILE_SUFFIXES = (SAFETENSORS, ".pt", ".pth", ".bin")
 """Ends of names of one-file checkpoints; Lightning gives .ckpt to directories, too."""
 
 
-def check_kind(dst: str | os.PathLike[str], one_file: bool) -> None:
-    """Raise DestinationError CKM304 where a new path names a directory for one file, or a file for a
-    directory: the next program would not find what it looks for."""
+def check_kind(dst: str | os.PathLike[str], one_file: bool, container: str) -> None:
+    """Raise DestinationError CKM304 where a path names another kind of output: a directory for one file,
+    a file for a directory, a safetensors file for another. The next program would not read it.
+
+    container  the name of the writer
+    """
     text = os.fspath(dst)
+    if one_file and text.endswith(SAFETENSORS) and "safetensors" not in container:
+        stem = text.removesuffix(SAFETENSORS)
+        raise DestinationError(
+            "CKM304",
+            f"{text}: names a safetensors file, but this setup writes {container}, as torch.save does",
+            f"name it {stem}.pt; or write safetensors into a directory: {stem} --to hf",
+        )
     if os.path.lexists(text):
         return  # `check_destination` says what is there
     if one_file and text.endswith(os.sep):

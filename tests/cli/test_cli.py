@@ -239,6 +239,41 @@ def test_dry_run_writes_nothing(run: Any, source: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [source.name]
 
 
+@pytest.mark.parametrize(
+    ("to", "dst", "expected"),
+    [
+        ("hf", "x.safetensors", "names a file, but this setup writes a directory"),
+        ("full", "x.safetensors", "names a safetensors file, but this setup writes torch-zip"),
+        ("full", "x/", "names a directory, but this setup writes one file"),
+        ("full", "", "is an empty path"),
+        ("full", "s3://bucket/x", "is not a path on this machine"),
+        ("full", "there", "there: exists"),
+        ("hf", "there", "is a file, expected a directory or nothing"),
+        ("full", "link", "is a symbolic link, never replaced"),
+    ],
+)
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+def test_a_dry_run_checks_the_destination_as_a_run_does(
+    run: Any, source: Path, tmp_path: Path, to: str, dst: str, expected: str, flags: tuple[str, ...]
+) -> None:
+    (tmp_path / "there").write_text("theirs")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    place = f"{tmp_path}/{dst}" if dst and ":" not in dst else dst
+    done = run("convert", source, place, "--to", to, *flags)
+    assert done.code == 2 and expected in done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", source.name, "there"]
+
+
+def test_a_dry_run_of_what_is_complete_is_no_refusal(
+    run: Any, source: Path, tmp_path: Path
+) -> None:
+    for flags in ((), ("--dry-run",), ()):
+        done = run("convert", source, tmp_path / "out", "--to", "hf", *flags)
+        assert done.code == 0, done.err
+    done = run("convert", source, tmp_path / "out", "--to", "full", "--dry-run")
+    assert done.code == 2 and "is a directory, expected a file" in done.err
+
+
 def test_options_reach_the_plan(run: Any, source: Path, tmp_path: Path) -> None:
     done = run(
         "plan", source, "--to", "fsdp2-bf16", "--world-size", 3, "--include", "*.0.*",
