@@ -77,8 +77,8 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
     and compare the bytes around the chunks.
 
     Files that state checksums of their own keep those; the manifest inside a file has no others.
-    Raise SourceError CKM403 where the manifest is damaged, CKM105 where the header of a file is not
-    the one that it lists, CKM101 where one of them cannot be read.
+    Raise SourceError CKM403 where the manifest is damaged, CKM105 where a file has another size or
+    header than it lists, CKM101 where one of them cannot be read.
     """
     if manifest.read is not None:
         _check_one_file(manifest, parse(manifest.read(), manifest.file), mounts)
@@ -93,12 +93,19 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
         spans.setdefault(name, []).append(chunk)
     for name, chunks in spans.items():
         file, entry = str(folder / name), document["files"].get(name, {})
-        # A file of another size is not the one that the manifest lists: another program wrote it.
-        if _nbytes(file, mounts) != entry.get("nbytes"):
+        nbytes = _nbytes(file, mounts)
+        if nbytes is None or file.endswith(
+            ".json"
+        ):  # people edit it; it states no more than it says
             continue
-        if not file.endswith(".json"):  # people edit it; it states no more than it says
-            way_out = f"{without_manifest(file)}; else {AGAIN}"
-            _check_around(file, entry.get(AROUND), [chunk[:2] for chunk in chunks], mounts, way_out)
+        way_out = f"{without_manifest(file)}; else {AGAIN}"
+        if nbytes != entry.get("nbytes"):
+            raise SourceError(
+                "CKM105",
+                f"{file}: has {nbytes} bytes, its {MANIFEST} states {entry.get('nbytes')}",
+                way_out,
+            )
+        _check_around(file, entry.get(AROUND), [chunk[:2] for chunk in chunks], mounts, way_out)
         if file not in mounts.stated and any(chunk.sum for chunk in chunks):
             mounts.state(file, [chunk for chunk in chunks if chunk.sum])
 

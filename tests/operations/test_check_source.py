@@ -167,8 +167,10 @@ def test_a_foreign_file_under_our_manifest_is_refused_with_the_way_out(tmp_path:
     ckptmap.convert(hf, tmp_path / "without", "full")
     (hf / "ckptmap.manifest.json").write_bytes(kept)
     save_file({"a.weight": torch.zeros(100, 10)}, hf / "model.safetensors")
-    assert (hf / "model.safetensors").stat().st_size != len(written)
-    ckptmap.convert(hf, tmp_path / "out", "full")  # of another size: not what the manifest lists
+    size = (hf / "model.safetensors").stat().st_size
+    assert size != len(written)
+    with pytest.raises(SourceError, match=f"has {size} bytes, its .* states {len(written)}"):
+        ckptmap.convert(hf, tmp_path / "out", "full")
 
 
 def test_verify_against_a_damaged_source_is_refused_though_the_values_are_equal(

@@ -320,3 +320,43 @@ def safetensors_metadata(draw: random.Random, path: Path) -> str:
     metadata[key], said = mutate_json(draw, metadata[key])
     file.write_bytes(_joined(json.dumps(header), body))
     return f"{file.name}: metadata {key}: {said}"
+
+
+def safetensors_index(draw: random.Random, path: Path) -> str:
+    """What the index of a sharded model says against what its shards hold."""
+    index = next(path.glob("*.index.json"))
+    document = json.loads(index.read_text())
+    named: dict[str, str] = document["weight_map"]
+    shards = sorted(set(named.values()))
+    key, shard = draw.choice(sorted(named)), draw.choice(shards)
+    kind = draw.choice(("another shard", "moved", "twice", "drop", "drop shard", "size", "more"))
+    if kind == "another shard":
+        named[key] = shard
+    elif kind in ("moved", "twice"):  # the tensor itself: named by the index still where it was
+        _put_into(path / named[key], path / shard, key, keep=kind == "twice")
+    elif kind == "drop":
+        del named[key]
+    elif kind == "drop shard":
+        document["weight_map"] = {k: file for k, file in named.items() if file != shard}
+    elif kind == "size":
+        document["metadata"]["total_size"] = draw.choice((0, -1, 2**70, "1"))
+    else:
+        shutil.copyfile(path / shard, path / "model-00009-of-00009.safetensors")
+    index.write_text(json.dumps(document))
+    return f"index: {kind} of {key}, {shard}"
+
+
+def _put_into(source: Path, target: Path, key: str, keep: bool) -> None:
+    """Copy a tensor into another file of safetensors; else take it out of its own."""
+    header, body = _split(source.read_bytes())
+    value = {name: field for name, field in header[key].items() if name != "data_offsets"}
+    data = body[slice(*header[key]["data_offsets"])]
+    for file in {source, target}:
+        header, body = _split(file.read_bytes())
+        metadata = header.pop("__metadata__", None)
+        parts = {k: body[slice(*v.pop("data_offsets"))] for k, v in header.items()}
+        if file == source and not keep:
+            del header[key], parts[key]
+        if file == target:
+            header[key], parts[key] = value, data
+        file.write_bytes(_safetensors(header, parts, metadata))

@@ -167,6 +167,40 @@ def read_compressed(path: Path) -> Named:
     return stored
 
 
+def read_int8(path: Path) -> Named:
+    """LLM.int8 of a float16 model as bitsandbytes decodes it: code * absmax of the row / 127."""
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    if config["quant_method"] != "bitsandbytes" or config["load_in_8bit"] is not True:
+        raise ValueError(f"{config['quant_method']}, load_in_8bit {config['load_in_8bit']}")
+    stored = dict(read_hf(path))
+    for key in [key for key in stored if key.endswith(".SCB")]:
+        module = key.removesuffix("SCB")
+        codes, absmax, form = (stored.pop(module + n) for n in ("weight", "SCB", "weight_format"))
+        if codes.dtype != torch.int8 or absmax.shape != codes.shape[:1] or int(form) != 0:
+            raise ValueError(f"{module}: {codes.dtype} {codes.shape}, {absmax.shape}, {form}")
+        values = (codes * absmax.float()[:, None]) * 7.874015718698502e-3
+        stored[f"{module}weight"] = values.half()
+    return stored
+
+
+def read_fp8(path: Path) -> Named:
+    """FP8 by blocks of a bfloat16 model as transformers decodes it: code * the scale of its block."""
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    rows, columns = config["weight_block_size"]
+    if config["quant_method"] != "fp8" or min(rows, columns) < 1:
+        raise ValueError(str(config))
+    stored = dict(read_hf(path))
+    for key in [key for key in stored if key.endswith(".weight_scale_inv")]:
+        name = key.removesuffix("_scale_inv")
+        codes, scale = stored.pop(name), stored.pop(key)
+        grid = torch.Size([-(-codes.shape[0] // rows), -(-codes.shape[1] // columns)])
+        if codes.dtype != torch.float8_e4m3fn or scale.shape != grid:
+            raise ValueError(f"{name}: {codes.dtype}, scales {scale.shape}, expected {grid}")
+        spread = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        stored[name] = (codes.float() * spread[: codes.shape[0], : codes.shape[1]]).bfloat16()
+    return stored
+
+
 def read_adapter(base: Path, path: Path) -> Named:
     """A LoRA adapter, merged into its base by peft, which must find every weight of it."""
     import warnings

@@ -26,7 +26,10 @@ BYTES: tuple[m.Mutator, ...] = (m.bytes_of_a_file,)
 ZIP = (*BYTES, t.archive, t.archive, t.archive, t.archive)
 TENSORS = (*BYTES, m.safetensors_header, m.safetensors_header, m.safetensors_tensor)
 RECORDS = (*TENSORS, m.safetensors_metadata, m.safetensors_metadata, m.safetensors_tensor)
-INDEXED = (*TENSORS, m.json_of("index.json"), m.json_of("index.json"), m.files_of_a_directory)
+INDEXED = (
+    *TENSORS, m.json_of("index.json"), m.json_of("index.json"), m.files_of_a_directory,
+    m.safetensors_index, m.safetensors_index,
+)  # fmt: skip
 CONFIGURED = (
     *TENSORS,
     m.safetensors_tensor,
@@ -36,6 +39,9 @@ DCP = (*BYTES, t.dcp_pickle, t.dcp_pickle, t.dcp_metadata, t.dcp_metadata, t.dcp
 DIRECTORY = (m.files_of_a_directory,)
 ADAPTED = (*TENSORS, *[m.json_of("adapter_config.json")] * 3)
 OWN = (*[m.json_of("manifest.json")] * 5, m.bytes_of_a_file)
+OWN_FILE = (t.archive, *BYTES, t.manifest_inside)
+OWN_DCP = (*OWN, *DCP, *DIRECTORY)
+OWN_RANKS = (*OWN, *ZIP, *DIRECTORY)
 Work = Callable[[Path, Path], object]
 
 
@@ -120,6 +126,7 @@ def subjects(corpus: Corpus, folder: Path, worlds: Sequence[int]) -> list[Subjec
             found.append(converted(name, corpus[name].path, mutators, read, to))
     found += bitsandbytes(folder)
     found += compressed(folder)
+    found += eight_bits(folder)
     found += ours(corpus, folder)
     found += adapters(folder)
     found += states(corpus, folder)
@@ -161,15 +168,42 @@ def compressed(folder: Path) -> list[Subject]:
     ]
 
 
+def eight_bits(folder: Path) -> list[Subject]:
+    """LLM.int8 as bitsandbytes saves it, and FP8 by blocks, which needs a GPU to be written: ours."""
+    import torch
+
+    from tests.support.int8_models import bnb_int8, dense
+
+    bnb_int8(folder / "bnb-int8", torch.float16)
+    place = folder / "fp8"
+    ckptmap.convert(dense(folder / "fp8-dense", hidden=128), place, "hf-fp8", sync=False)
+    (place / "ckptmap.manifest.json").unlink()
+    return [
+        converted("bnb-int8", folder / "bnb-int8", CONFIGURED, r.read_int8, "full-fp32"),
+        converted("fp8", place, CONFIGURED, r.read_fp8, "full-fp32"),
+    ]
+
+
+OURS: Mapping[str, tuple[Sequence[m.Mutator], Callable[[Path], r.Named]]] = {
+    "hf": ((*OWN, *TENSORS, *DIRECTORY), r.read_hf),
+    "full": (OWN_FILE, r.read_torch),
+    "fsdp2": (OWN_DCP, r.read_dcp),
+    "fsdp2-ranks": (OWN_RANKS, r.read_ranks),
+    "fsdp1": (OWN_DCP, r.read_dcp),
+    "fsdp1-local": (OWN_RANKS, r.read_ranks),
+    "trainer": ((*OWN, *TENSORS), r.read_hf),
+}
+
+
 def ours(corpus: Corpus, folder: Path) -> list[Subject]:
-    """Our own outputs, whose manifest states a digest of every chunk."""
+    """Our own outputs, whose manifest states a digest of every byte."""
     source = corpus["torch_module_attribute"].path
     found = []
-    for to, read in (("hf", r.read_hf), ("fsdp2", r.read_dcp), ("full", r.read_torch)):
+    for to, (mutators, read) in OURS.items():
         place = folder / f"ours-{to}" / ("model.pt" if to == "full" else "out")
         place.parent.mkdir()
-        ckptmap.convert(source, place, to, sync=False)
-        mutators = (t.archive, *BYTES) if to == "full" else OWN
+        world_size = 2 if to.startswith("fsdp") else 1
+        ckptmap.convert(source, place, to, world_size=world_size, sync=False)
         found.append(converted(f"ours-{to}", place, mutators, read, own=True))
     return found
 

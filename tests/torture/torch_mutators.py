@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tests.torture.mutators import INTS, TEXTS, some_file
+from tests.torture.mutators import INTS, TEXTS, mutate_json, some_file
 
 # ------------------------------------------------------------------------------- pickle
 
@@ -93,12 +93,17 @@ def mutate_archive(draw: random.Random, data: bytes) -> tuple[bytes, str]:
         records = dict(draw.sample(list(records.items()), len(records)))
     else:
         return _packed(records, draw), "compressed by zipfile"
+    return _archive(records), said
+
+
+def _archive(records: Mapping[str, bytes]) -> bytes:
+    """Return the records as an archive of torch's own writer."""
     stream = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(stream)
     for record, value in records.items():
         writer.write_record(record, value, len(value))
     writer.write_end_of_file()
-    return stream.getvalue(), said
+    return stream.getvalue()
 
 
 def _record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
@@ -124,6 +129,19 @@ def archive(draw: random.Random, path: Path) -> str:
     data, said = mutate_archive(draw, file.read_bytes())
     file.write_bytes(data)
     return f"{file.name}: {said}"
+
+
+def manifest_inside(draw: random.Random, path: Path) -> str:
+    """The manifest that a one-file output of ours holds, with the CRC-32 of what is written."""
+    with zipfile.ZipFile(path) as old:
+        records = [(info, _record(old, info)) for info in old.infolist()]
+    with zipfile.ZipFile(path, "w") as new:
+        for info, data in records:
+            if info.filename.endswith("manifest.json"):
+                text, said = mutate_json(draw, data.decode())
+                data = text.encode("utf-8", "surrogatepass")
+            new.writestr(info.filename, data)
+    return f"manifest inside: {said}"
 
 
 # ------------------------------------------------------------------------------- DCP
