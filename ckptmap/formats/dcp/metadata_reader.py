@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import add
 from typing import Any, NoReturn
 
@@ -34,11 +33,11 @@ from ckptmap.formats.dcp.metadata_classes import (
 )
 from ckptmap.formats.dcp.metadata_records import (
     Item,
+    ItemRows,
     Metadata,
     Offsets,
     TensorEntry,
     Whole,
-    WholeEntries,
 )
 from ckptmap.formats.pickle import reader as pickle_read
 from ckptmap.tensors import ITEMSIZE, Opaque, Path, TensorInfo
@@ -86,51 +85,6 @@ def _read_short(data: bytes, where: str) -> Metadata | None:
         reader._bad("the shortened pickle, expected the metadata and four tuples")
     root, *columns = loaded
     return reader.metadata(root, short.forms, *columns)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The entries of storage_data in columns.
-
-    Entry i has `fqns[i]`, `offsets[i]` and `lengths[i]` (bytes). All else it has from the pair
-    (offsets of the chunk, item) number `form_of[i]` of `forms`.
-    """
-
-    forms: Sequence[tuple[Offsets | None, Item]]
-    form_of: Sequence[int]
-    fqns: Sequence[str]
-    offsets: Sequence[int]
-    lengths: Sequence[int]
-
-    def items(self) -> dict[tuple[str, Offsets | None], Item]:
-        """Return a dict from (FQN, offsets of the chunk, or None for a value) to the item."""
-        items = {}
-        for fqn, at, offset, nbytes in zip(
-            self.fqns, self.form_of, self.offsets, self.lengths, strict=True
-        ):
-            offsets, (file, _, _, transforms) = self.forms[at]
-            items[fqn, offsets] = Item(file, offset, nbytes, transforms)
-        return items
-
-    def whole(self, infos: Mapping[str, TensorInfo]) -> Whole | None:
-        """Return the tensors `infos` in columns; None unless each has one entry, of one whole chunk."""
-        at = dict(zip(self.fqns, range(len(self.fqns)), strict=True))
-        if at.keys() != infos.keys() or len(at) != len(self.fqns):
-            return None
-        order = list(map(at.__getitem__, infos))
-        form_numbers = [self.form_of[i] for i in order]
-        for shape, form in {
-            (info.shape, at) for info, at in zip(infos.values(), form_numbers, strict=True)
-        }:
-            offsets, item = self.forms[form]
-            if offsets != (0,) * len(shape) or item.transforms:
-                return None
-        files = [item.file for _, item in self.forms]
-        entries = WholeEntries(
-            list(infos.values()), [files[i] for i in form_numbers],
-            [self.offsets[i] for i in order], [self.lengths[i] for i in order],
-        )  # fmt: skip
-        return Whole(list(infos), entries)
 
 
 def _other_root(root: object, where: str) -> SourceError:
@@ -181,7 +135,22 @@ class _Reader:
                 values[key] = self._item_of(items, key, None)
             else:
                 self._bad(f"entry {key!r}, expected a tensor or bytes, found {_show(entry)}")
+        self._check_used(items, tensors, values)
         return Metadata(tensors, values, paths)
+
+    def _check_used(
+        self,
+        items: Mapping[tuple[str, Offsets | None], Item],
+        tensors: Mapping[str, TensorEntry],
+        values: Mapping[str, Item],
+    ) -> None:
+        """Refuse an item that belongs to no entry: its bytes would be left behind."""
+        if sum([len(entry.chunks) for entry in tensors.values()]) + len(values) == len(items):
+            return
+        used = {(key, at) for key, entry in tensors.items() for at, _, _ in entry.chunks}
+        for fqn, at in items:
+            if (fqn, at) not in used and not (at is None and fqn in values):
+                self._bad(f"storage_data, {fqn!r} at {_show(at)} belongs to no entry")
 
     def _dict(self, value: object, name: str) -> dict[Any, object]:
         if not isinstance(value, dict):
@@ -210,7 +179,7 @@ class _Reader:
         fqns: Sequence[str],
         offsets: Sequence[int],
         lengths: Sequence[int],
-    ) -> _Rows:
+    ) -> ItemRows:
         """Return the entries that were taken out of the pickle, after all checks, and then `items`."""
         keys, places = forms[::2], forms[1::2]
         kinds = [{*map(type, column)} for column in (keys, places, fqns, offsets, lengths)]
@@ -231,7 +200,7 @@ class _Reader:
             self._bad("storage_data, columns of different lengths")
         if min(min(offsets), min(lengths)) < 0 or max(map(add, offsets, lengths)) > MAX_NUMEL:
             self._bad("storage_data, a byte range below 0 or beyond 2**63")
-        return _Rows(
+        return ItemRows(
             [*parsed, *((at, item) for (_, at), item in items.items())],
             [*forms_of, *range(len(parsed), len(parsed) + len(items))],
             [*fqns, *(fqn for fqn, _ in items)],
@@ -239,7 +208,7 @@ class _Reader:
             [*lengths, *(item.nbytes for item in items.values())],
         )
 
-    def _whole(self, entries: Mapping[str, object], rows: _Rows) -> Whole | None:
+    def _whole(self, entries: Mapping[str, object], rows: ItemRows) -> Whole | None:
         """Return the tensors in columns; None unless every entry is a tensor of one whole chunk."""
         infos: dict[object, TensorInfo] = {}
         for entry in set(entries.values()):  # by identity: many tensors share one object

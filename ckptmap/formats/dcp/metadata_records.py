@@ -76,6 +76,51 @@ class Whole(NamedRows[TensorEntry]):
 
 
 @dataclass(frozen=True)
+class ItemRows:
+    """The entries of storage_data in columns.
+
+    Entry i has `fqns[i]`, `offsets[i]` and `lengths[i]` (bytes). All else it has from the pair
+    (offsets of the chunk, item) number `form_of[i]` of `forms`.
+    """
+
+    forms: Sequence[tuple[Offsets | None, Item]]
+    form_of: Sequence[int]
+    fqns: Sequence[str]
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+
+    def items(self) -> dict[tuple[str, Offsets | None], Item]:
+        """Return a dict from (FQN, offsets of the chunk, or None for a value) to the item."""
+        items = {}
+        for fqn, at, offset, nbytes in zip(
+            self.fqns, self.form_of, self.offsets, self.lengths, strict=True
+        ):
+            offsets, (file, _, _, transforms) = self.forms[at]
+            items[fqn, offsets] = Item(file, offset, nbytes, transforms)
+        return items
+
+    def whole(self, infos: Mapping[str, TensorInfo]) -> Whole | None:
+        """Return the tensors `infos` in columns; None unless each has one entry, of one whole chunk."""
+        at = dict(zip(self.fqns, range(len(self.fqns)), strict=True))
+        if at.keys() != infos.keys() or len(at) != len(self.fqns):
+            return None
+        order = list(map(at.__getitem__, infos))
+        form_numbers = [self.form_of[i] for i in order]
+        for shape, form in {
+            (info.shape, at) for info, at in zip(infos.values(), form_numbers, strict=True)
+        }:
+            offsets, item = self.forms[form]
+            if offsets != (0,) * len(shape) or item.transforms:
+                return None
+        files = [item.file for _, item in self.forms]
+        entries = WholeEntries(
+            list(infos.values()), [files[i] for i in form_numbers],
+            [self.offsets[i] for i in order], [self.lengths[i] for i in order],
+        )  # fmt: skip
+        return Whole(list(infos), entries)
+
+
+@dataclass(frozen=True)
 class Metadata:
     """`tensors` and `values` by flat key; `paths` maps a flat key to its path in the state dict."""
 

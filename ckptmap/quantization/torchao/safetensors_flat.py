@@ -72,8 +72,12 @@ def flat_parts(
         stated = f"torchao's metadata states block_size {list(block)}"
         raise contradiction(flat.fqn, stated, f"its codes are {codes.info}, which is less", codes)
     grid = block_geometry.grid_shape(info.shape, block)
+    by_dims = flat.kind == "Float8Tensor"  # torchao spreads its scales as dims of the codes
     for part in (scale, zero):
-        if part is not None and not block_geometry.fits(part.info.shape, grid):
+        if part is None:
+            continue
+        is_flat = by_dims and part.info.numel > 1 and len(part.info.shape) != len(grid)
+        if is_flat or not block_geometry.fits(part.info.shape, grid):
             stated = f"torchao's metadata states block_size {list(block)} of {list(info.shape)}"
             raise contradiction(
                 flat.fqn, stated, f"scales, expected shape {list(grid)}, found {part.info}", part

@@ -520,6 +520,9 @@ BAD_METADATA: dict[str, tuple[Callable[[Any], object], str]] = {
         "entry 'step' has no place",
     ),
     "twice": (set_key(1, offset=torch.Size((0, 0))), r"holds 'm\.w' at \(0, 0\) twice"),
+    "no entry": (
+        lambda m: m.state_dict_metadata.pop("m.w"), r"storage_data, 'm\.w' at \(0, 0\) belongs to no entry"
+    ),
     "fqn": (set_key(1, fqn=7), "expected a MetadataIndex with an FQN, found 7"),
     "index offset": (set_key(1, offset=[[1], 2]), "expected sizes, found list"),
     "path": (set_place(relative_path=7), "expected a file and its range, found 7"),
