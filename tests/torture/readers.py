@@ -175,7 +175,10 @@ def read_int8(path: Path) -> Named:
     stored = dict(read_hf(path))
     for key in [key for key in stored if key.endswith(".SCB")]:
         module = key.removesuffix("SCB")
-        codes, absmax, form = (stored.pop(module + n) for n in ("weight", "SCB", "weight_format"))
+        codes, absmax = stored.pop(f"{module}weight"), stored.pop(key)
+        form = stored.pop(
+            f"{module}weight_format", 0
+        )  # bitsandbytes takes rows where it is missing
         if codes.dtype != torch.int8 or absmax.shape != codes.shape[:1] or int(form) != 0:
             raise ValueError(f"{module}: {codes.dtype} {codes.shape}, {absmax.shape}, {form}")
         values = (codes * absmax.float()[:, None]) * 7.874015718698502e-3
