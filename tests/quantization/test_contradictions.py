@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torchao.quantization import Int8WeightOnlyConfig
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
 import ckptmap
 from ckptmap.errors import SourceError
@@ -25,6 +25,7 @@ from ckptmap.tensors import Opaque, TensorInfo
 from ckptmap.testing.parts import stored
 from tests.support.bnb_cases import linear4bit, weight
 from tests.support.int8_models import QUERY, bnb_int8, dense, torchao_hf
+from tests.support.quantized_models import edited
 
 Tensors = dict[str, torch.Tensor]
 
@@ -192,6 +193,18 @@ def test_torchaos_metadata(change: dict[str, Any], said: str, shown: str, tmp_pa
 
     restate(file, QUERY, changed)
     refused(file, said, shown)
+
+
+def test_scales_of_float8_in_other_dims_than_the_codes(tmp_path: Path) -> None:
+    """torchao spreads [64] along the columns of codes [64, 64], not along the rows."""
+    torchao_hf(tmp_path / "in", Float8WeightOnlyConfig())
+    key = QUERY.removesuffix("weight") + "_weight_scale"
+    path = edited(tmp_path / "in", tmp_path / "flat", lambda t: t.update({key: t[key].view(-1)}))
+    with pytest.raises(
+        SourceError, match=r"expected shape \[64, 1\], found float32\[64\]"
+    ) as caught:
+        ckptmap.open(path)
+    assert "block_size [1, 64] of [64, 64]" in caught.value.message
 
 
 def test_torchaos_scales_are_floating(tmp_path: Path) -> None:
