@@ -69,8 +69,6 @@ def command(
     torchrun --nproc-per-node 8 -m ckptmap convert SRC DST --to hf
     """
     from ckptmap.execution.ranks import ShownElsewhere, join
-    from ckptmap.operations.convert import run
-    from ckptmap.operations.workspace import check_place
     from ckptmap.storage.hub.resolve import silence
     from ckptmap.storage.hub.uri import is_hub
 
@@ -83,10 +81,7 @@ def command(
         with join(rank_timeout) as ranks, told(how, quiet, ranks) as how:
             plan = _plan(src, options, plan_file)
             with plan.ckpt:
-                if dry_run:
-                    check_place(plan, dst, how.overwrite)
-                else:
-                    report = run(plan, dst, how, ranks)
+                report = _carried_out(plan, dst, how, ranks, dry_run)
     except ShownElsewhere as stopped:
         Printer.printed = True  # that rank prints the error document
         raise typer.Exit(stopped.exit_code) from stopped
@@ -103,6 +98,19 @@ def _leave() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _carried_out(
+    plan: Plan, dst: str, how: RunOptions, ranks: Ranks, dry_run: bool
+) -> Report | None:
+    """Run the plan; of a dry run check the destination alone, and return None."""
+    from ckptmap.operations.convert import run
+    from ckptmap.operations.workspace import check_place
+
+    if not dry_run:
+        return run(plan, dst, how, ranks)
+    check_place(plan, dst, how.overwrite)
+    return None
 
 
 def _check_usage(options: Options, plan_file: str | None) -> None:

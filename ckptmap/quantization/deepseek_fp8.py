@@ -23,7 +23,7 @@ from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
-from ckptmap.quantization.blockwise.block_geometry import fits, grid_shape
+from ckptmap.quantization.blockwise.block_geometry import clamped, fits, grid_shape
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
@@ -315,9 +315,17 @@ def _require_agreement(group: Group, config: Mapping[str, object]) -> None:
         return
     grid = grid_shape(shape, (*(1 for _ in shape[2:]), *tile))
     single = scale.info.numel == 1 and (said is None or math.prod(grid) == 1)
-    if scale.info.shape == grid or single:
-        return
     stated = "null" if said is None else str(list(tile))
+    if scale.info.shape == grid or single:
+        encoding = group.encoding
+        assert isinstance(encoding, Fp8)
+        tiles = [clamped(block, shape[-2:]) for block in (tile, encoding.block_of(group.info)[-2:])]
+        if tiles[0] == tiles[1]:
+            return
+        raise contradiction(
+            group.fqn, f"config.json states weight_block_size {stated}",
+            f"its encoding record states tiles of {list(tiles[1])}", scale,
+        )  # fmt: skip
     raise contradiction(
         group.fqn, f"config.json states weight_block_size {stated}, scales of shape {list(grid)}",
         f"the scales of {group.info} are {scale.info}", scale,

@@ -150,3 +150,14 @@ def test_other_tiles_in_the_config_than_the_scales_have(tile: Any, tmp_path: Pat
     plain = {key: text for key, text in metadata.items() if "scheme" not in text}
     save_file(load_file(tmp_path / "out" / FILE), tmp_path / "out" / FILE, plain)
     refused(tmp_path / "out", f"weight_block_size {shown}", "float32[2, 4]")
+
+
+def test_tiles_of_our_record_and_of_the_config(tmp_path: Path) -> None:
+    """Tiles of 129 rows would make as many scales: the record in the file says which they are."""
+    tensors = {"fc.weight": torch.randn(256, 128), "fc.bias": torch.zeros(256)}
+    save_file(tensors, tmp_path / "in.safetensors")
+    ckptmap.convert(tmp_path / "in.safetensors", tmp_path / "out", "hf-fp8")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [129, 128]}}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match=r"states weight_block_size \[129, 128\].*\[128, 128\]"):
+        ckptmap.open(tmp_path / "out")
