@@ -67,7 +67,9 @@ def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:
             else:
                 others.append((place, region))
             filled += region.nbytes
-        for place, region in fill_columns(files, others, box.sizes, out) if others[1:] else others:
+        if others[1:] and not files.mounts:  # a request for each of its blocks would cost more
+            others = fill_columns(files, others, box.sizes, out)
+        for place, region in others:
             _read_region(files, region, place, box.sizes, out)
     if filled != nbytes:
         raise SourceError(

@@ -49,7 +49,7 @@ class _Rows(NamedTuple):
 
 def fill_columns(
     files: Files, pieces: Iterable[Piece], sizes: Sequence[int], out: memoryview
-) -> Sequence[Piece]:
+) -> list[Piece]:
     """Fill what pieces tile by columns of `out`, a row-major tensor of `sizes`.
 
     Return the pieces that do not lie like that: they are not read. Memory beyond `out`: SCRATCH

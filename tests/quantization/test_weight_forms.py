@@ -104,6 +104,36 @@ def test_a_last_weight_that_is_unlike_the_others_is_refused(encoded: Path, tmp_p
         assert caught.value.code == "CKM115"
 
 
+@pytest.mark.parametrize("suffix", ["ct-int8", "ct-fp8"])
+@pytest.mark.parametrize(
+    ("change", "stated"),
+    [
+        ({"ignore": ["model.layers.2.mlp.up_proj"]}, "in ignore"),
+        (
+            {"b": {"targets": ["re:.*2.mlp.up_proj"], "weights": {"num_bits": 4, "type": "int"}}},
+            "num_bits 4",
+        ),
+    ],
+    ids=["ignored", "group"],
+)
+def test_what_a_config_states_of_one_module_is_compared(
+    dense: Path, suffix: str, change: dict[str, object], stated: str, tmp_path: Path
+) -> None:
+    ckptmap.convert(dense, tmp_path / "out", to=f"hf-{suffix}", sync=False)
+    foreign = without_records(tmp_path / "out", tmp_path / "foreign")
+    ckptmap.open(foreign).close()
+    config = json.loads((foreign / "config.json").read_text())
+    section = config["quantization_config"]
+    if "b" in change:
+        change = {"config_groups": section["config_groups"] | change}
+    (foreign / "config.json").write_text(
+        json.dumps(config | {"quantization_config": section | change})
+    )
+    with pytest.raises(SourceError, match=rf"layers\.2\.mlp\.up_proj.weight: .*{stated}") as caught:
+        ckptmap.open(foreign)
+    assert caught.value.code == "CKM115"
+
+
 def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "f"
     file.write_bytes(bytes(range(256)) * 64)
