@@ -71,7 +71,7 @@ def verdicts(measured: Measured) -> Iterator[Verdict]:
         ):  # fmt: skip
             if least is not None:
                 found = median(measured.ratios(peer, mine, f"{what}_s"))
-                wanted, text = f">= {least:g}x ours", f"{found:.1f}x"
+                wanted, text = f">= {least:g}x ours", f"{found:.{1 if found >= 1 else 2}f}x"
                 yield Verdict(f"{what} of {peer}", wanted, text, found >= least)
     if target.item_s is not None:
         beyond = median(measured.values(OURS, "cpu_s")) - median(measured.values(COPY, "cpu_s"))
