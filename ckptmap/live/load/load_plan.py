@@ -115,7 +115,7 @@ class LoadPlan:
             raise LoadError(
                 "CKM501",
                 f"{path}: keys do not match the model, {'; '.join(seen)}",
-                mend() or _way_out(missing, self.unexpected),
+                _wrapped(missing, self.unexpected) or mend() or _way_out(missing, self.unexpected),
             )
         if buffers_on_meta:
             raise LoadError(
@@ -182,12 +182,23 @@ class LoadPlan:
         )
 
 
+WRAP = "wrap the model by get_peft_model first, or load what `ckptmap merge` makes of it"
+
+
+def _wrapped(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return the hint for what a wrapped model saved with its adapter, "" for all else: without peft's
+    prefix the base's names match, and the adapter would be left out."""
+    live, saved = (any(n.startswith(HEAD) for n in ns) for ns in (missing, unexpected))
+    adapted = any(".base_layer." in name for name in unexpected)
+    return WRAP if saved and adapted and not live else ""
+
+
 def _way_out(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Return the hint for names that do not match. peft puts `base_model.model.` before all names, and
     a model that it has not wrapped has no module for an adapter's tensors."""
     live, saved = (any(n.startswith(HEAD) for n in ns) for ns in (missing, unexpected))
     if saved and not live:
-        return "wrap the model by get_peft_model first, or load what `ckptmap merge` makes of it"
+        return WRAP
     if not missing:
         return f"leave out what the model does not have: drop={list(unexpected[:SHOWN])!r}, or strict=False"
     return "load with strict=False to take what matches, or give names with rename=['OLD=NEW']"
