@@ -39,9 +39,8 @@ def one_torch_thread(wanted: bool) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
+    # Set although it may be 1: the first call in a forked process makes torch's thread pool anew, and
+    # two threads that do that at once meet "Invalid thread pool!".
     torch.set_num_threads(1)
     try:
         yield

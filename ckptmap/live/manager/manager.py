@@ -158,6 +158,8 @@ class CheckpointManager:
 
     def _is_ours(self, target: Path) -> bool:
         """Return whether a step is saved a second time, by a run that went back."""
+        if self._last is not None:
+            self._last.settle()  # it may be about to publish this very step
         ranks, mine = self._ranks(), False
         with ranks.together():
             if ranks.rank == 0:
