@@ -142,6 +142,7 @@ class SaveKeywords(TypedDict, total=False):
     replicas: str
     background: bool
     timeout: float | None
+    gradients: bool | None
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,9 @@ class SaveOptions:
     timeout         seconds that a rank waits for the others before it raises RunError CKM307;
                     None: as torch's default group does, and half an hour at least while files are
                     written
+    gradients       True: save the gradients of all parameters, too, for a save in the middle of an
+                    accumulation; `load` restores them. False: leave them out. None: leave them out,
+                    and refuse where an accumulation is evident (CKM518)
     """
 
     step: int | None = None
@@ -170,6 +174,7 @@ class SaveOptions:
     replicas: str = "check"
     background: bool = True
     timeout: float | None = None
+    gradients: bool | None = None
 
     @classmethod
     def of(cls, given: SaveKeywords) -> SaveOptions:

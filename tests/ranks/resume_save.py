@@ -85,6 +85,8 @@ def extra_of_ranks(folder: Path) -> None:
     values: dict[str, Any] = {"epoch": 3, "loader": {"seen": torch.arange(rank + 1)}}
     text = "extra['loader']: differs between rank 0 and rank 1"
     expect(CkptmapError, text, lambda: save(folder / "extra", model, extra=values))
+    text = "step: is 3 on rank 0 and 4 on rank 1"
+    expect(CkptmapError, text, lambda: save(folder / "extra", model, step=3 + rank))
     shared = {"epoch": 3, "nan": float("nan"), "seen": torch.ones(2)}
     mine = {"loader": {"seen": torch.arange(rank + 1), "epoch": rank}, "name": f"rank {rank}"}
     save(

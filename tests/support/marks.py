@@ -67,6 +67,7 @@ SLOW = frozenset(
         "live/optimizer/test_cpu_offload.py::test_it_goes_on_bit_for_bit",
         "live/optimizer/test_optimizer_pairs.py",
         "live/optimizer/test_resume_exact.py",
+        "live/save/test_pending_gradients.py",
         "live/save/test_save_handle.py::test_the_end_of_the_process_warns_and_logs",
         "live/save/test_sweep_saves.py",
         "live/state_dict/test_hooks.py::test_any_optimizer_into_any",

@@ -12,12 +12,13 @@ from ckptmap.checkpoint.module_extra_state import as_live
 from ckptmap.core.formatting import counted
 from ckptmap.core.state_paths import nest
 from ckptmap.errors import LoadError
+from ckptmap.live.load import pending_gradients
 from ckptmap.live.load.load_plan import LoadPlan
 from ckptmap.live.model import module_extra_state, rng_state
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
-from ckptmap.live.optimizer import flat_lowbit, run_settings
+from ckptmap.live.optimizer import flat_lowbit, gradients, run_settings
 from ckptmap.live.optimizer.param_groups import load_scheduler
 from ckptmap.live.optimizer.state_matcher import StatePlan
 from ckptmap.live.optimizer.unwrap import unwrapped
@@ -60,7 +61,10 @@ class Continuation:
         for key in (rng_state.KEY, flat_lowbit.KEY):
             everything.pop(key, None)
         self._per_rank = self._own_extra(_pop_dict(everything, run_settings.PER_RANK))
+        everything.pop(gradients.PENDING, None)
         self._extra: dict[str, object] = everything
+        same_world = self._saved.get("world_size") == world
+        self.gradients = pending_gradients.plan(checkpoint, targets, self._rank, same_world)
         self.inexact: list[str] = []
         self._streams: dict[str, object] = {}
         self._fresh: bytes | None = None
@@ -100,6 +104,9 @@ class Continuation:
             yield "the checkpoint records no settings: ckptmap.save did not write it"
         if isinstance(own := self._saved.get("buffers"), list) and own:
             yield f"each rank had its own of {counted(len(own), 'buffer')}, one was saved"
+        if text := self._saved.get(run_settings.WITHOUT):
+            yield f"gradients of an accumulation were left out when it was saved ({text})"
+        yield from (f"gradient of {name}" for name in self.gradients.left)
         if self._saved.get("rounded_scales"):
             yield "a forward on the CPU rounded the scales of quantized weights before it was saved"
 
@@ -183,7 +190,7 @@ class Continuation:
             report, missing=(*report.missing, *lost), unexpected=(*report.unexpected, *strange),
             state=None if state is None else state.report(), streams=self._streams_note,
             inexact=tuple(self.inexact), step=step if isinstance(step, int) else None, extra=extra,
-            extra_per_rank=per_rank,
+            extra_per_rank=per_rank, gradients=tuple(self.gradients.names),
         )  # fmt: skip
 
 

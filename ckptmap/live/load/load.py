@@ -141,6 +141,7 @@ class PlannedLoad:
             self.weights.run(self.reader)
             if self.state is not None:
                 self.state.run(self.reader)
+            self.continuation.gradients.run(self.reader)
             require_unchanged(
                 self.checkpoint.fingerprints,
                 self.checkpoint.files.mounts,

@@ -24,7 +24,7 @@ NEEDS = ("reset_sharded_param", "_init_extensions", "init_unsharded_param")
 def fsdp_params(model: torch.nn.Module) -> dict[tuple[int, str], FSDPParam]:
     """Return torch's FSDPParam of every parameter under `fully_shard`, by (id of module, attribute)."""
     found: dict[tuple[int, str], FSDPParam] = {}
-    for group in _fsdp_groups(model):
+    for group in fsdp_groups(model):
         for param in group.fsdp_params:
             info = param._module_info
             found[id(info.module), info.param_name] = param
@@ -33,7 +33,8 @@ def fsdp_params(model: torch.nn.Module) -> dict[tuple[int, str], FSDPParam]:
     return found
 
 
-def _fsdp_groups(model: torch.nn.Module) -> list[FSDPParamGroup]:
+def fsdp_groups(model: torch.nn.Module) -> list[FSDPParamGroup]:
+    """Return torch's FSDPParamGroup of every module under `fully_shard`."""
     import torch
 
     if not torch.distributed.is_available():
@@ -52,6 +53,13 @@ def _fsdp_groups(model: torch.nn.Module) -> list[FSDPParamGroup]:
             elif single is not None:
                 groups.append(single)
     return groups
+
+
+def unreduced(fsdp_param: FSDPParam | None) -> torch.Tensor | None:
+    """Return the whole gradient of this rank that FSDP2 has not reduced yet; None: there is none."""
+    unsharded = getattr(fsdp_param, "_unsharded_param", None)
+    kept: torch.Tensor | None = getattr(fsdp_param, "unsharded_accumulated_grad", None)
+    return kept if kept is not None or unsharded is None else unsharded.grad
 
 
 def offloads(fsdp_param: FSDPParam | None) -> bool:

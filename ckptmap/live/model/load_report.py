@@ -150,6 +150,8 @@ class LoadReport(ShortRepr):
     inexact       reasons why training does not go on bit for bit; empty: it does
     step, extra   the arguments of `ckptmap.save`
     extra_per_rank  that of the rank of the same number, where as many ranks saved; else empty
+    gradients     names of the parameters whose gradients were restored, those of an accumulation
+                  that the save came into
     skipped       newer checkpoints that `CheckpointManager.restore` passed over, and why
     names         the schemes of names that were translated; empty: the names are the model's
     source        bytes that were compared with the checksums that the checkpoint states, counted
@@ -179,6 +181,7 @@ class LoadReport(ShortRepr):
     left: tuple[str, ...] = ()
     names: str = ""
     skipped: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
     source: SourceCheck = field(default_factory=SourceCheck)
 
     def _listed(self) -> Iterator[tuple[str, str]]:
@@ -195,6 +198,7 @@ class LoadReport(ShortRepr):
             ("quantized here", self.quantized),
             ("tied", tuple(f"{name} = {to}" for name, to in self.tied)),
             ("left on meta", self.left_on_meta),
+            ("pending gradients restored", self.gradients),
         ):
             if items:
                 yield title, f"{len(items)}: {listed(items)}"

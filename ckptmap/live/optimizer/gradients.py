@@ -7,13 +7,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckptmap.live.model.flat_params import FlatParamTensor, is_fsdp1
 from ckptmap.live.model.live_tensor import LiveTensor
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+
+PENDING = "gradients"
+"""Key of the gradients of an accumulation among the extra values."""
+REDUCED = "reduced"
+"""Key of those below it that are averaged over ranks already."""
 
 
 def described(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, object]:
@@ -33,12 +40,13 @@ def _averagers(model: torch.nn.Module) -> list[str]:
     names = {
         type(module).__name__
         for module in model.modules()
-        if _is_ddp(module) and module.process_group.size() > 1  # type: ignore[operator]
+        if is_ddp(module) and module.process_group.size() > 1
     }
     return sorted(names)
 
 
-def _is_ddp(module: torch.nn.Module) -> bool:
+def is_ddp(module: torch.nn.Module) -> TypeGuard[DistributedDataParallel]:
+    """Return whether DDP wraps the module, without an import of torch.distributed."""
     return any(cls.__name__ == "DistributedDataParallel" for cls in type(module).__mro__)
 
 
@@ -51,7 +59,7 @@ def _policies(module: torch.nn.Module) -> list[str]:
     from torch.distributed.fsdp import FSDPModule
 
     policy: Any = None
-    if is_fsdp1(module) or _is_ddp(module):
+    if is_fsdp1(module) or is_ddp(module):
         policy = module.mixed_precision
     elif isinstance(module, FSDPModule):
         policy = module._get_fsdp_state()._mp_policy

@@ -25,6 +25,8 @@ Settings: TypeAlias = dict[str, Any]
 VERSION = 1
 KEY = "ckptmap"
 """Key of the settings among the extra values."""
+WITHOUT = "gradients_left_out"
+"""Setting that says which gradients of an accumulation were not saved."""
 PER_RANK = "per_rank"
 """Key of the caller's values of each rank among the extra values."""
 

@@ -106,3 +106,15 @@ def require_same(digests_of: Sequence[Mapping[str, str]]) -> None:
                 " all ranks",
                 "pass what belongs to one rank as extra_per_rank=",
             )
+
+
+def require_same_step(steps: Sequence[int | None]) -> None:
+    """Raise ArgumentError CKM516 where ranks give different steps. A rank that gives none has no say."""
+    for rank, step in enumerate(steps):
+        if None not in (step, steps[0]) and step != steps[0]:
+            raise ArgumentError(
+                "CKM516",
+                f"step: is {steps[0]} on rank 0 and {step} on rank {rank}, expected the same on all"
+                " ranks",
+                "pass the count of optimizer steps, which all ranks make together",
+            )

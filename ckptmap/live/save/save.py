@@ -20,9 +20,10 @@ from ckptmap.core.signatures import spelled_out
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.live.model import module_extra_state, rng_state
 from ckptmap.live.model.find_targets import find_targets
+from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
-from ckptmap.live.optimizer import flat_lowbit, run_settings
+from ckptmap.live.optimizer import flat_lowbit, gradients, run_settings
 from ckptmap.live.optimizer.local_state import (
     LocalShard,
     LocalState,
@@ -36,7 +37,7 @@ from ckptmap.live.optimizer.local_state import (
 )
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.options import SaveOptions
-from ckptmap.live.save import extra_values
+from ckptmap.live.save import extra_values, pending_gradients
 from ckptmap.live.save.assign_writers import Assigner, Offer, drifted_buffers, offers_of
 from ckptmap.live.save.overlapping_meshes import require_alike
 from ckptmap.live.save.save_handle import SaveHandle, settle_started
@@ -58,7 +59,7 @@ WRITE_TIMEOUT_S = 1800.0
 OWN_NAMES = frozenset(
     {
         run_settings.KEY, rng_state.KEY, flat_lowbit.KEY, module_extra_state.KEY, "scheduler",
-        run_settings.PER_RANK,
+        run_settings.PER_RANK, gradients.PENDING,
     }
 )  # fmt: skip
 """Names among the extra values that ckptmap uses itself."""
@@ -86,9 +87,9 @@ def save(
     call, which then saves nothing.
 
     Raises, on all ranks: DestinationError before a byte is written, LoadError CKM505 or CKM508 for
-    what cannot be saved, ArgumentError CKM516 for values that cannot, RunError CKM509 where
-    replicas differ, CKM510 where the ranks' parts do not make whole tensors, CKM307 where a rank
-    died or did not come in time.
+    what cannot be saved, ArgumentError CKM516 for values that cannot, CKM518 where gradients are
+    pending and `gradients` is None, RunError CKM509 where replicas differ, CKM510 where the ranks'
+    parts do not make whole tensors, CKM307 where a rank died or did not come in time.
     """
     options = SaveOptions.of(keywords)
     unseen = settle_started()
@@ -101,10 +102,12 @@ def save(
                 raise unseen
             _check(path, model, scheduler)
             options.check()
-            held = _held(model, optimizer, scheduler, peers, random_state, options)
+            targets, _ = find_targets(model)
+            held = _held(model, targets, optimizer, scheduler, peers, random_state, options)
             offered = offers_of(held.holdings)
             extra_digests = extra_values.digests(options.extra or {})
-        extra_values.require_same(peers.all(extra_digests))
+            evidence = pending_gradients.evidence(model, targets)
+        _require_same_values(held, peers.all((options.step, extra_digests, evidence)), options)
         offers = peers.all(offered)
         drifted = _share(held, offers, model, peers, options.replicas)
         target = FilePath(path)
@@ -128,6 +131,23 @@ def _check(path: str | os.PathLike[str], model: torch.nn.Module, scheduler: obje
     argument_checks.path("path", path)
     argument_checks.module("model", model)
     argument_checks.scheduler(scheduler, "state_dict")
+
+
+def _require_same_values(
+    held: LocalState,
+    told: Sequence[tuple[int | None, Mapping[str, str], pending_gradients.Evidence]],
+    options: SaveOptions,
+) -> None:
+    """Compare what all ranks told: step, digests of extra values, and evidence of pending gradients.
+
+    Raises ArgumentError CKM516 where they differ, CKM518 where gradients are pending."""
+    extra_values.require_same_step([step for step, _, _ in told])
+    extra_values.require_same([digests for _, digests, _ in told])
+    pending = pending_gradients.told([one for _, _, one in told])
+    if options.gradients is None:
+        pending_gradients.refuse(pending)
+    if pending and not options.gradients:
+        held.settings[run_settings.WITHOUT] = pending
 
 
 def _share(
@@ -179,6 +199,7 @@ def _ordered(values: Mapping[Path, object]) -> dict[Path, object]:
 
 def _held(
     model: torch.nn.Module,
+    targets: Sequence[LiveTensor],
     optimizer: object,
     scheduler: Scheduler | None,
     peers: RankGroup,
@@ -188,11 +209,12 @@ def _held(
     held = LocalState()
     extra = extra_values.shared(options.step, options.extra, OWN_NAMES)
     per_rank = argument_checks.extra(options.extra_per_rank, (), "extra_per_rank")
-    targets, _ = find_targets(model)
     optimizer = None if optimizer is None else unwrapped(optimizer)
     mine = [] if optimizer is None else owners(optimizer, targets)
     held.settings = run_settings.describe(model, optimizer, targets, peers.world)
     hold_model(held, targets)
+    if options.gradients:
+        pending_gradients.hold(held, model, targets, peers.rank, peers.world)
     if optimizer is not None:
         hold_optimizer(held, mine)
         for fqn, kept in flat_lowbit.exact_entries(mine).items():
