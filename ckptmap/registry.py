@@ -82,6 +82,7 @@ SCHEMES = (
     "ckptmap.quantization.compressed_tensors.scheme:CompressedInt8",
     "ckptmap.quantization.compressed_tensors.scheme:CompressedFp8",
     "ckptmap.quantization.deepseek_fp8:Fp8Scheme",
+    "ckptmap.quantization.microscaling.gpt_oss:GptOssMxfp4",
     "ckptmap.quantization.torchao.training_weights:TrainedDense",
     "ckptmap.optim.lowbit_torchao:Adam8bit",
     "ckptmap.optim.lowbit_torchao:Adam4bit",

@@ -49,6 +49,7 @@ BITSANDBYTES = (("bitsandbytes", "0.45"),)
 _NF4 = "torchao's NF4Tensor, frozen, in linear layers"
 _INT8 = "torchao's Int8Tensor, frozen, in linear layers"
 _FLOAT8 = "decoded: ckptmap.load builds no live float8"
+_MICROSCALED = "decoded: ckptmap.load builds no live microscaled weights"
 _BNB = "bitsandbytes' own loader; ckptmap.load decodes it"
 TABLE: dict[tuple[str, str], LiveSupport] = {
     ("plain", "nf4"): LiveSupport(_NF4, needs=TORCHAO),
@@ -96,6 +97,14 @@ TABLE: dict[tuple[str, str], LiveSupport] = {
         nearest=("fsdp2-fp8", "fsdp1-bf16"),
     ),
     ("FSDP2", "float8"): LiveSupport(_FLOAT8),
+    ("plain", "microscaled"): LiveSupport("its library's own loader; ckptmap.load decodes it"),
+    ("compiled", "microscaled"): LiveSupport(_MICROSCALED),
+    ("DDP", "microscaled"): LiveSupport(_MICROSCALED),
+    ("FSDP1", "microscaled"): LiveSupport(
+        "FSDP1 flattens parameters of one dtype: codes and their scales are bytes",
+        nearest=("fsdp1-bf16", "fsdp2-bf16"),
+    ),
+    ("FSDP2", "microscaled"): LiveSupport(_MICROSCALED),
 }
 
 

@@ -70,6 +70,13 @@ class FindsByLoadedName(Protocol):
 
 
 @runtime_checkable
+class ServesModels(Protocol):
+    """A scheme whose library loads it into models of some types only, `model_type` of config.json."""
+
+    model_types: Collection[str]
+
+
+@runtime_checkable
 class Outdates(Protocol):
     """A scheme whose library no longer reads every config that it once wrote. The tensors are written
     as it reads them now."""
@@ -180,6 +187,7 @@ class WrittenWeights:
         model_types = set(_model_types(document))
         if QUANTIZATION in document:
             _require_torch_linear(*encoded[0], sorted(OWN_LAYERS & model_types))
+        self._require_served(encoded, model_types)
         by_loaded_name = [
             (fqn, scheme)
             for fqn, scheme in encoded
@@ -195,6 +203,20 @@ class WrittenWeights:
                 "choose --to hf-bnb-int8, which it finds by module; or --to full-"
                 f"{scheme}, which ckptmap.load takes",
             )
+
+    def _require_served(self, encoded: Collection[tuple[str, str]], types: Collection[str]) -> None:
+        """Raise PlanError CKM203 where the library does not load an encoding into such a model."""
+        for fqn, name in encoded:
+            scheme = self.schemes.get(name)
+            if not isinstance(scheme, ServesModels) or not types:
+                continue
+            if set(scheme.model_types).isdisjoint(types):
+                raise PlanError(
+                    "CKM203",
+                    f"{fqn}: cannot be {name} beside a config.json of {sorted(types)[0]}: transformers"
+                    f" loads {name} into {', '.join(scheme.model_types)} alone",
+                    f"choose another encoding; or --to full-{name}, which ckptmap.load takes",
+                )
 
     def _is_outdated(self, present: Mapping[str, object], encoded: Collection[str]) -> bool:
         """Return whether the library of an encoding no longer reads the source's config."""

@@ -161,7 +161,7 @@ def test_a_parameter_of_a_dense_layer_is_no_part_by_its_name(method: str, tmp_pa
         "a.up_proj_scales": torch.zeros(2, 32, 4, dtype=torch.uint8),
     }
     save_file({**coded, **BY_CHANCE}, tmp_path / FILE)
-    ckptmap.convert(tmp_path / FILE, tmp_path / "out.pt", to="full", drop=list(coded))
+    ckptmap.convert(tmp_path / FILE, tmp_path / "out.pt", to="full", drop=["a.up_proj"])
     assert torch.load(tmp_path / "out.pt").keys() == BY_CHANCE.keys()
 
 

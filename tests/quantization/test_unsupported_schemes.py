@@ -112,8 +112,6 @@ def test_gpt_oss(tmp_path: Path) -> None:
     from transformers import GptOssForCausalLM, Mxfp4Config
 
     gpt_oss(tmp_path / "in")
-    plan = ckptmap.plan(tmp_path / "in", "hf-bf16")
-    assert len(plan.unresolved) == 4 and all("MXFP4" in item.reason for item in plan.unresolved)
     ckptmap.convert(tmp_path / "in", tmp_path / "dcp", to="fsdp2", world_size=3)
     source = str(tmp_path / "in")
     ckptmap.convert(tmp_path / "dcp", tmp_path / "out", to="hf", config_from=source)

@@ -1,0 +1,269 @@
+"""The base of encodings with packed 4-bit codes (E2M1) and a scale of 8 bits for each block of columns.
+
+    w [.., rows, width] T  ->  packed u8 [.., rows, width / 2], scale 8 bits [.., rows, width / block]
+    w'[.., i, j] = T(code[.., i, j] * scale[.., i, j // block])           in fp32, rounded once
+
+A subclass names the parts and says what the scales mean. It may store the tensor transposed: then blocks run
+along the second last dim of w, and `rows` is its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from ckptmap.core.quantized_codes import CodeGrid, Recoder
+from ckptmap.protocols import Encoder, Refusal, part_key
+from ckptmap.quantization.blockwise.chunks import chunk_numel
+from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
+from ckptmap.quantization.microscaling import e2m1
+from ckptmap.quantization.microscaling.exponents import ExponentRule, powers
+from ckptmap.quantization.microscaling.fp4_encoder import Fp4Encoder, Fp4Recoder
+from ckptmap.tensors import Box, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+Extra = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Further parts that move with a tensor and do not change its values: (name, dtype, shape)."""
+
+
+@dataclass(frozen=True)
+class PackedFp4:
+    """Packed 4-bit codes, with exponents (E8M0) as scales unless a subclass says otherwise.
+
+    scale_dtype   dtype of the stored scales
+    packed_dtype  dtype of the stored bytes
+    extra         further parts that move with the tensor
+    """
+
+    name: ClassVar[str]
+    scheme: ClassVar[str]
+    """The name of the scheme in records."""
+    native: ClassVar[str]
+    """The library that reads it, for records."""
+    block: ClassVar[int] = 32
+    transposed: ClassVar[bool] = False
+    blocked: ClassVar[bool] = False
+    """Whether the bytes of a block have a dim of their own: [.., rows, blocks, block / 2]."""
+    rounding: ClassVar[str] = "up"
+    """How exponents are chosen: see `ExponentRule`."""
+    activations: ClassVar[tuple[str, ...]] = ()
+    """The names of further parts that scale activations."""
+    values_name: ClassVar[str] = "e2m1 * power of two in fp32"
+
+    scale_dtype: str = "uint8"
+    packed_dtype: str = "uint8"
+    extra: Extra = ()
+
+    def activation_keys(self, fqn: str) -> Sequence[str]:
+        names = [name for name, _, _ in self.extra if name in self.activations]
+        return [part_key(self, fqn, name) for name in names]
+
+    # ------------------------------------------------------------------ shapes
+
+    def _turned(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return sizes or offsets as they are stored: the last two exchanged where it is transposed."""
+        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else sizes
+
+    def refusal(self, info: TensorInfo) -> Refusal | None:
+        """Return why the encoding cannot hold the tensor, None where it can."""
+        if info.dtype not in DTYPES:
+            return Refusal(f"holds {', '.join(DTYPES)}, found {info.dtype}")
+        if len(info.shape) < 2 or not info.numel:
+            return Refusal(f"holds matrices with elements, found shape {list(info.shape)}")
+        width = self._turned(info.shape)[-1]
+        if width % self.block:
+            return Refusal(f"has blocks of {self.block}, which do not divide {width}")
+        return None
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        refusal = self.refusal(info)
+        if refusal is not None:
+            return refusal
+        *rows, width = self._turned(info.shape)
+        grid = (*rows, width // self.block)
+        packed = (*grid, self.block // 2) if self.blocked else (*rows, width // 2)
+        return {
+            "packed": TensorInfo(packed, self.packed_dtype),
+            "scale": TensorInfo(self.scale_shape(grid), self.scale_dtype),
+            **self.more_parts(info),
+            **{name: TensorInfo(size, dtype) for name, dtype, size in self.extra},
+        }
+
+    def scale_shape(self, grid: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the stored shape of the scales of a grid of blocks."""
+        return grid
+
+    def more_parts(self, info: TensorInfo) -> Mapping[str, TensorInfo]:
+        """Return the parts besides codes and scales that decoding needs."""
+        return {}
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        """Return whole blocks of the codes, their scales, or all of another part."""
+        if part not in ("packed", "scale"):
+            parts = self.parts(info)
+            assert not isinstance(parts, Refusal), "it was read"
+            return Box.whole(parts[part].shape)
+        grid = self.grid_box(box)
+        if part == "scale":
+            return self.scale_box(info, grid)
+        half = self.block // 2
+        if self.blocked:
+            full = half if grid.numel else 0
+            return Box((*grid.offsets, 0), (*grid.sizes, full))
+        *at, first = grid.offsets
+        *rows, count = grid.sizes
+        return Box((*at, first * half), (*rows, count * half))
+
+    def grid_box(self, box: Box) -> Box:
+        """Return the box of the grid of blocks that a box of the tensor touches; empty for an empty one."""
+        if not box.numel:
+            return Box((0,) * len(box.sizes), (0,) * len(box.sizes))
+        *at, first = self._turned(box.offsets)
+        *rows, count = self._turned(box.sizes)
+        low, high = first // self.block, -(-(first + count) // self.block)
+        return Box((*at, low), (*rows, high - low))
+
+    def scale_box(self, info: TensorInfo, grid: Box) -> Box:
+        """Return the box of the stored scales for a box of the grid."""
+        return grid
+
+    # ------------------------------------------------------------------ values
+
+    def decoded_scales(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], grid: Box
+    ) -> torch.Tensor:
+        """Return the scales of a box of the grid in fp32, in its shape. Raise SourceError CKM115."""
+        return powers(parts["scale"], "scale").view(grid.sizes)
+
+    def exact_in(self, dtype: torch.dtype) -> bool:
+        """Return whether every scale is held by T, and its products are those of fp32, rounded."""
+        import torch
+
+        return dtype in (torch.bfloat16, torch.float32)
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        """Decode any box; besides the parts it holds one chunk of values in memory."""
+        import torch
+
+        if not box.numel:
+            return
+        grid = self.grid_box(box)
+        scale = self.decoded_scales(info, parts, grid)
+        if self.exact_in(out.dtype):
+            scale = scale.to(out.dtype)
+        codes = parts["packed"].view(torch.uint8).reshape(*grid.sizes, self.block // 2)
+        count = self._turned(box.sizes)[-1]
+        skip = self._turned(box.offsets)[-1] - grid.offsets[-1] * self.block
+        stored = out.transpose(-1, -2) if self.transposed else out
+        for at, rows in _bands(grid.sizes, chunk_numel(out.device, e2m1.CHUNK_NUMEL) // self.block):
+            here, factors = codes[at].narrow(0, *rows), scale[at].narrow(0, *rows)
+            place = stored[at].narrow(0, *rows)
+            if place.is_contiguous() and count == grid.sizes[-1] * self.block:
+                e2m1.decode(here, factors, place.view(here.shape[0], grid.sizes[-1], self.block))
+                continue
+            made = torch.empty(*factors.shape, self.block, dtype=out.dtype, device=out.device)
+            e2m1.decode(here, factors, made)
+            place.copy_(made.view(here.shape[0], -1).narrow(1, skip, count))
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        rule = ExponentRule(e2m1.LARGEST, self.rounding)
+        return Fp4Encoder(
+            info, rule, self.block, self.transposed, self.packed_dtype, self.scale_dtype
+        )
+
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
+        return {
+            "scheme": self.scheme,
+            "version": 1,
+            "native": self.native,
+            "block": list(self.block_of(info)),
+            "scale_dtype": self.scale_dtype,
+            "shape": list(info.shape),
+            "dtype": info.dtype,
+            "extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra],
+            **self.more_record(info),
+        }
+
+    def more_record(self, info: TensorInfo) -> Mapping[str, object]:
+        """Return the fields that a format adds to its record."""
+        return {}
+
+    def block_of(self, info: TensorInfo) -> tuple[int, ...]:
+        """Return the sizes of a block in the tensor, one a dim."""
+        ones = (1,) * (len(info.shape) - 1)
+        return self._turned((*ones, self.block))
+
+    # ------------------------------------------------------------------ codes as they are
+
+    def grid(self, info: TensorInfo) -> CodeGrid | None:
+        *rows, width = self._turned(info.shape)
+        codes = TensorInfo((*rows, width // 2), "uint8")
+        block = (*(1 for _ in rows), self.block // 2)
+        return CodeGrid("e2m1", codes, block, self.values_name)
+
+    def scale_parts(self, info: TensorInfo) -> Sequence[str]:
+        return ("scale", *self.more_parts(info))
+
+    def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.decoded_scales(info, parts, self.grid_box(Box.whole(info.shape)))
+
+    def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        if part != "packed":
+            return None
+        if not self.blocked:
+            return box
+        if not box.numel:
+            zeros = (0,) * (len(box.sizes) + 1)
+            return Box(zeros, zeros)
+        half = self.block // 2
+        *at, first = box.offsets
+        *rows, count = box.sizes
+        low, high = first // half, -(-(first + count) // half)
+        return Box((*at, low, 0), (*rows, high - low, half))
+
+    def codes(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        import torch
+
+        if not box.numel:
+            return
+        packed = parts["packed"].view(torch.uint8)
+        if self.blocked:
+            skip = box.offsets[-1] % (self.block // 2)
+            packed = packed.flatten(-2).narrow(-1, skip, box.sizes[-1])
+        out.copy_(packed)
+
+    def keeping(self, info: TensorInfo, grid: CodeGrid) -> Self | None:
+        """Return the encoding itself if it can take these codes unchanged, else None."""
+        fits = not self.refusal(info) and self.recoder(info, grid, "cpu") is not None
+        return self if fits else None
+
+    def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
+        """Return a recoder for codes of its own blocks whose scales are powers of two, too, else None."""
+        mine = self.grid(info)
+        if mine != grid or self.extra:
+            return None
+        return Fp4Recoder(self.packed_dtype, self.scale_dtype)
+
+
+def _bands(grid: tuple[int, ...], blocks: int) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
+    """Yield (index of the leading dims, (first row, number of rows)) that tile a grid of blocks.
+
+    Each has about so many blocks.
+    """
+    *lead, rows, width = grid
+    step = max(1, blocks // width)
+    for number in range(prod(lead)):
+        at = []
+        for size in reversed(lead):
+            number, place = divmod(number, size)
+            at.append(place)
+        for row in range(0, rows, step):
+            yield tuple(reversed(at)), (row, min(step, rows - row))
