@@ -80,7 +80,8 @@ def test_a_case_that_waits_hangs_and_the_next_ones_are_run(
 def test_a_case_that_does_not_end_well_is_a_finding(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.torture.runner.CPU_S", 1)
+    if how == "hang":  # the others may be slow on a busy machine
+        monkeypatch.setattr("tests.torture.runner.CPU_S", 1)
     monkeypatch.setattr("tests.torture.runner.GROWTH", 32 << 20)
     tally = run(Kind(how), 1, [0], tmp_path)
     assert tally.results == {how: 1}
