@@ -75,6 +75,8 @@ class LocalState:
     """Moments that are stored decoded, since a block of their codes may span two parameters."""
     settings: dict[str, object] = field(default_factory=dict)
     """Settings of this rank that an exact continuation depends on."""
+    placements: dict[str, dict[str, object]] = field(default_factory=dict)
+    """How optimizer state is placed (see `state_placement`)."""
 
 
 def info_of(shape: Sequence[int], values: torch.Tensor) -> TensorInfo:
@@ -269,11 +271,21 @@ def _paths(owner: ParamOwner, name: str) -> list[Path]:
 
 
 def _is_like_param(owner: ParamOwner, value: torch.Tensor) -> bool:
-    """Return whether the entry has one element for each element of the parameter."""
+    """Return whether the entry has one element for each element of the parameter, cut as that is."""
     if owner.is_flat:
         counts = {int(local_of(one).numel()) for one in (value, owner.part.param)}
         return bool(value.dim()) and len(counts) == 1
-    return bool(value.shape == owner.part.model.shape)
+    return is_cut_alike(value, owner.part.model)
+
+
+def is_cut_alike(value: torch.Tensor, param: torch.Tensor) -> bool:
+    """Return whether two tensors have one shape, and ranks hold the same elements of both: a plain
+    tensor of the shape of a DTensor is whole on every rank."""
+    if value.shape != param.shape:
+        return False
+    if not is_dtensor(value) or not is_dtensor(param):
+        return is_dtensor(value) == is_dtensor(param)
+    return bool(value.device_mesh == param.device_mesh and value.placements == param.placements)
 
 
 def _own_shape_entry(value: torch.Tensor, path: Path) -> LocalTensor:

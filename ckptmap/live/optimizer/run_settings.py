@@ -25,6 +25,8 @@ Settings: TypeAlias = dict[str, Any]
 VERSION = 1
 KEY = "ckptmap"
 """Key of the settings among the extra values."""
+PLACEMENTS = "placements"
+"""Setting that says how optimizer state is placed on ranks, by FQN (see `state_placement`)."""
 WITHOUT = "gradients_left_out"
 """Setting that says which gradients of an accumulation were not saved."""
 PER_RANK = "per_rank"

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from ckptmap.live.model.live_tensor import cut, is_dtensor, local_boxes
 from ckptmap.live.model.load_report import CastTensor, Recoded
 from ckptmap.live.model.tensor_reader import TensorReader, window
+from ckptmap.live.optimizer import state_placement
 from ckptmap.live.optimizer.family import STEP, Codes, Moment, codes_of, local_of
 from ckptmap.live.optimizer.flat_lowbit import FlatCodes, fill_entry
-from ckptmap.live.optimizer.local_state import ParamOwner, decoded
+from ckptmap.live.optimizer.local_state import ParamOwner, decoded, is_cut_alike
 from ckptmap.live.optimizer.stored_state import Source, derivation, most_stepped, step_like, step_of
 from ckptmap.optim import lowbit_codes
 from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit, flat_span
@@ -68,6 +69,7 @@ class StateLoader:
     def __init__(
         self, owner: ParamOwner, sources: Sequence[Source], policy: Policy, notes: StateNotes,
         betas: Sequence[float] = (), exact: Mapping[str, FlatCodes] | None = None,
+        placements: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
         self.owner = owner
         self.sources = sources
@@ -75,6 +77,7 @@ class StateLoader:
         self.notes = notes
         self.betas = betas
         self.exact = exact or {}
+        self.placements = placements or {}
         self.lead = most_stepped(sources)
 
     def __call__(self, reader: TensorReader) -> None:
@@ -104,7 +107,8 @@ class StateLoader:
             return step_like(live, step_of(self.lead) or 0)
         if not isinstance(live, torch.Tensor | Codes):
             return live
-        if isinstance(live, torch.Tensor) and not self._has_shape_of_param(live):
+        live = self._placed(name, live)
+        if isinstance(live, torch.Tensor) and not self._is_cut_as_param(live):
             return self._load_own_shape(name, live, reader)
         if name in self.exact:
             saved_moment = self._load_exact_codes(name, live, reader)
@@ -120,8 +124,20 @@ class StateLoader:
                 self._load_plain(name, live, reader)
         return live
 
-    def _has_shape_of_param(self, live: torch.Tensor) -> bool:
-        return tuple(live.shape) == tuple(self.owner.part.model.shape)
+    def _placed(self, name: str, live: Moment) -> Moment:
+        """Return the entry as it was placed when it was saved."""
+        lazy = self._lazy(name, self.lead)
+        if lazy is None:
+            return live
+        return state_placement.placed(
+            live, self.placements.get(name), self.owner.part.param, lazy.shape
+        )
+
+    def _is_cut_as_param(self, live: torch.Tensor) -> bool:
+        part = self.owner.part
+        if self.owner.is_flat:
+            return tuple(live.shape) == tuple(part.model.shape)
+        return is_cut_alike(live, part.model)
 
     def _load_exact_codes(self, name: str, live: Moment, reader: TensorReader) -> Moment | None:
         """Return the live entry with the codes that this flat shard had; None: the optimizer's form is

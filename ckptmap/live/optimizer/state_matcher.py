@@ -12,7 +12,7 @@ from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
 from ckptmap.live.model.load_report import StateReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.tensor_reader import TensorReader
-from ckptmap.live.optimizer import flat_lowbit
+from ckptmap.live.optimizer import flat_lowbit, state_placement
 from ckptmap.live.optimizer.local_state import ParamOwner, owners
 from ckptmap.live.optimizer.param_groups import ParamGroups
 from ckptmap.live.optimizer.param_order_check import refuse_other_order
@@ -107,6 +107,7 @@ class StateMatcher:
         place = rank_and_world()
         self._exact = flat_lowbit.saved_entries(checkpoint, targets, *place) if flat else None
         self._used_exact: set[str] = set()
+        self._placements = state_placement.recorded(checkpoint)
         self._plan = StatePlan()
 
     def plan(self) -> StatePlan:
@@ -186,7 +187,10 @@ class StateMatcher:
         _require_replicas(owner, sources)
         self._foresee(owner, sources)
         exact = self._exact_entries_of(owner)
-        plan.steps.append(StateLoader(owner, sources, self._policy, plan.notes, betas, exact))
+        placed = state_placement.of_param(self._placements, owner)
+        plan.steps.append(
+            StateLoader(owner, sources, self._policy, plan.notes, betas, exact, placed)
+        )
 
     def _exact_entries_of(self, owner: ParamOwner) -> Mapping[str, flat_lowbit.FlatCodes]:
         exact = (self._exact or {}).get(owner.fqn, {}) if owner.is_flat else {}

@@ -23,7 +23,7 @@ from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
-from ckptmap.live.optimizer import flat_lowbit, gradients, run_settings
+from ckptmap.live.optimizer import flat_lowbit, gradients, run_settings, state_placement
 from ckptmap.live.optimizer.local_state import (
     LocalShard,
     LocalState,
@@ -160,15 +160,18 @@ def _share(
     """Exchange plain values, records and settings, so that every rank has those of all, and return
     the names of the buffers that differ between ranks. Raises RunError CKM509 where replicas do."""
     everything = peers.all((held.values, held.records))
-    settings_of = peers.all((held.settings["layout"], bool(held.decoded), replicas))
-    if any(wanted == "check" for *_, wanted in settings_of):
+    settings_of = peers.all(
+        (held.settings["layout"], bool(held.decoded), replicas, held.placements)
+    )
+    if any(wanted == "check" for _, _, wanted, _ in settings_of):
         require_alike(held, offers, peers)
     with peers.together():
         drifted = [] if _broadcasts_buffers(model) else drifted_buffers(offers)
         described = {
             **held.settings,
             "layout": [layout for layout, *_ in settings_of],
-            "decoded": any(decoded for _, decoded, _ in settings_of),
+            "decoded": any(decoded for _, decoded, _, _ in settings_of),
+            run_settings.PLACEMENTS: {k: v for *_, some in settings_of for k, v in some.items()},
             "buffers": drifted,
         }
         _values(held, ("extra", run_settings.KEY), described)
@@ -217,6 +220,7 @@ def _held(
         pending_gradients.hold(held, model, targets, peers.rank, peers.world)
     if optimizer is not None:
         hold_optimizer(held, mine)
+        held.placements = state_placement.described(mine)
         for fqn, kept in flat_lowbit.exact_entries(mine).items():
             _values(held, (*_rank_path(flat_lowbit.KEY, peers), fqn), kept, private=True)
         if peers.rank == 0:
