@@ -153,7 +153,9 @@ TABLE: Mapping[str, CliOption] = {
     "keep_layout": CliOption(
         "Leave every entry of a torch.save file where it is, and change names only."
     ),
-    "source_root": CliOption("The dict of SRC that holds the weights.", "KEY"),
+    "source_root": CliOption(
+        "The dict of SRC that holds the weights, or one of its models by name.", "KEY"
+    ),
     "wrap": CliOption(
         "Name weights as below these wrappers, outermost first: ddp,compile.",
         "NAMES",

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path as FilePath
 
 from ckptmap import registry
+from ckptmap.checkpoint import several_models
 from ckptmap.checkpoint.assemble import assemble, share_of
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import same_parts
@@ -63,7 +64,8 @@ def open(
 
     `hf://org/name[@revision][/folder]` is a path too: headers are read by range from the Hub.
 
-    `root` names the dict that holds the weights (`"model"`, `"app/model"`), where several could;
+    `root` names the dict that holds the weights (`"model"`, `"app/model"`), where several could, or
+    one of the models that `ckptmap.save` was given by name;
     `source_root` is the same, by the name that `convert` has for it.
     `like` is another checkpoint of the same model, or its config.json: flat shards of FSDP1 carry
     no shapes, some do not say which modules are wrapped, and a config.json tells which parameter
@@ -141,7 +143,14 @@ def _opened(
             for path, leaf in leaves.items()
         }
         index = replace(index, leaves=leaves)
-    ckpt = assemble(place.path, index, split_roles(leaves, root, place.path), files)
+    names = () if isinstance(leaves, PlainTensors) else several_models.recorded(leaves)
+    several = root if root in names else None
+    roles = split_roles(leaves, root if several is None else None, place.path)
+    ckpt = assemble(place.path, index, roles, files)
+    if several is not None:
+        ckpt = several_models.one_of(ckpt, several, names)
+    elif len(names) > 1:
+        ckpt.notes.append(several_models.note(names))
     ckpt.files.seen = fingerprints(index.files, files.mounts)
     if index.manifest is not None:
         own = OwnManifest(place.path, index.manifest, index.manifest_spans)

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from ckptmap.core import argument_checks
 from ckptmap.errors import ArgumentError
+from ckptmap.live.model.stateful import Stateful
 from ckptmap.mapping.renaming import Patterns as RenamePatterns
 from ckptmap.mapping.renaming import Renaming
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptmap.live.optimizer.optimizer_types import Scheduler
+
+    Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+    Schedulers: TypeAlias = Scheduler | Mapping[str, Scheduler]
 
 MAX_MEMORY = 64 << 20
 """Bytes of host buffers by default."""
@@ -43,6 +52,7 @@ class LoadKeywords(TypedDict, total=False):
     rename: RenamePatterns
     add_prefix: str | None
     drop: Sequence[str]
+    stateful: Mapping[str, Stateful] | None
     timeout: float | None
 
 
@@ -72,7 +82,9 @@ class LoadOptions:
                      only a part is needed; "none". With `exact`, "stored" is "full"
     strip_prefix, rename, add_prefix
                      change the checkpoint's names, in this order, as in `ckptmap.open`
-    drop             patterns of weights of the checkpoint, by their new names, that are left out
+    drop             patterns of weights of the checkpoint, by their new names, that are left out, and
+                     their optimizer state with them
+    stateful         objects that take back the states that `save` was given under these names
     max_memory       bound of host buffers, beside the tensors themselves: bytes, or `"64MiB"`
     timeout          seconds that a rank waits for the other ranks of the model before it raises
                      RunError CKM307; None: as long as the model's process groups do
@@ -93,6 +105,7 @@ class LoadOptions:
     rename: tuple[str, ...] = ()
     add_prefix: str | None = None
     drop: tuple[str, ...] = ()
+    stateful: Mapping[str, Stateful] | None = None
     timeout: float | None = None
 
     @property
@@ -138,6 +151,7 @@ class SaveKeywords(TypedDict, total=False):
     step: int | None
     extra: Mapping[str, object] | None
     extra_per_rank: Mapping[str, object] | None
+    stateful: Mapping[str, Stateful] | None
     overwrite: bool
     replicas: str
     background: bool
@@ -153,6 +167,9 @@ class SaveOptions:
                     `ckptmap.load` returns them in its report
     extra_per_rank  plain values and tensors of this rank, such as the state dict of its data
                     loader; the report of `load` has them where the world size is the same
+    stateful        objects with `state_dict` and `load_state_dict` by name (torch's Stateful): data
+                    loaders, samplers, a GradScaler. A state that differs between ranks is saved for
+                    each of them
     overwrite       True: replace the checkpoint at the path
     replicas        "check": parameters that several ranks hold whole, or several meshes hold, must
                     be equal; "first": those of the lowest rank are saved
@@ -170,6 +187,7 @@ class SaveOptions:
     step: int | None = None
     extra: Mapping[str, object] | None = None
     extra_per_rank: Mapping[str, object] | None = None
+    stateful: Mapping[str, Stateful] | None = None
     overwrite: bool = False
     replicas: str = "check"
     background: bool = True

@@ -167,6 +167,20 @@ class OptimizerReader:
         reader._named, reader._tried = change(self.named()), True
         return reader
 
+    def below(self, prefix: str, infos: Mapping[str, TensorInfo]) -> OptimizerReader:
+        """Return a reader of the state of one of several models: of the parameters below `prefix`, by
+        their names there. `infos` are the model's weights by these names."""
+        head = f"{prefix}."
+        state = self.named() if self._by_index else self.raw
+        state = state.without(lambda key: not key.startswith(head))
+        reader = self._unnamed()
+        reader.raw = state.named({key: key.removeprefix(head) for key in state.keys})
+        reader._by_index, reader._rename, reader._old_names = False, None, {}
+        weights = [Weight(name, info) for name, info in infos.items()]
+        reader._model = Model(weights, {name: name for name in infos}, lambda: False)
+        reader.__dict__.pop("_infos", None)
+        return reader
+
     def renamed(self, rename: Rename, weights: Mapping[str, str]) -> OptimizerReader:
         """Return a reader whose parameters have other names, which `rename` returns by plain FQN.
 

@@ -161,6 +161,18 @@ class Optimizer:
         ]
         return replace(self, leaves=leaves, groups=groups)
 
+    def without(self, is_left_out: Callable[[str], bool]) -> Optimizer:
+        """Return the state without these parameters, and without groups that had no others."""
+        leaves = [leaf for leaf in self.leaves if not is_left_out(leaf.key)]
+        groups = []
+        for group in self.groups:
+            kept = [at for at, key in enumerate(group[PARAMS]) if not is_left_out(key)]
+            if kept or not group[PARAMS]:
+                listed = [name for name in (PARAMS, NAMES) if name in group]
+                lists = {name: [group[name][at] for at in kept] for name in listed}
+                groups.append({**group, **lists})
+        return replace(self, leaves=leaves, groups=groups)
+
 
 def _by_key(entries: Iterable[tuple[StateLeaf, _Value]]) -> dict[str, dict[str, _Value]]:
     """Return parameter -> state name -> value."""

@@ -14,10 +14,11 @@ from ckptmap.core.state_paths import nest
 from ckptmap.errors import LoadError
 from ckptmap.live.load import pending_gradients
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.model import module_extra_state, rng_state
+from ckptmap.live.model import module_extra_state, rng_state, stateful
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
+from ckptmap.live.model.stateful import SavedStates, Stateful
 from ckptmap.live.optimizer import flat_lowbit, gradients, run_settings
 from ckptmap.live.optimizer.param_groups import load_scheduler
 from ckptmap.live.optimizer.state_matcher import StatePlan
@@ -45,8 +46,10 @@ class Continuation:
         optimizer: object,
         scheduler: Scheduler | None,
         targets: Sequence[LiveTensor],
+        objects: Mapping[str, Stateful] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
+        self._objects = objects
         self._scheduler = scheduler
         self._targets = targets
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
@@ -62,6 +65,11 @@ class Continuation:
             everything.pop(key, None)
         self._per_rank = self._own_extra(_pop_dict(everything, run_settings.PER_RANK))
         everything.pop(gradients.PENDING, None)
+        as_many = self._saved.get("world_size") == self._live["world_size"]
+        self._stateful = SavedStates(
+            _pop_dict(everything, stateful.KEY) if self._saved else {},
+            f"rank{self._rank}" if as_many else "",
+        )
         self._extra: dict[str, object] = everything
         same_world = self._saved.get("world_size") == world
         self.gradients = pending_gradients.plan(checkpoint, targets, self._rank, same_world)
@@ -79,6 +87,10 @@ class Continuation:
 
     # ------------------------------------------------------------------ before
 
+    def refuse(self, strict: bool) -> None:
+        """Raise for an object of the caller's whose state is not in the checkpoint."""
+        self._stateful.refuse(self._objects, self._checkpoint.path, strict)
+
     def judge(self, plan: LoadPlan, state: StatePlan | None, precision: str) -> None:
         """Collect the reasons why training would not go on bit for bit."""
         self._live["layout"] = run_settings.layout_digest(self._targets, plan.becomes)
@@ -95,6 +107,10 @@ class Continuation:
         elif not self._scheduler_state and self._scheduler is not None:
             self.inexact.append("there is no scheduler in the checkpoint")
         self.inexact += [f"no {name}" for name in self._takers if name not in self._states]
+        self.inexact += [
+            f"nobody takes the state of {n!r}" for n in self._stateful.unused(self._objects)
+        ]
+        self.inexact += [f"no state of {name!r}" for name in self._stateful.absent(self._objects)]
 
     def _changed_settings(self) -> Iterator[str]:
         """Yield the settings of the run that differ from the recorded ones."""
@@ -172,6 +188,7 @@ class Continuation:
                 module.set_extra_state(_read(self._states[name]))
         if self._scheduler is not None and self._scheduler_state:
             load_scheduler(self._scheduler, self._scheduler_state)
+        self._stateful.load(self._objects, _read)
         if self._streams:
             rng_state.restore(self._streams)
         elif self._fresh is not None:

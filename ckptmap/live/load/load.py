@@ -26,10 +26,10 @@ from ckptmap.execution.check_source import begin as begin_check
 from ckptmap.live.load import check_source
 from ckptmap.live.load.continuation import Continuation
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.load.mending_names import arguments_hint
+from ckptmap.live.load.mending_names import arguments_hint, other_models_hint
 from ckptmap.live.load.same_checkpoint import content_facts
 from ckptmap.live.load.tensor_matcher import TensorMatcher
-from ckptmap.live.model import module_extra_state, name_scheme, peft
+from ckptmap.live.model import module_extra_state, name_scheme, peft, several_models
 from ckptmap.live.model.caller_state import cpu_outside_inference_mode
 from ckptmap.live.model.collective_errors import agreed, peer_groups
 from ckptmap.live.model.find_targets import find_targets
@@ -37,6 +37,7 @@ from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.rank_group import said_if_lost
 from ckptmap.live.model.tensor_reader import TensorReader
+from ckptmap.live.optimizer.several_optimizers import check_scheduler, one_scheduler
 from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
 from ckptmap.live.options import LoadOptions
 from ckptmap.live.quantized import torchao_lowbit_fix
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckptmap.live.optimizer.optimizer_types import Scheduler
-    from ckptmap.live.options import LoadKeywords
+    from ckptmap.live.model.several_models import Models
+    from ckptmap.live.options import LoadKeywords, Optimizers, Schedulers
 
 
 HALF_LOADED = "some ranks may have loaded their shards, others not: load it again, on all ranks"
@@ -58,13 +59,16 @@ HALF_LOADED = "some ranks may have loaded their shards, others not: load it agai
 @spelled_out(LoadOptions)
 def load(
     path: str | os.PathLike[str] | Checkpoint,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Scheduler | None = None,
+    model: Models,
+    optimizer: Optimizers | None = None,
+    scheduler: Schedulers | None = None,
     **keywords: Unpack[LoadKeywords],
 ) -> LoadReport:
     """Load a checkpoint of any setup into a plain, DDP, compiled, FSDP1 or FSDP2 model, with its
     optimizer and scheduler if they are given.
+
+    Several models, optimizers and schedulers are dicts of them by name, as in `ckptmap.save`. To load
+    one of several into a model by itself, open it by its name: `ckptmap.open(path, root="policy")`.
 
     Every rank of the model calls it; each reads the bytes of its own shards only. Dense weights are
     filled in place (created, where they are on meta) in the model's dtype. An NF4 weight of the
@@ -76,11 +80,8 @@ def load(
     A model that peft has wrapped takes checkpoints of its base, by the base's names, and its
     adapter's directory: the report's `left` lists the other half, which keeps its values.
 
-    `strip_prefix`, `rename` and `add_prefix` change the checkpoint's names; where a prefix is all that
-    keeps them from matching, CKM501 says which argument mends it.
-
-    Names of another scheme become the model's where a mapping file knows both, Meta's for one; the
-    report's `names` says so.
+    Where a prefix is all that keeps names from matching, CKM501 says which argument mends it. Names of
+    another scheme become the model's where a mapping file knows both; the report's `names` says so.
 
     Optimizer state is matched by FQN, whatever optimizer wrote it, and put into the classes of the
     live one: moments are copied, codes too where scheme and block boundaries agree, else decoded
@@ -88,7 +89,6 @@ def load(
     report lists those that were different.
 
     `ckptmap.live.options.LoadOptions` describes the keywords.
-
     Raises LoadError before anything is touched: CKM501 names or meta tensors do not match, CKM502
     shapes differ, CKM503 an NF4 weight is trainable here, CKM504 cannot be cut, CKM505 a kind of
     model that it cannot load into, CKM506 state and parameters do not match, CKM507 not exact,
@@ -98,13 +98,14 @@ def load(
     RunError CKM307 a rank died or did not come in time; ArgumentError CKM516; SourceError where the checkpoint cannot be read.
     """
     with ExitStack() as closing:
-        closing.enter_context(cpu_outside_inference_mode(model))
+        one = several_models.as_one(model)
+        closing.enter_context(cpu_outside_inference_mode(one))
         with said_if_lost("the model is as it was"):
-            peers = peer_groups(model, _timeout(keywords))
+            peers = peer_groups(one, _timeout(keywords))
             with agreed(peers) as facts:
                 options = LoadOptions.of(keywords)
                 _check(path, model, scheduler, options)
-                planned = _plan(path, model, optimizer, scheduler, options, facts, closing)
+                planned = _plan(path, one, optimizer, scheduler, options, facts, closing)
         verify = "full" if options.exact else options.verify
         closing.callback(setattr, planned.checkpoint.files.sums, "is_on", True)
         with said_if_lost(HALF_LOADED):
@@ -171,23 +172,23 @@ def _timeout(keywords: LoadKeywords) -> float | None:
 
 def _check(
     path: str | os.PathLike[str] | Checkpoint,
-    model: torch.nn.Module,
-    scheduler: Scheduler | None,
+    model: Models,
+    scheduler: object,
     options: LoadOptions,
 ) -> None:
     """Raise ArgumentError CKM516 for an argument that means nothing."""
     if not isinstance(path, Checkpoint):
         argument_checks.path("path", path)
-    argument_checks.module("model", model)
-    argument_checks.scheduler(scheduler, "load_state_dict")
+    several_models.check("model", model)
+    check_scheduler(scheduler, "load_state_dict")
     options.check()
 
 
 def _plan(
     path: str | os.PathLike[str] | Checkpoint,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Scheduler | None,
+    optimizer: Optimizers | None,
+    scheduler: Schedulers | None,
     options: LoadOptions,
     facts: dict[str, str],
     closing: ExitStack,
@@ -213,10 +214,15 @@ def _plan(
     _leave_to_modules(weights, model, named.unmapped)
     weights.refuse(
         checkpoint.path, options.strict, options.strict_encoding, buffers_on_meta,
-        lambda: arguments_hint(stored, targets, options.renaming),
+        lambda: (
+            other_models_hint(checkpoint, model) or arguments_hint(stored, targets, options.renaming)
+        ),
     )  # fmt: skip
     state = _plan_state(checkpoint, targets, optimizer, options)
-    continuation = Continuation(checkpoint, model, optimizer, scheduler, targets)
+    continuation = Continuation(
+        checkpoint, model, optimizer, one_scheduler(scheduler), targets, options.stateful
+    )
+    continuation.refuse(options.strict)
     continuation.inexact += differences
     continuation.judge(weights, state, options.precision)
     continuation.choose_streams(options.random, options.seed, options.exact)
@@ -233,8 +239,16 @@ def _renamed(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
     checkpoint = renamed(checkpoint, options.renaming)
     if not options.drop:
         return checkpoint
-    dropped = {n for n in checkpoint if any(n == p or fnmatchcase(n, p) for p in options.drop)}
-    return replace(checkpoint, groups=checkpoint.groups.without(dropped))
+
+    def is_dropped(name: str) -> bool:
+        return any(name == pattern or fnmatchcase(name, pattern) for pattern in options.drop)
+
+    dropped = {name for name in checkpoint if is_dropped(name)}
+    reader = checkpoint.optimizer_reader
+    if not reader.by_index:
+        reader = reader.named_as(lambda state: state.without(is_dropped))
+    groups = checkpoint.groups.without(dropped)
+    return replace(checkpoint, groups=groups, optimizer_reader=reader)
 
 
 def _leave_to_modules(weights: LoadPlan, model: torch.nn.Module, unmapped: Sequence[str]) -> None:
@@ -246,7 +260,7 @@ def _leave_to_modules(weights: LoadPlan, model: torch.nn.Module, unmapped: Seque
 def _plan_state(
     checkpoint: Checkpoint,
     targets: Sequence[LiveTensor],
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     options: LoadOptions,
 ) -> StatePlan | None:
     if optimizer is None:

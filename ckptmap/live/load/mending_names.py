@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.several_models import recorded_in
+from ckptmap.live.model import several_models
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.mapping.detect import known_below
 from ckptmap.mapping.prefixes import PrefixChange, nearest_change
@@ -29,6 +32,16 @@ def arguments_hint(names: Collection[str], targets: Sequence[LiveTensor], given:
     new = set(change.renaming.names(names, "checkpoint").values())
     all_there = all(target.named_in(new) for target in targets)
     return _text(change, change.outcome, strict=all_there and change.drop is not None)
+
+
+def other_models_hint(checkpoint: Checkpoint, model: object) -> str:
+    """Return how to leave out the models of a checkpoint that the call does not name; "": it names no
+    model of the checkpoint, or all of them."""
+    wanted, stored = several_models.names_of(model), recorded_in(checkpoint)
+    others = [name for name in stored if name not in wanted]
+    if not others or len(others) == len(stored):
+        return ""
+    return f"give these models too, or leave them out: drop={[f'{name}.*' for name in others]!r}"
 
 
 def state_dict_hint(names: Collection[str], targets: Sequence[LiveTensor]) -> str:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model import flat_params, fsdp2_params, peft
+from ckptmap.live.model import flat_params, fsdp2_params, peft, several_models
 from ckptmap.live.model.live_form import is_loadable, live_forms, quantized_classes
 from ckptmap.live.model.live_tensor import LiveTensor
-from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def find_targets(model: torch.nn.Module) -> tuple[list[LiveTensor], list[str]]:
             elif buffer.is_meta:
                 buffers_on_meta.append(prefix + name)
     keys = [_keys(flat, paths) for flat in slices]
-    plain = strip_wrappers([*found, *(key for some in keys for key in some)], "model")
+    plain = several_models.plain_names(model, [*found, *(key for some in keys for key in some)])
     targets = _tied_together(found, plain, fsdp2_params.fsdp_params(model))
     targets += [
         flat_params.FlatParamTensor(

@@ -15,7 +15,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import OWN as KEY
 from ckptmap.checkpoint.module_extra_state import SEGMENT, extra_state_keys, is_extra_state
 from ckptmap.core.state_paths import nest, opaques
-from ckptmap.mapping.wrappers import strip_wrappers
+from ckptmap.live.model.several_models import plain_names
 from ckptmap.tensors import Path
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _modules(model: torch.nn.Module, method: str) -> dict[str, torch.nn.Module]:
         for path, module in model.named_modules()
         if getattr(type(module), method) is not getattr(nn.Module, method)
     }
-    return {plain: found[key] for key, plain in strip_wrappers(found, "model").items()}
+    return {plain: found[key] for key, plain in plain_names(model, found).items()}
 
 
 def recorded(checkpoint: Checkpoint) -> dict[str, object]:

@@ -31,6 +31,7 @@ from ckptmap.errors import LoadError
 from ckptmap.formats.detect import look
 from ckptmap.live.model.live_tensor import LiveTensor, PeftNames
 from ckptmap.live.model.load_report import listed
+from ckptmap.live.model.several_models import names_of
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import locate
@@ -68,7 +69,9 @@ class PeftWrapping:
 
 
 def wrapped(model: torch.nn.Module) -> PeftWrapping | None:
-    """Return the adapters of a model; None: peft has not wrapped it."""
+    """Return the adapters of a model; None: peft has not wrapped it, or it is several models."""
+    if names_of(model):
+        return None
     layers, active, config = set[str](), set[str](), dict[str, object]()
     for module in model.modules():
         if not any(cls.__module__.split(".")[0] == "peft" for cls in type(module).__mro__):

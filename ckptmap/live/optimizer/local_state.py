@@ -191,7 +191,20 @@ def owners(optimizer: object, targets: Sequence[LiveTensor]) -> list[ParamOwner]
                 "build the optimizer after wrapping the model, from model.parameters()",
             )
         param_owners.append(ParamOwner(param, members))
+    _refuse_shared(param_owners)
     return param_owners
+
+
+def _refuse_shared(param_owners: Sequence[ParamOwner]) -> None:
+    """Raise LoadError CKM508 for a parameter that two optimizers step: each has a state of it."""
+    first: dict[str, object] = {}
+    for owner in param_owners:
+        if first.setdefault(owner.fqn, owner.part.optimizer) is not owner.part.optimizer:
+            raise LoadError(
+                "CKM508",
+                f"optimizer: {owner.fqn} is stepped by two optimizers, expected one",
+                "save or load one of the two, and the other's state_dict() as extra=",
+            )
 
 
 def hold_optimizer(state: LocalState, param_owners: Sequence[ParamOwner]) -> None:

@@ -10,10 +10,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ckptmap.live.model import several_models
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import live_forms, logical_info
 from ckptmap.live.model.live_tensor import LiveTensor, device_for, fallback_device, is_dtensor
 from ckptmap.live.optimizer import gradients
+from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
 from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, is_offloaded, unwrapped
 
 if TYPE_CHECKING:
@@ -41,7 +43,9 @@ def describe(
 
     fallback = fallback_device(targets)  # for tensors that are on meta until they are loaded
     devices = sorted({device_for(target, fallback).type for target in targets})
+    several = several_models.names_of(model)
     settings: Settings = {
+        **({several_models.KEY: list(several)} if several else {}),
         "version": VERSION,
         "world_size": world,
         "mesh": meshes(targets),
@@ -63,6 +67,9 @@ def describe(
 def describe_optimizer(optimizer: object) -> dict[str, object]:
     """Return the optimizer's class, the arguments that its state dict does not hold, and its library."""
     outer = unwrapped(optimizer)
+    if isinstance(outer, SeveralOptimizers):
+        several = {name: describe_optimizer(one) for name, one in outer.by_name.items()}
+        return {"several": several, "rounds": any(one["rounds"] for one in several.values())}
     inner = inner_optimizers(outer)
     first = inner[0]
     family = family_of(first)
@@ -164,6 +171,7 @@ def differences(saved: Mapping[str, Any], live: Settings) -> list[str]:
     titles = {
         "world_size": "world size", "mesh": "mesh", "layout": "how tensors are cut",
         "devices": "devices", "torch": "torch", "threads": "CPU threads",
+        several_models.KEY: "models",
     }  # fmt: skip
     for key, title in titles.items():
         if key in saved and saved[key] != live.get(key):
@@ -171,17 +179,24 @@ def differences(saved: Mapping[str, Any], live: Settings) -> list[str]:
     phrases += _differing_entries("compile mode", saved.get("compile"), live.get("compile"))
     if "gradients" in saved:
         phrases += _differing_entries("gradients", saved["gradients"], live.get("gradients"))
-    saved_optimizer, live_optimizer = saved.get("optimizer"), live.get("optimizer")
-    if live_optimizer is not None:
-        saved_optimizer = saved_optimizer or {}
-        for key in ("class", "inner", "library", "rounds"):
-            if saved_optimizer.get(key) != live_optimizer.get(key):
-                phrases.append(
-                    _phrase(f"optimizer {key}", saved_optimizer.get(key), live_optimizer.get(key))
-                )
-        phrases += _differing_entries(
-            "optimizer", saved_optimizer.get("flags"), live_optimizer.get("flags")
-        )
+    if live.get("optimizer") is not None:
+        phrases += _of_optimizer("optimizer", saved.get("optimizer") or {}, live["optimizer"])
+    return phrases
+
+
+def _of_optimizer(title: str, saved: Settings, live: Settings) -> list[str]:
+    """Return a phrase for every difference of an optimizer, or of several by name."""
+    several, now = (each.get("several") or {} for each in (saved, live))
+    if several.keys() != now.keys():
+        return [_phrase(f"{title}s", sorted(several) or "one", sorted(now) or "one")]
+    phrases = [
+        _phrase(f"{title} {key}", saved.get(key), live.get(key))
+        for key in ("class", "inner", "library", "rounds")
+        if saved.get(key) != live.get(key)
+    ]
+    phrases += _differing_entries(title, saved.get("flags"), live.get("flags"))
+    for name, one in now.items():
+        phrases += _of_optimizer(f"{title} {name!r}", several[name], one)
     return phrases
 
 

@@ -18,7 +18,7 @@ from ckptmap.live.optimizer.param_groups import ParamGroups
 from ckptmap.live.optimizer.param_order_check import refuse_other_order
 from ckptmap.live.optimizer.state_loader import Policy, StateLoader, StateNotes
 from ckptmap.live.optimizer.stored_state import Source, derivation, step_of
-from ckptmap.live.optimizer.unwrap import is_offloaded, unwrapped
+from ckptmap.live.optimizer.unwrap import each_of, is_offloaded, unwrapped
 from ckptmap.optim.lowbit import LowBit
 from ckptmap.optim.optimizer_reader import AS_GIVEN, BY_GROUPS
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -121,7 +121,7 @@ class StateMatcher:
         used: set[str] = set()
         # First, since amsgrad and momentum decide which entries the state of a parameter has.
         plan.steps.append(lambda reader: groups.apply())
-        if is_offloaded(self._optimizer):
+        if any(map(is_offloaded, each_of(self._optimizer))):
             plan.steps.append(self._refresh_copies)
         for owner in self._owners:
             family = owner.part.family
@@ -248,8 +248,9 @@ class StateMatcher:
         import torch
 
         with torch.no_grad():
-            for device, host in self._optimizer.param_d2h_map.items():
-                host.copy_(device)
+            for optimizer in filter(is_offloaded, each_of(self._optimizer)):
+                for device, host in optimizer.param_d2h_map.items():
+                    host.copy_(device)
 
 
 def _unlisted(owner: ParamOwner, sources: Sequence[Source], grouped_fqns: set[str]) -> list[str]:

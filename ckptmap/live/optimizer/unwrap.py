@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckptmap import registry
 from ckptmap.errors import LoadError
 from ckptmap.live.optimizer.family import OptimizerFamily, OptimizerParam, is_a
+from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
 
 if TYPE_CHECKING:
     import torch
@@ -16,13 +17,38 @@ if TYPE_CHECKING:
 
 
 def unwrapped(optimizer: object) -> Any:
-    """Return the optimizer inside of the wrappers of accelerate and other frameworks."""
+    """Return the optimizer inside of the wrappers of accelerate and other frameworks; of several by
+    name, or in a container such as torchtitan's, each of them."""
     import torch
 
+    several = _several(optimizer)
+    if several:
+        return SeveralOptimizers({name: unwrapped(one) for name, one in several.items()})
     inner = getattr(optimizer, "optimizer", None)
     while isinstance(inner, torch.optim.Optimizer):
         optimizer, inner = inner, getattr(inner, "optimizer", None)
     return optimizer
+
+
+def _several(optimizer: object) -> Mapping[str, object]:
+    """Return the optimizers of a dict or of a container by name; empty where it is one optimizer."""
+    import torch
+
+    if isinstance(optimizer, SeveralOptimizers):
+        return optimizer.by_name
+    if isinstance(optimizer, Mapping):
+        return optimizer
+    listed = getattr(optimizer, "optimizers", None)
+    if isinstance(listed, list) and all(isinstance(one, torch.optim.Optimizer) for one in listed):
+        return {str(number): one for number, one in enumerate(listed)}
+    return {}
+
+
+def each_of(optimizer: object) -> list[Any]:
+    """Return an `unwrapped` optimizer, or the several that it stands for."""
+    if isinstance(optimizer, SeveralOptimizers):
+        return list(optimizer.by_name.values())
+    return [optimizer]
 
 
 def family_of(optimizer: object) -> OptimizerFamily:
@@ -50,7 +76,12 @@ def _is_optimizer(optimizer: object) -> TypeGuard[LiveOptimizer]:
 
 
 def parts_of(optimizer: object) -> Iterator[OptimizerParam]:
-    """Yield every parameter of the optimizer, in the order of its groups."""
+    """Yield every parameter of the optimizer, in the order of its groups; of several, one by one."""
+    for one in each_of(optimizer):
+        yield from _parts_of_one(one)
+
+
+def _parts_of_one(optimizer: object) -> Iterator[OptimizerParam]:
     if not _is_optimizer(optimizer):
         raise LoadError(
             "CKM508",

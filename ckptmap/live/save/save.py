@@ -9,8 +9,8 @@ directory with ckptmap's manifest, which torch's own `dcp.load` reads too.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ckptmap.core import argument_checks
 from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.signatures import spelled_out
 from ckptmap.core.state_paths import ListIndex
-from ckptmap.live.model import module_extra_state, rng_state
+from ckptmap.live.model import module_extra_state, rng_state, several_models, stateful
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import listed
@@ -35,6 +35,7 @@ from ckptmap.live.optimizer.local_state import (
     info_of,
     owners,
 )
+from ckptmap.live.optimizer.several_optimizers import check_scheduler, one_scheduler
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.options import SaveOptions
 from ckptmap.live.save import extra_values, pending_gradients
@@ -49,8 +50,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckptmap.live.optimizer.optimizer_types import ParamGroup, Scheduler
-    from ckptmap.live.options import SaveKeywords
+    from ckptmap.live.model.several_models import Models
+    from ckptmap.live.optimizer.optimizer_types import ParamGroup
+    from ckptmap.live.options import Optimizers, SaveKeywords, Schedulers
 
 WRITE_TIMEOUT_S = 1800.0
 """Seconds, at least, that ranks wait for each other while they write: disks may be slow."""
@@ -59,7 +61,7 @@ WRITE_TIMEOUT_S = 1800.0
 OWN_NAMES = frozenset(
     {
         run_settings.KEY, rng_state.KEY, flat_lowbit.KEY, module_extra_state.KEY, "scheduler",
-        run_settings.PER_RANK, gradients.PENDING,
+        run_settings.PER_RANK, gradients.PENDING, stateful.KEY,
     }
 )  # fmt: skip
 """Names among the extra values that ckptmap uses itself."""
@@ -69,9 +71,9 @@ OWN_NAMES = frozenset(
 @tensors_on_cpu()
 def save(
     path: str | os.PathLike[str],
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Scheduler | None = None,
+    model: Models,
+    optimizer: Optimizers | None = None,
+    scheduler: Schedulers | None = None,
     **keywords: Unpack[SaveKeywords],
 ) -> SaveHandle:
     """Save a model, its optimizer, its scheduler and every rank's random streams.
@@ -79,41 +81,44 @@ def save(
     Every rank calls it, whatever wraps the model: plain, DDP, compiled, FSDP1, FSDP2, HSDP, TP.
     Names are plain FQNs, and optimizer state is keyed by them. Low-bit state is stored as plain
     tensors with a record. `ckptmap.live.options.SaveOptions` describes the keywords.
+    Several models are a dict by name, which their FQNs begin with, and so are several optimizers:
+    `save(path, {"policy": m, "value": v}, {"policy": o1, "value": o2})`.
 
     Buffers may differ between ranks, as statistics of BatchNorm do under FSDP: those of the lowest
     rank are saved, and a note of `wait()` says so. Under DDP rank 0's buffers are broadcast.
 
-    A save in the background that failed, and whose error no `wait()` has raised, is raised by the next
-    call, which then saves nothing.
+    The error of a save in the background that no `wait()` has raised is raised by the next call.
 
-    Raises, on all ranks: DestinationError before a byte is written, LoadError CKM505 or CKM508 for
-    what cannot be saved, ArgumentError CKM516 for values that cannot, CKM518 where gradients are
-    pending and `gradients` is None, RunError CKM509 where replicas differ, CKM510 where the ranks'
-    parts do not make whole tensors, CKM307 where a rank died or did not come in time.
+    Raises, on all ranks: DestinationError before a byte is written, LoadError CKM505 or CKM508 and
+    ArgumentError CKM516 for what cannot be saved, CKM518 where gradients are pending and `gradients`
+    is None, RunError CKM509 where replicas differ, CKM510 where the ranks' parts do not make whole
+    tensors, CKM307 where a rank died or did not come in time.
     """
     options = SaveOptions.of(keywords)
     unseen = settle_started()
-    random_state = rng_state.captured(model)
+    given, one = model, several_models.as_one(model)
+    random_state = rng_state.captured(one)
     with said_if_lost(UNTOUCHED.format(path)):
         peers = RankGroup.join("save", options.timeout)
         writers = RankGroup.join("save files", max(options.timeout or 0, WRITE_TIMEOUT_S))
         with peers.together():
             if unseen is not None:
                 raise unseen
-            _check(path, model, scheduler)
-            options.check()
-            targets, _ = find_targets(model)
-            held = _held(model, targets, optimizer, scheduler, peers, random_state, options)
+            _check(path, given, scheduler, options)
+            states = stateful.states_of(options.stateful)
+            targets, _ = find_targets(one)
+            held = _held(one, targets, optimizer, scheduler, peers, random_state, options)
+            mine = Told.of(options, states, pending_gradients.evidence(one, targets))
+        told = peers.all(mine)
+        with peers.together():
+            _require_same_values(held, told, options)
+            _hold_states(held, states, stateful.shared_names([t.states for t in told]), peers)
             offered = offers_of(held.holdings)
-            extra_digests = extra_values.digests(options.extra or {})
-            evidence = pending_gradients.evidence(model, targets)
-        _require_same_values(held, peers.all((options.step, extra_digests, evidence)), options)
         offers = peers.all(offered)
-        drifted = _share(held, offers, model, peers, options.replicas)
+        drifted = _share(held, offers, one, peers, options.replicas)
         target = FilePath(path)
         with peers.together(), argument_checks.hints_for_python():
-            if options.replicas == "first":
-                offers = [[replace(one, checked=False) for one in some] for some in offers]
+            offers = offers if options.replicas == "check" else _unchecked(offers)
             assignment = Assigner(peers.rank, peers.world, held).assign(offers)
             state = assignment.state(_ordered(held.values), peers.world)
             layout = FileLayout.of(state, target.name)
@@ -126,24 +131,51 @@ def save(
     return SaveHandle(target, options.step, publish, options.background)
 
 
-def _check(path: str | os.PathLike[str], model: torch.nn.Module, scheduler: object) -> None:
-    """Raise ArgumentError CKM516 for an argument that means nothing."""
-    argument_checks.path("path", path)
-    argument_checks.module("model", model)
-    argument_checks.scheduler(scheduler, "state_dict")
+def _unchecked(offers: list[list[Offer]]) -> list[list[Offer]]:
+    return [[replace(one, checked=False) for one in some] for some in offers]
 
 
-def _require_same_values(
-    held: LocalState,
-    told: Sequence[tuple[int | None, Mapping[str, str], pending_gradients.Evidence]],
-    options: SaveOptions,
+def _check(
+    path: str | os.PathLike[str], model: Models, scheduler: object, options: SaveOptions
 ) -> None:
-    """Compare what all ranks told: step, digests of extra values, and evidence of pending gradients.
+    """Raise ArgumentError CKM516 for an argument that means nothing."""
+    options.check()
+    argument_checks.path("path", path)
+    several_models.check("model", model)
+    check_scheduler(scheduler, "state_dict")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells the others of its values, before anything is written.
+
+    extra, states  digests of the caller's values by name
+    evidence       of gradients that are pending
+    """
+
+    step: int | None
+    extra: Mapping[str, str]
+    states: Mapping[str, str]
+    evidence: pending_gradients.Evidence
+
+    @classmethod
+    def of(
+        cls,
+        options: SaveOptions,
+        states: Mapping[str, object],
+        evidence: pending_gradients.Evidence,
+    ) -> Told:
+        extra = extra_values.digests(options.extra or {})
+        return cls(options.step, extra, extra_values.digests(states), evidence)
+
+
+def _require_same_values(held: LocalState, told: Sequence[Told], options: SaveOptions) -> None:
+    """Compare what all ranks told.
 
     Raises ArgumentError CKM516 where they differ, CKM518 where gradients are pending."""
-    extra_values.require_same_step([step for step, _, _ in told])
-    extra_values.require_same([digests for _, digests, _ in told])
-    pending = pending_gradients.told([one for _, _, one in told])
+    extra_values.require_same_step([one.step for one in told])
+    extra_values.require_same([one.extra for one in told])
+    pending = pending_gradients.told([one.evidence for one in told])
     if options.gradients is None:
         pending_gradients.refuse(pending)
     if pending and not options.gradients:
@@ -204,12 +236,13 @@ def _held(
     model: torch.nn.Module,
     targets: Sequence[LiveTensor],
     optimizer: object,
-    scheduler: Scheduler | None,
+    scheduler: Schedulers | None,
     peers: RankGroup,
     random_state: Mapping[str, object],
     options: SaveOptions,
 ) -> LocalState:
     held = LocalState()
+    run_scheduler = one_scheduler(scheduler)
     extra = extra_values.shared(options.step, options.extra, OWN_NAMES)
     per_rank = argument_checks.extra(options.extra_per_rank, (), "extra_per_rank")
     optimizer = None if optimizer is None else unwrapped(optimizer)
@@ -231,11 +264,22 @@ def _held(
     if peers.rank == 0:
         for key, value in states.items():
             _values(held, ("extra", module_extra_state.KEY, key), value)
-        if scheduler is not None:
-            _values(held, ("extra", "scheduler"), scheduler.state_dict())
+        if run_scheduler is not None:
+            _values(held, ("extra", "scheduler"), run_scheduler.state_dict())
         for key, value in extra.items():
             _values(held, ("extra", key), value)
     return held
+
+
+def _hold_states(
+    held: LocalState, states: Mapping[str, object], shared: Collection[str], peers: RankGroup
+) -> None:
+    """Add the states of the caller's objects: those that are the same on all ranks, and the rest."""
+    for name, state in states.items():
+        if name not in shared:
+            _values(held, (*_rank_path(stateful.KEY, peers), name), state, private=True)
+        elif peers.rank == 0:
+            _values(held, ("extra", stateful.KEY, stateful.SHARED, name), state)
 
 
 def _rank_path(name: str, peers: RankGroup) -> Path:
