@@ -20,7 +20,7 @@ from ckptmap.execution.copy import Context, buffer_nbytes, recorded
 from ckptmap.execution.smaller_feeds import TensorProgress, with_smaller_feeds
 from ckptmap.planning.file_plan import Compare, Encode, SlotRef
 from ckptmap.planning.kept_codes import writes_keeping_codes
-from ckptmap.protocols import Encoder, Refusal, Write
+from ckptmap.protocols import Encoder, LooksFirst, Refusal, Write
 from ckptmap.protocols.encodings import DecodesOnHost
 from ckptmap.quantization.blockwise.chunks import smaller
 from ckptmap.storage.box_reader import row_major_boxes
@@ -127,6 +127,9 @@ def _encode_parts(
     streams = _part_streams(context, step, parts, buffer)
     whole = Box.whole(step.tensor.info.shape)
     widest = step.tensor.info.itemsize
+    if isinstance(encoder, LooksFirst):
+        for _, values in _values(context, step.tensor, whole, encoder.step, device, widest):
+            encoder.look(values)
     feeds = _values(context, step.tensor, whole, encoder.step, device, widest)
     writes = chain.from_iterable(starmap(encoder.feed, feeds))
     for write in cuda_ring.landed(writes, device):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ckptmap.protocols import Encoding, Write
+from ckptmap.protocols import Encoding, LooksFirst, Write
 from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
@@ -21,6 +21,9 @@ FEED_NUMEL = 1 << 19
 def encoded_writes(source: LazyTensor, encoding: Encoding) -> Iterator[Write]:
     """Yield the parts of `source` in this encoding, in the order in which the encoder gives them."""
     encoder = encoding.encoder(source.info, "cpu")
+    if isinstance(encoder, LooksFirst):
+        for _, values in _steps(source, encoder.step):
+            encoder.look(values)
     feeds = (encoder.feed(*values) for values in _steps(source, encoder.step))
     yield from chain.from_iterable(chain(feeds, _when_exhausted(encoder.finish)))
 

@@ -58,6 +58,14 @@ class Encoder(Protocol):
         """Return the writes that are known only after the last element: scales of scales, means."""
 
 
+@runtime_checkable
+class LooksFirst(Protocol):
+    """An encoder whose codes depend on a statistic of the whole tensor: it sees all values twice."""
+
+    def look(self, values: torch.Tensor) -> None:
+        """Take note of values, flat, in any order; every one is shown once before the first `feed`."""
+
+
 class Encoding(Protocol):
     """One scheme with its parameters: a frozen value that stands for how one tensor is stored."""
 

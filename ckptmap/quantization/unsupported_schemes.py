@@ -65,7 +65,7 @@ SCHEMES = (
             ".weight_global_scale", ".input_global_scale"),
     _scheme("NVFP4", ".weight_scale_2", ".weight", ".weight_scale", ".weight_scale_2",
             ".input_scale"),
-    _scheme("MXFP4, MXFP6 or MXFP8", ".weight_scale", ".weight_packed", ".weight",
+    _scheme("MXFP6", ".weight_scale", ".weight_packed", ".weight",
             ".weight_scale", dtypes=("uint8", "float8_e8m0fnu")),
     _scheme("bitsandbytes int8", ".SCB", ".weight", ".SCB", ".weight_format"),
     _scheme("GPTQ or AWQ", ".qweight", ".qweight", ".qzeros", ".scales", ".g_idx", ".scaled_zeros"),

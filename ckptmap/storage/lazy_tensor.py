@@ -5,7 +5,8 @@ Only the stored bytes that a requested box needs are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import index
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -13,7 +14,7 @@ from ckptmap.core import requirements
 from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.quantized_codes import Coded
 from ckptmap.core.short_repr import short
-from ckptmap.errors import ArgumentError
+from ckptmap.errors import ArgumentError, SourceError
 from ckptmap.protocols import Group
 from ckptmap.protocols.encodings import DecodesOnHost, KeepsOnHost
 from ckptmap.storage.device_copies import fill_tensor
@@ -187,7 +188,18 @@ class LazyTensor:
             name: self.read_part(name, cut, "cpu" if name in on_host else out.device)
             for name, cut in self._cuts(box)
         }
-        self.encoding_.decode(self.info, parts, box, out)
+        with self._naming_errors():
+            self.encoding_.decode(self.info, parts, box, out)
+
+    @contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        """Put the tensor's name before the text of an error that an encoding raises."""
+        try:
+            yield
+        except SourceError as error:
+            if type(error) is not SourceError or error.message.startswith(self.fqn):
+                raise
+            raise SourceError(error.code, f"{self.fqn}: {error.message}", error.hint) from error
 
     def _read_on_host(self, box: Box) -> torch.Tensor:
         """Return the decoded box, computed by the CPU."""
@@ -217,7 +229,8 @@ class LazyTensor:
             name: self.read_part(name, Box.whole(self.parts[name].info.shape))
             for name in coded.scale_parts(self.info)
         }
-        return coded.scales(self.info, parts)
+        with self._naming_errors():
+            return coded.scales(self.info, parts)
 
     def read_codes(self, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (any device) with a box of its canonical codes; only for an encoding that is

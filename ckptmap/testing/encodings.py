@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.core.json_text import parse_json
 from ckptmap.operations.convert import convert
-from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Scheme
+from ckptmap.protocols import Encoder, Encoding, Group, LooksFirst, Refusal, Scheme
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor, info_of
 from ckptmap.tensors import ITEMSIZE, Box, Opaque, TensorInfo
@@ -219,6 +219,8 @@ class _Attempt:
 
     def _collected(self, encoder: Encoder, feeds: Iterable[tuple[int, int]]) -> Parts:
         flat = self.values.reshape(-1)
+        if isinstance(encoder, LooksFirst):
+            encoder.look(flat.clone())
         assembly = Assembly(self.title, self.expected_parts, in_order=not encoder.splittable)
         for offset, count in feeds:
             given = flat[offset : offset + count].clone()

@@ -29,13 +29,9 @@ def floats(width: int, strategy: str = "group", size: int = 32, **more: Any) -> 
 
 
 EXPONENTS: dict[str, Any] = {"scale_dtype": torch.uint8}
-MX = "MXFP4, MXFP6 or MXFP8"
+MX = "MXFP6"
 COMPRESSED: dict[str, tuple[Any, str, str, tuple[str, ...]]] = {
-    "nvfp4": (floats(4, "tensor_group", 16), "nvfp4-pack-quantized", "NVFP4",
-              ("weight_packed", "weight_scale", "weight_global_scale")),
-    "mxfp4": (floats(4, **EXPONENTS), "mxfp4-pack-quantized", MX, ("weight_packed", "weight_scale")),
     "mxfp6": (floats(6, **EXPONENTS), "mxfp6-pack-quantized", MX, ("weight_packed", "weight_scale")),
-    "mxfp8": (floats(8, **EXPONENTS), "mxfp8-quantized", MX, ("weight", "weight_scale")),
 }  # fmt: skip
 
 

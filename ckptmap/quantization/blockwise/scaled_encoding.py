@@ -17,6 +17,8 @@ from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Refusal, part_key
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.dequantize import dequantize
+from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
+from ckptmap.quantization.blockwise.exponents import powers
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
 from ckptmap.quantization.blockwise.scaled_encoder import Constants, ScaledEncoder, ScaledRecoder
 from ckptmap.tensors import Box, TensorInfo
@@ -112,11 +114,9 @@ class ScaledEncoding:
         """Decode any box; besides the parts it holds one chunk of values in memory."""
         if not box.numel:
             return
-        import torch
-
         block = self.block_of(info)
         grid = block_geometry.grid_box(box, block)
-        scale = block_geometry.as_grid(parts[self.scale_part], grid).to(torch.float32)
+        scale = block_geometry.as_grid(self.wide_scales(parts[self.scale_part]), grid)
         zero = block_geometry.as_grid(parts[self.zero_part], grid) if self.zero_dtype else None
         codes = parts[self.codes_part]
         dequantize(codes, scale, zero, box, block, out, self.factor)
@@ -172,8 +172,6 @@ class ScaledEncoding:
 
     def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the scales in fp32, in the grid's shape. Raises RunError CKM315 for a zero point other than 0."""
-        import torch
-
         if self.zero_dtype and bool(parts[self.zero_part].count_nonzero()):
             raise RunError(
                 "CKM315",
@@ -182,7 +180,15 @@ class ScaledEncoding:
                 "decode it first (--to hf-bf16), then quantize; or keep it as it is (--no-encode)",
             )
         shape = block_geometry.grid_shape(info.shape, self.block_of(info))
-        return parts[self.scale_part].to(torch.float32).reshape(shape)
+        return self.wide_scales(parts[self.scale_part]).reshape(shape)
+
+    def wide_scales(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return stored scales in fp32. Raises SourceError CKM115 for an exponent that is NaN."""
+        import torch
+
+        if self.scale_dtype in EXPONENTS:
+            return powers(stored, self.scale_part)
+        return stored.to(torch.float32)
 
     def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         return box if part == self.codes_part else None

@@ -119,7 +119,7 @@ def _scale_shape(shape: tuple[int, ...], weights: Mapping[str, object]) -> tuple
         return (1,)
     if strategy == "channel":
         return (*shape[:-1], 1)
-    if strategy == "group" and type(size) is int and size > 0:
+    if strategy in ("group", "tensor_group") and type(size) is int and size > 0:
         return (*shape[:-1], -(-shape[-1] // size))
     good = isinstance(tile, list) and len(tile) == 2 and all(type(n) is int and n > 0 for n in tile)
     if strategy == "block" and isinstance(tile, list) and good:

@@ -9,11 +9,23 @@ from collections.abc import Collection, Mapping
 from ckptmap.formats.huggingface.loaded_names import loaded_as
 from ckptmap.protocols import Encoding
 from ckptmap.quantization.blockwise.block_geometry import grid_shape
+from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.group_checks import malformed
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
+from ckptmap.quantization.microscaling.packed_fp4 import PackedFp4
 from ckptmap.tensors import TensorInfo
 
 Key = tuple[str, int, str, bool, bool, str, tuple[int, ...]]
+DECLARES = (
+    "ct-fp8", "ct-nvfp4", "ct-mxfp4", "ct-mxfp8", *(f"ct-int{bits}" for bits in range(1, 9)),
+)  # fmt: skip
+"""The names of the encodings that one config can declare."""
+_SCALES = {
+    "nvfp4-pack-quantized": "torch.float8_e4m3fn",
+    "mxfp4-pack-quantized": "torch.uint8",
+    "mxfp8-quantized": "torch.uint8",
+}
+"""Format -> the dtype of its scales, where the config states one."""
 
 
 BEYOND = ("kv_cache_scheme", "transform_config")
@@ -34,7 +46,7 @@ def declared(
     others = loaded_as([*encoded, *(f"{module}.weight" for module in dense)])
     groups: dict[Key, list[str]] = {}
     for name, (encoding, info) in encoded.items():
-        if isinstance(encoding, ScaledEncoding):
+        if isinstance(encoding, ScaledEncoding | PackedFp4):
             module = name.removesuffix(".weight")
             groups.setdefault(_key(encoding, info), []).extend((module, *others(module)))
     formats = {key[2] for key in groups}
@@ -90,8 +102,15 @@ def _scaled(activations: object, scale: str, names: Collection[str]) -> bool:
     return any(name.endswith(f".{scale}") for name in names)
 
 
-def _key(encoding: ScaledEncoding, info: TensorInfo) -> Key:
+def _key(encoding: ScaledEncoding | PackedFp4, info: TensorInfo) -> Key:
     """Return (type, bits, format, symmetric, ordered by activations, strategy, its sizes)."""
+    if isinstance(encoding, PackedFp4):
+        is_nvfp4 = encoding.name == "ct-nvfp4"
+        form = "nvfp4-pack-quantized" if is_nvfp4 else "mxfp4-pack-quantized"
+        strategy = "tensor_group" if is_nvfp4 else "group"
+        return "float", 4, form, True, False, strategy, (encoding.block,)
+    if encoding.scale_dtype in EXPONENTS:
+        return "float", 8, "mxfp8-quantized", True, False, "group", encoding.block[-1:]
     packed = encoding.codes_part == "packed"
     bits = int(getattr(encoding, "bits", 8))
     form = "pack-quantized" if packed else "naive-quantized"
@@ -114,9 +133,11 @@ def _group(key: Key, targets: list[str]) -> dict[str, object]:
         "type": kind,
         "symmetric": symmetric,
         "strategy": strategy,
-        "group_size": sizes[0] if strategy == "group" else None,
+        "group_size": sizes[0] if strategy in ("group", "tensor_group") else None,
         "dynamic": False,
     }
+    if form in _SCALES:
+        weights |= {"scale_dtype": _SCALES[form], "zp_dtype": _SCALES[form]}
     if ordered:
         weights["actorder"] = "group"
     if strategy == "block":

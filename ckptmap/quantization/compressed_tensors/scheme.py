@@ -37,6 +37,7 @@ from ckptmap.quantization.compressed_tensors.config_agreement import (
     require_agreement,
 )
 from ckptmap.quantization.compressed_tensors.config_json import (
+    DECLARES,
     ConfigGroups,
     beyond_weights,
     block_found,
@@ -112,7 +113,7 @@ class _Target(ReadsFiles, LinearLayerScheme):
 
     name: str
     suffix: str
-    declares = ("ct-fp8", *(f"ct-int{bits}" for bits in range(1, 9)))
+    declares = DECLARES
 
     def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
         return is_linear_module(fqn, info)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from ckptmap.errors import RunError
 from ckptmap.protocols import Write
 from ckptmap.quantization.blockwise.chunks import chunk_numel
+from ckptmap.quantization.blockwise.exponents import ExponentRule, exponents_of, inverses
 from ckptmap.quantization.blockwise.quantizer import absmax_of
 from ckptmap.quantization.dense import flat
 from ckptmap.quantization.microscaling import e2m1
-from ckptmap.quantization.microscaling.exponents import ExponentRule, exponents_of, inverses
 from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal, part_key
 from ckptmap.quantization.blockwise.chunks import chunk_numel
+from ckptmap.quantization.blockwise.exponents import ExponentRule, powers
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
 from ckptmap.quantization.microscaling import e2m1
-from ckptmap.quantization.microscaling.exponents import ExponentRule, powers
 from ckptmap.quantization.microscaling.fp4_encoder import Fp4Encoder, Fp4Recoder
 from ckptmap.tensors import Box, TensorInfo
 

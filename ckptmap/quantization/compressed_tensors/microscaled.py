@@ -1,0 +1,293 @@
+"""compressed-tensors' microscaled forms: NVFP4, MXFP4 and MXFP8, with or without quantized activations.
+
+    nvfp4  fc.weight_packed u8 [out, in / 2], fc.weight_scale e4m3 [out, in / 16], fc.weight_global_scale f32 [1]
+    mxfp4  fc.weight_packed u8 [out, in / 2], fc.weight_scale u8 [out, in / 32]
+    mxfp8  fc.weight e4m3 [out, in],          fc.weight_scale u8 [out, in / 32]
+
+    w'[i, j] = T(code * (scale / global_scale))       T(code * 2 ** (scale - 127))
+
+`decompress` gives bfloat16 (compressed-tensors 0.20, compressors/nvfp4, mxfp4, mxfp8): so these are decoded,
+unless a record states the dtype that was encoded. Codes and scales are those of its own `calculate_qparams` and
+`quantize`. The largest magnitude of activations (`input_global_scale`) moves with the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from ckptmap.core.quantized_codes import CodeGrid, Recoder
+from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.file_systems import Mounts, ReadsFiles
+from ckptmap.quantization.blockwise.block_geometry import grid_shape
+from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
+from ckptmap.quantization.blockwise.exponents import exponents_of
+from ckptmap.quantization.blockwise.group_checks import (
+    DAMAGED,
+    check_parts,
+    malformed,
+    refuse_kept_modules,
+    refuse_unstated,
+)
+from ckptmap.quantization.blockwise.read_config import quantization_config
+from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
+from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.compressed_tensors.config_agreement import (
+    Stored,
+    kept_modules,
+    require_agreement,
+)
+from ckptmap.quantization.compressed_tensors.config_json import (
+    DECLARES,
+    ConfigGroups,
+    beyond_weights,
+    declared,
+)
+from ckptmap.quantization.compressed_tensors.scheme import ACTIVATIONS, PlainFp8
+from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
+from ckptmap.quantization.microscaling.mxfp8 import Mxfp8Rule
+from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
+from ckptmap.quantization.microscaling.packed_fp4 import Extra, PackedFp4
+from ckptmap.quantization.weight_forms import Found, WeightForms, one_of_each_form
+from ckptmap.tensors import StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+NATIVE = "compressed-tensors"
+DECODED = "bfloat16"
+"""The dtype of what `decompress` returns."""
+
+
+class _Named:
+    """The keys of the parts."""
+
+    def part_key(self, key: str, part: str) -> str:
+        if part in ACTIVATIONS:
+            stem, dot, _ = key.rpartition(".")
+            return f"{stem}{dot}{part}"
+        return f"{key}_{part}" if part else key
+
+
+@dataclass(frozen=True)
+class CtNvfp4(_Named, Nvfp4):
+    name: ClassVar[str] = "ct-nvfp4"
+    scheme: ClassVar[str] = "ct-nvfp4"
+    native: ClassVar[str] = NATIVE
+    activations: ClassVar[tuple[str, ...]] = ACTIVATIONS
+    global_part: ClassVar[str] = "global_scale"
+    divides: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class CtMxfp4(_Named, PackedFp4):
+    name: ClassVar[str] = "ct-mxfp4"
+    scheme: ClassVar[str] = "ct-mxfp4"
+    native: ClassVar[str] = NATIVE
+    activations: ClassVar[tuple[str, ...]] = ACTIVATIONS
+    rounding: ClassVar[str] = "even"
+
+
+@dataclass(frozen=True)
+class CtMxfp8(PlainFp8):
+    name: ClassVar[str] = "ct-mxfp8"
+    scheme: ClassVar[str] = "ct-mxfp8"
+    values_name: ClassVar[str] = "code * power of two in fp32"
+
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        return grid_shape(info.shape, self.block_of(info))
+
+    def rule(self, info: TensorInfo) -> RoundingRule:
+        return Mxfp8Rule("even")
+
+    def unscaled(self, scales: torch.Tensor) -> torch.Tensor:
+        return exponents_of(scales)
+
+    def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
+        """Return the recoder where the scales of the grid are powers of two, else None."""
+        alike = grid.values == self.values_name
+        return super().recoder(info, grid, device) if alike else None
+
+
+_Encoding = CtNvfp4 | CtMxfp4 | CtMxfp8
+
+
+class _Target(ReadsFiles, LinearLayerScheme):
+    """The base of the three: each reads and writes one form.
+
+    made    the class of its encodings
+    codes   the part that holds the codes
+    """
+
+    name: str
+    suffix: str
+    live = "microscaled"
+    declares = DECLARES
+    made: type[_Encoding]
+    codes: ClassVar[str] = "packed"
+
+    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
+        return is_linear_module(fqn, info)
+
+    def fresh(self, info: TensorInfo, scale_dtype: str = "", extra: Extra = ()) -> _Encoding:
+        """Return the encoding of a tensor."""
+        made = self.made
+        if issubclass(made, CtMxfp8):
+            block = (*(1 for _ in info.shape[1:]), 32)
+            return made(block, scale_dtype or "uint8", extra=extra)
+        return made(scale_dtype, extra=extra) if scale_dtype else made(extra=extra)
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        if len(info.shape) != 2:
+            return Refusal(f"quantizes matrices by rows, found shape {list(info.shape)}")
+        encoding = self.fresh(info)
+        if isinstance(encoding, CtMxfp8) and info.shape[1] % 32:
+            return Refusal(f"has blocks of 32, which do not divide {info.shape[1]}")
+        return encoding.refusal(info) or encoding
+
+    def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
+        """Return the encoding for codes in the same blocks along rows, with scales of the same kind."""
+        encoding = self.encoding(info)
+        return None if isinstance(encoding, Refusal) else encoding.keeping(info, grid)  # type: ignore[attr-defined]
+
+    def quantization_config_of(
+        self,
+        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        dense: Collection[str],
+        beyond: Mapping[str, object],
+    ) -> Mapping[str, object]:
+        return declared(encoded, dense, beyond)
+
+    def beyond_weights(
+        self, config: Mapping[str, object], names: Collection[str]
+    ) -> Mapping[str, object]:
+        return beyond_weights(config, names)
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+    ) -> list[Found]:
+        """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
+        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.made.scheme}
+        found = [fqn for fqn in self.found(stored) if fqn not in mine]
+        if not mine and not found:
+            return []
+        forms = WeightForms(stored)
+        groups = [
+            forms.group(fqn, partial(self._recorded, fqn, record), repr(record))
+            for fqn, record in mine.items()
+        ]
+        groups += [forms.group(fqn, partial(self._made, fqn)) for fqn in found]
+        self._check([group for group, _ in groups], self.mounts)
+        return groups
+
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+        """Yield the FQNs of weights of this form, by the names and dtypes of their parts."""
+        raise NotImplementedError
+
+    def _made(self, fqn: str, stored: Mapping[str, StoredTensor]) -> Found:
+        codes, scale = stored[f"{fqn}_packed" if self.codes else fqn], stored[f"{fqn}_scale"]
+        *rows, width = codes.info.shape or (0,)
+        info = TensorInfo((*rows, width * 2 if self.codes else width), DECODED)
+        stem = fqn.rpartition(".")[0]
+        extra = tuple(
+            (name, tensor.info.dtype, tensor.info.shape)
+            for name in ACTIVATIONS
+            if (tensor := stored.get(f"{stem}.{name}")) is not None
+        )
+        return self._group(fqn, info, self.fresh(info, scale.info.dtype, extra), stored)
+
+    def _recorded(
+        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
+    ) -> Found:
+        read = read_record(fqn, record, self.name)
+        encoding = self.fresh(read.info, read.scale_dtype, read.extra())
+        group, keys = self._group(fqn, read.info, encoding, stored)
+        unstated = {
+            part: encoding.part_key(fqn, part) for part in ACTIVATIONS if part not in group.parts
+        }
+        refuse_unstated(fqn, "its encoding record", unstated, stored)
+        return group, keys
+
+    def _group(
+        self, fqn: str, info: TensorInfo, encoding: _Encoding, stored: Mapping[str, StoredTensor]
+    ) -> Found:
+        expected = encoding.parts(info)
+        if isinstance(expected, Refusal):
+            raise malformed(fqn, f"{self.name}: {expected.reason}", DAMAGED)
+        keys = {part: encoding.part_key(fqn, part) for part in expected}
+        tensors = {part: stored.get(key) for part, key in keys.items()}
+        parts = check_parts(fqn, self.name, expected, tensors)
+        return Group(fqn, info, encoding, parts), tuple(keys.values())
+
+    def _check(self, groups: Sequence[Group], mounts: Mounts) -> None:
+        """Raise SourceError CKM115 where config.json states another form of a weight, or none."""
+        config = quantization_config(groups[0].parts[self.codes], mounts)
+        refuse_kept_modules(groups, self.codes, kept_modules(config), config)
+        said, bits = ConfigGroups(config), 4 if self.codes else 8
+        for group in one_of_each_form(groups, lambda fqn: said.of(fqn.rpartition(".")[0])):
+            parts = group.parts
+            shown = Stored(
+                group.info, "float", bits, bool(self.codes), parts[self.codes], parts["scale"]
+            )
+            require_agreement(group.fqn, shown, config)
+
+
+def _packed(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield (FQN, scales) of bytes of packed codes."""
+    for key, tensor in stored.items():
+        if key.endswith("_packed") and tensor.info.dtype == "uint8":
+            fqn = key.removesuffix("_packed")
+            scale = stored.get(f"{fqn}_scale")
+            if scale is not None:
+                yield fqn, scale
+
+
+class CompressedNvfp4(_Target):
+    """NVFP4: the scale of the tensor divides those of the blocks."""
+
+    name = "ct-nvfp4"
+    suffix = "ct-nvfp4"
+    made = CtNvfp4
+
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+        for fqn, scale in _packed(stored):
+            if scale.info.dtype == "float8_e4m3fn" and f"{fqn}_global_scale" in stored:
+                yield fqn
+
+
+class CompressedMxfp4(_Target):
+    """MXFP4: 4-bit codes with exponents."""
+
+    name = "ct-mxfp4"
+    suffix = "ct-mxfp4"
+    made = CtMxfp4
+
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+        for fqn, scale in _packed(stored):
+            if scale.info.dtype in EXPONENTS and not _has_six_bits(stored, fqn, scale):
+                yield fqn
+
+
+def _has_six_bits(stored: Mapping[str, StoredTensor], fqn: str, scale: StoredTensor) -> bool:
+    """Return whether 24 bytes have one scale: 32 codes of 6 bits, MXFP6, which is not decoded."""
+    packed = stored[f"{fqn}_packed"].info.shape
+    return packed[-1:] == tuple(24 * n for n in scale.info.shape[-1:])
+
+
+class CompressedMxfp8(_Target):
+    """MXFP8: float8 codes with exponents."""
+
+    name = "ct-mxfp8"
+    suffix = "ct-mxfp8"
+    made = CtMxfp8
+    codes = ""
+
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+        for key, scale in stored.items():
+            if key.endswith("_scale") and scale.info.dtype in EXPONENTS:
+                fqn = key.removesuffix("_scale")
+                codes = stored.get(fqn)
+                if codes is not None and codes.info.dtype == "float8_e4m3fn":
+                    yield fqn

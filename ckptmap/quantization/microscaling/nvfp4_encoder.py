@@ -1,0 +1,128 @@
+"""Encode values to NVFP4: codes of 4 bits, a float8 scale for 16 of them, and one scale of the tensor.
+
+The scale of the tensor follows from its largest magnitude, and every code from that scale: so the values are
+seen twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ckptmap.errors import RunError
+from ckptmap.protocols import Write
+from ckptmap.quantization.blockwise.chunks import chunk_numel
+from ckptmap.quantization.blockwise.exact_division import divide
+from ckptmap.quantization.blockwise.quantizer import absmax_of
+from ckptmap.quantization.dense import flat
+from ckptmap.quantization.microscaling import e2m1
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 16
+LARGEST_SCALE = 448.0
+"""The largest value of float8_e4m3fn."""
+
+
+class Nvfp4Rule(Protocol):
+    """One library's arithmetic."""
+
+    def overall(self, absmax: torch.Tensor) -> torch.Tensor:
+        """Return the stored scale of a tensor, f32, of its largest magnitude [] T."""
+
+    def scales(self, absmax: torch.Tensor, overall: torch.Tensor) -> torch.Tensor:
+        """Return the stored scales of blocks, e4m3, of their largest magnitudes [..] T."""
+
+    def scaled(
+        self, values: torch.Tensor, scales: torch.Tensor, overall: torch.Tensor
+    ) -> torch.Tensor:
+        """Return values [.., 16] T in units of their scales [..], f32."""
+
+
+@dataclass(frozen=True)
+class CompressedTensorsRule:
+    """`generate_gparam`, `calculate_qparams` and `quantize` of compressed-tensors 0.20: the scale of the
+    tensor, 448 * 6 / absmax, multiplies those of the blocks, which are absmax / 6 in T."""
+
+    def overall(self, absmax: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        least = torch.finfo(absmax.dtype).tiny
+        scale = LARGEST_SCALE * e2m1.LARGEST / absmax.clamp(min=least)
+        return scale.nan_to_num(1.0, 1.0, 1.0).to(torch.float32)
+
+    def scales(self, absmax: torch.Tensor, overall: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        scales = overall * divide(absmax, e2m1.LARGEST).to(torch.float32)
+        stored = scales.clamp(-LARGEST_SCALE, LARGEST_SCALE).to(torch.float8_e4m3fn)
+        least = torch.tensor(0.125, dtype=torch.float32, device=absmax.device)
+        wide = stored.to(torch.float32)
+        return torch.where(wide == 0, least, wide).to(torch.float8_e4m3fn)
+
+    def scaled(
+        self, values: torch.Tensor, scales: torch.Tensor, overall: torch.Tensor
+    ) -> torch.Tensor:
+        import torch
+
+        return values.to(torch.float32) / (scales.to(torch.float32) / overall).unsqueeze(-1)
+
+
+class Nvfp4Encoder:
+    """Encodes block by block, after `look` has seen all values.
+
+    global_part  the part that holds the scale of the tensor
+    """
+
+    splittable = False
+    state_nbytes = 0
+    step = BLOCK
+
+    def __init__(self, rule: Nvfp4Rule, global_part: str, packed_dtype: str = "uint8") -> None:
+        self._rule, self._global, self._packed = rule, global_part, packed_dtype
+        self._absmax: torch.Tensor | None = None
+        self._overall: torch.Tensor | None = None
+
+    def look(self, values: torch.Tensor) -> None:
+        """Take note of the largest magnitude; a NaN counts as the largest."""
+        import torch
+
+        if values.numel():
+            largest = absmax_of(values.view(1, -1), (1,))
+            both = largest if self._absmax is None else torch.stack([largest, self._absmax])
+            self._absmax = absmax_of(both.view(1, -1), (1,))
+
+    def _scale(self) -> torch.Tensor:
+        """Return the scale of the tensor, f32 []. Raise RunError CKM309 where it is not finite."""
+        if self._overall is None:
+            absmax = self._absmax
+            assert absmax is not None, "the values were looked at before they are fed"
+            if not bool(absmax.isfinite()):
+                raise RunError(
+                    "CKM309",
+                    "expected finite values, found NaN or infinity",
+                    "leave this tensor unquantized with --no-encode, or repair it",
+                )
+            self._overall = self._rule.overall(absmax[0])
+        return self._overall
+
+    def feed(self, offset: int, values: torch.Tensor) -> Iterator[Write]:
+        """Encode values [m] T; m and `offset` are multiples of 16."""
+        import torch
+
+        overall = self._scale()
+        most = max(1, chunk_numel(values.device, e2m1.CHUNK_NUMEL) // BLOCK) * BLOCK
+        for start in range(0, values.numel(), most):
+            part = values.narrow(0, start, min(most, values.numel() - start)).view(-1, BLOCK)
+            scales = self._rule.scales(absmax_of(part, (1,)), overall)
+            codes = e2m1.rounded(self._rule.scaled(part, scales, overall))
+            packed = e2m1.pack(codes).view(-1).view(getattr(torch, self._packed))
+            at = offset + start
+            yield Write("packed", flat(at // 2, packed.numel()), packed)
+            yield Write("scale", flat(at // BLOCK, scales.numel()), scales)
+
+    def finish(self) -> Iterable[Write]:
+        """Yield the scale of the tensor."""
+        yield Write(self._global, flat(0, 1), self._scale().view(1))
