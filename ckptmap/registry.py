@@ -79,6 +79,8 @@ SCHEMES = (
     "ckptmap.quantization.torchao.int8:Int8Scheme",
     "ckptmap.quantization.torchao.float8:Float8Scheme",
     "ckptmap.quantization.bnb.int8:BnbInt8Scheme",
+    "ckptmap.quantization.modelopt:ModeloptNvfp4",
+    "ckptmap.quantization.modelopt:ModeloptFp8",
     "ckptmap.quantization.compressed_tensors.microscaled:CompressedNvfp4",
     "ckptmap.quantization.compressed_tensors.microscaled:CompressedMxfp4",
     "ckptmap.quantization.compressed_tensors.microscaled:CompressedMxfp8",

@@ -313,10 +313,6 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "block-scaled fp8": {
         "w.weight": torch.zeros(4, 4, dtype=torch.float8_e5m2), "w.weight_scale_inv": torch.ones(1, 1),
     },
-    "MXFP4": {
-        "w.down_proj_blocks": torch.zeros(4, 4, 16, dtype=torch.uint8),
-        "w.down_proj_scales": torch.zeros(4, 4, dtype=torch.uint8),
-    },
     "GPTQ or AWQ": {
         "w.qweight": torch.zeros(4, 4, dtype=torch.int32), "w.scales": torch.ones(1, 4).half(),
         "w.qzeros": torch.zeros(1, 1, dtype=torch.int32),

@@ -36,11 +36,13 @@ SIBLINGS = (
     "config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json", "modules.json", "config_sentence_transformers.json",
-    "open_clip_config.json",
+    "open_clip_config.json", "hf_quant_config.json",
 )  # fmt: skip
 PREFIXES = ("tokenizer", "chat_template", "spiece", "sentencepiece", "sentence_")
 CODE = ".py"
 SUFFIXES = (CODE, ".model", ".jinja")
+MODELOPT, MODELOPT_CONFIG = "modelopt", "hf_quant_config.json"
+"""The `quant_method` of ModelOpt, and the file in which it states the same beside config.json."""
 AUTO_MAP = b'"auto_map"'
 """The config key that names Python files beside the config, which `trust_remote_code=True` runs
 (transformers/dynamic_module_utils.py)."""
@@ -129,6 +131,10 @@ class HfCarrier(ReadsFiles):
             content = (json.dumps(after, indent=2) + "\n").encode()
         carried[CONFIG] = Sidecar.made(content)
         quantized.check(after)
+        method = (_quantization(after) or {}).get("quant_method")
+        if MODELOPT_CONFIG in carried and method != MODELOPT:
+            del carried[MODELOPT_CONFIG]
+            notes.append(f"{MODELOPT_CONFIG} is left out: it states a quantization that is no more")
         notes += quantized.undeclared(*(_quantization(config) for config in (before, after)))
         return carried, notes
 

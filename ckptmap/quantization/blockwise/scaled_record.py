@@ -55,6 +55,13 @@ class ScaledRecord:
             )
         return value
 
+    def sizes(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a single scale by its key: a few ones."""
+        value = self.more.get(key)
+        if not isinstance(value, list) or len(value) > 8 or any(size != 1 for size in value):
+            raise malformed(self.fqn, f"{key}, expected ones, found {str(value)[:40]!r}", DAMAGED)
+        return (1,) * len(value)
+
     def extra(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
         """Return the parts besides codes and scales, stored as [[name, dtype, shape], ...]."""
         value = self.more.get("extra", [])

@@ -1,0 +1,283 @@
+"""NVIDIA ModelOpt's exported weights: NVFP4, and float8 with one scale of the tensor. They are read only.
+
+    NVFP4  fc.weight u8 [out, in / 2], fc.weight_scale e4m3 [out, in / 16], fc.weight_scale_2 f32 []
+    FP8    fc.weight e4m3 [out, in],   fc.weight_scale f32 []
+
+    w'[i, j] = T(code * (weight_scale * weight_scale_2))        T(code * weight_scale), in fp32
+
+Source: `NVFP4QTensor.dequantize` (modelopt 0.47, torch/quantization/qtensor/nvfp4_tensor.py), and for FP8 the
+same in fp32: modelopt's own `FP8QTensor.dequantize` rounds the scale to T first, vLLM and TensorRT-LLM do not.
+The files do not record T: it is that of the dense tensors. A static scale of activations (`input_scale`) moves
+with its weight. Weights that were smoothed for AWQ or SVDQuant (`pre_quant_scale`) are left to
+`unsupported_schemes`: they mean something only behind their scaled activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.file_systems import Mounts, ReadsFiles
+from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, file_of, malformed
+from ckptmap.quantization.blockwise.model_dtype import model_dtype
+from ckptmap.quantization.blockwise.read_config import MAX_NBYTES, quantization_config
+from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
+from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
+from ckptmap.quantization.linear_weights import LinearLayerScheme
+from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
+from ckptmap.quantization.microscaling.packed_fp4 import Extra
+from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.storage.json_file import read_json
+from ckptmap.tensors import StoredTensor, TensorInfo
+
+METHOD = "modelopt"
+CONFIG = "hf_quant_config.json"
+"""What older releases write in place of the `quantization_config` in config.json."""
+ACTIVATIONS = ("input_scale",)
+_SMOOTHED = "pre_quant_scale"
+
+
+class _Named:
+    def part_key(self, key: str, part: str) -> str:
+        if part in ACTIVATIONS:
+            return _beside(key, part)
+        return f"{key}_{part}" if part not in ("", "packed") else key
+
+
+def _beside(fqn: str, name: str) -> str:
+    stem, dot, _ = fqn.rpartition(".")
+    return f"{stem}{dot}{name}"
+
+
+@dataclass(frozen=True)
+class ModeloptFp4(_Named, Nvfp4):
+    name: ClassVar[str] = "modelopt-nvfp4"
+    scheme: ClassVar[str] = "modelopt-nvfp4"
+    native: ClassVar[str] = METHOD
+    activations: ClassVar[tuple[str, ...]] = ACTIVATIONS
+    global_part: ClassVar[str] = "scale_2"
+    divides: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class ModeloptE4m3(_Named, ScaledEncoding):
+    """`scale_stored` is the stored shape of the scale."""
+
+    name: ClassVar[str] = "modelopt-fp8"
+    scheme: ClassVar[str] = "modelopt-fp8"
+    codes_part: ClassVar[str] = ""
+    scale_part: ClassVar[str] = "scale"
+    codes_dtype: ClassVar[str] = "float8_e4m3fn"
+    activations: ClassVar[Collection[str]] = ACTIVATIONS
+
+    scale_stored: tuple[int, ...] = ()
+
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        return self.scale_stored
+
+    def more_record(self, info: TensorInfo) -> Mapping[str, object]:
+        return {
+            "native": METHOD,
+            "extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra],
+            "scale_stored": list(self.scale_stored),
+        }
+
+
+class _Scheme(ReadsFiles, LinearLayerScheme):
+    """The base of the two.
+
+    codes  the part that holds the codes
+    algo   `quant_algo` of its config
+    """
+
+    name: str
+    suffix = ""
+    live = "microscaled"
+    codes: ClassVar[str]
+    algo: ClassVar[str]
+
+    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
+        return False
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        return Refusal(
+            "it is read only: ModelOpt calibrates what it writes; choose -ct-nvfp4, -fp8"
+        )
+
+    def quantization_config(
+        self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
+    ) -> Mapping[str, object]:
+        """Return the config of weights that stay as they are beside a config.json that states none."""
+        return {
+            "quant_method": METHOD,
+            "quant_algo": self.algo,
+            "ignore": sorted(dense),
+            "producer": {"name": METHOD},
+        }
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+    ) -> list[Found]:
+        """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
+        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        found = [fqn for fqn in self.found(stored) if fqn not in mine]
+        if found and not self.stated(stored[found[0]], self.mounts):
+            found = []
+        if not mine and not found:
+            return []
+        forms = WeightForms(stored)
+        groups = [
+            forms.group(fqn, partial(self._recorded, fqn, record), repr(record))
+            for fqn, record in mine.items()
+        ]
+        dtype = model_dtype(stored, {key for fqn in found for key in _scales(fqn)})
+        return groups + [forms.group(fqn, partial(self._made, fqn, dtype), dtype) for fqn in found]
+
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+        """Yield the FQNs of weights that may be of this form, by names and dtypes."""
+        raise NotImplementedError
+
+    def stated(self, codes: StoredTensor, mounts: Mounts) -> bool:
+        """Return whether what lies beside a weight states the form, if its names do not."""
+        return True
+
+    def _encoding(self, stored: Mapping[str, StoredTensor], fqn: str, extra: Extra) -> _Encoding:
+        raise NotImplementedError
+
+    def _logical(self, codes: TensorInfo, dtype: str) -> TensorInfo:
+        raise NotImplementedError
+
+    def _of_record(self, read: ScaledRecord) -> _Encoding:
+        raise NotImplementedError
+
+    def _made(self, fqn: str, dtype: str, stored: Mapping[str, StoredTensor]) -> Found:
+        extra = tuple(
+            (name, tensor.info.dtype, tensor.info.shape)
+            for name in ACTIVATIONS
+            if (tensor := stored.get(_beside(fqn, name))) is not None
+        )
+        info = self._logical(stored[fqn].info, dtype)
+        return self._group(fqn, info, self._encoding(stored, fqn, extra), stored)
+
+    def _recorded(
+        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
+    ) -> Found:
+        read = read_record(fqn, record, self.name)
+        return self._group(fqn, read.info, self._of_record(read), stored)
+
+    def _group(
+        self, fqn: str, info: TensorInfo, encoding: _Encoding, stored: Mapping[str, StoredTensor]
+    ) -> Found:
+        expected = encoding.parts(info)
+        if isinstance(expected, Refusal):
+            raise malformed(fqn, f"{self.name}: {expected.reason}", DAMAGED)
+        keys = {part: encoding.part_key(fqn, part) for part in expected}
+        tensors = {part: stored.get(key) for part, key in keys.items()}
+        parts = check_parts(fqn, self.name, expected, tensors)
+        return Group(fqn, info, encoding, parts), tuple(keys.values())
+
+
+_Encoding = ModeloptFp4 | ModeloptE4m3
+
+
+def _scales(fqn: str) -> tuple[str, ...]:
+    return f"{fqn}_scale", f"{fqn}_scale_2", _beside(fqn, "input_scale")
+
+
+def _single(fqn: str, stored: Mapping[str, StoredTensor], key: str) -> tuple[int, ...]:
+    """Return the stored shape of a single scale. Raise SourceError CKM115 where it is none."""
+    scale = stored[key]
+    if scale.info.numel != 1 or scale.info.dtype != "float32":
+        raise malformed(
+            fqn, f"{key} {scale.info}, expected one scale in float32: {file_of(scale)}", DAMAGED
+        )
+    return scale.info.shape
+
+
+def _is_smoothed(fqn: str, stored: Mapping[str, StoredTensor]) -> bool:
+    return _beside(fqn, _SMOOTHED) in stored
+
+
+class ModeloptNvfp4(_Scheme):
+    """NVFP4, recognized by its second scale."""
+
+    name = "modelopt-nvfp4"
+    codes = "packed"
+    algo = "NVFP4"
+
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+        for key in stored:
+            if not key.endswith("weight_scale_2"):
+                continue
+            fqn = key.removesuffix("_scale_2")
+            codes, scale = stored.get(fqn), stored.get(f"{fqn}_scale")
+            if (
+                codes is None
+                or scale is None
+                or codes.info.dtype != "uint8"
+                or not codes.info.shape
+            ):
+                continue
+            if scale.info.dtype == "float8_e4m3fn" and not _is_smoothed(fqn, stored):
+                yield fqn
+
+    def _logical(self, codes: TensorInfo, dtype: str) -> TensorInfo:
+        *rows, width = codes.shape
+        return TensorInfo((*rows, width * 2), dtype)
+
+    def _encoding(self, stored: Mapping[str, StoredTensor], fqn: str, extra: Extra) -> _Encoding:
+        return ModeloptFp4(extra=extra, global_shape=_single(fqn, stored, f"{fqn}_scale_2"))
+
+    def _of_record(self, read: ScaledRecord) -> _Encoding:
+        return ModeloptFp4(extra=read.extra(), global_shape=read.sizes("global_shape"))
+
+
+class ModeloptFp8(_Scheme):
+    """Float8 with one scale, where what lies beside it states ModelOpt: other libraries name it so, too."""
+
+    name = "modelopt-fp8"
+    codes = ""
+    algo = "FP8"
+
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+        for key, scale in stored.items():
+            if not key.endswith("weight_scale") or scale.info.numel != 1:
+                continue
+            fqn = key.removesuffix("_scale")
+            codes = stored.get(fqn)
+            if codes is None or codes.info.dtype != "float8_e4m3fn" or _is_smoothed(fqn, stored):
+                continue
+            if scale.info.dtype == "float32":
+                yield fqn
+
+    def stated(self, codes: StoredTensor, mounts: Mounts) -> bool:
+        if quantization_config(codes, mounts).get("quant_method") == METHOD:
+            return True
+        config = _own_config(codes, mounts)
+        producer = config.get("producer")
+        return isinstance(producer, Mapping) and producer.get("name") == METHOD
+
+    def _logical(self, codes: TensorInfo, dtype: str) -> TensorInfo:
+        return TensorInfo(codes.shape, dtype)
+
+    def _encoding(self, stored: Mapping[str, StoredTensor], fqn: str, extra: Extra) -> _Encoding:
+        shape = _single(fqn, stored, f"{fqn}_scale")
+        return ModeloptE4m3(stored[fqn].info.shape, "float32", extra=extra, scale_stored=shape)
+
+    def _of_record(self, read: ScaledRecord) -> _Encoding:
+        shape = read.sizes("scale_stored")
+        return ModeloptE4m3(read.block, read.scale_dtype, extra=read.extra(), scale_stored=shape)
+
+
+def _own_config(codes: StoredTensor, mounts: Mounts) -> Mapping[str, object]:
+    """Return the hf_quant_config.json beside a tensor's file; empty where there is none."""
+    file = file_of(codes)
+    try:
+        config = read_json(Path(file).parent / CONFIG, mounts, max_nbytes=MAX_NBYTES)
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, Mapping) else {}

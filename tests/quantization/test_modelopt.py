@@ -1,0 +1,158 @@
+"""ModelOpt's NVFP4 and FP8. ModelOpt needs a GPU to calibrate: these are its names and layout, with torchao's
+codes and values (its `NVFP4Tensor` has the same arithmetic)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Converter
+from safetensors.torch import load_file, save_file
+from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+import ckptmap
+from ckptmap.errors import SourceError
+from tests.support.bnb_cases import same
+from tests.support.int8_models import QUERY, llama
+
+Tensors = dict[str, torch.Tensor]
+FILE = "model.safetensors"
+OWN = "hf_quant_config.json"
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@cache
+def made(algo: str, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    """Stored tensors, and their values."""
+    truth = {key: value.clone() for key, value in llama(dtype).state_dict().items()}
+    stored = dict(truth)
+    for key, weight in list(truth.items()):
+        if not key.endswith("_proj.weight"):
+            continue
+        stored[key.removesuffix("weight") + "input_scale"] = torch.tensor(0.25)
+        if algo == "FP8":
+            scale = weight.abs().max().float() / 448
+            stored[key] = (weight.float() / scale).to(torch.float8_e4m3fn)
+            stored[f"{key}_scale"] = scale
+            truth[key] = (stored[key].float() * scale).to(dtype)
+            continue
+        overall = per_tensor_amax_to_scale(weight.abs().max())
+        coded = NVFP4Tensor.to_nvfp4(weight.bfloat16(), per_tensor_scale=overall)
+        stored[key], stored[f"{key}_scale"] = coded.qdata, coded.scale
+        stored[f"{key}_scale_2"] = overall
+        truth[key] = coded.dequantize(dtype)
+    return stored, truth
+
+
+def write(path: Path, algo: str, dtype: torch.dtype = torch.bfloat16, beside: str = "both") -> Path:
+    """Write what ModelOpt exports. beside: "both" configs, or its "own" alone."""
+    path.mkdir()
+    save_file(made(algo, dtype)[0], path / FILE, {"format": "pt"})
+    config = json.loads(llama(dtype).config.to_json_string())
+    if beside == "both":
+        config["quantization_config"] = {
+            "quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head"],
+            "producer": {"name": "modelopt", "version": "0.47.0"},
+        }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    own = {"quant_algo": algo, "exclude_modules": ["lm_head"], "kv_cache_quant_algo": None}
+    producer = {"name": "modelopt", "version": "0.29.0"}
+    (path / OWN).write_text(json.dumps({"producer": producer, "quantization": own}))
+    return path
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("beside", ["both", "own"])
+@pytest.mark.parametrize("algo", ["NVFP4", "FP8"])
+def test_decoded_by_its_formula(algo: str, beside: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    path, truth = write(tmp_path / "in", algo, dtype, beside), made(algo, dtype)[1]
+    with ckptmap.open(path) as ckpt:
+        assert set(ckpt) == set(truth), "no scale is a weight"
+        assert ckpt[QUERY].encoding == f"modelopt-{algo.lower()}"
+        for key, wanted in truth.items():
+            same(ckpt[key].read(), wanted)
+        same(ckpt[QUERY][5:41, 3:50], truth[QUERY][5:41, 3:50])
+
+
+@pytest.mark.parametrize("algo", ["NVFP4", "FP8"])
+def test_its_configs_go_where_its_codes_go(algo: str, tmp_path: Path) -> None:
+    path, (stored, truth) = write(tmp_path / "in", algo), made(algo, torch.bfloat16)
+    ckptmap.convert(path, tmp_path / "ranks", to="fsdp2", world_size=3)
+    ckptmap.convert(tmp_path / "ranks", tmp_path / "hf", to="hf", config_from=str(path))
+    for key, value in load_file(tmp_path / "hf" / FILE).items():
+        same(value, stored[key])
+    assert (tmp_path / "hf" / OWN).is_file()
+    said = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
+    assert said["quant_method"] == "modelopt"
+    plan = ckptmap.plan(path, "hf-bf16")
+    assert "input_scale" in str(plan) and OWN in str(plan)
+    plan.execute(tmp_path / "bf16")
+    assert not (tmp_path / "bf16" / OWN).exists()
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
+    for key, value in load_file(tmp_path / "bf16" / FILE).items():
+        same(value, truth[key])
+
+
+def test_its_codes_are_those_of_compressed_tensors(tmp_path: Path) -> None:
+    """The library's own converter inverts the scale of the tensor; the codes and float8 scales stay."""
+    path = write(tmp_path / "in", "NVFP4")
+    report = ckptmap.convert(path, tmp_path / "out", to="hf-ct-nvfp4")
+    assert report.fidelity["codes"] == 7
+    theirs = ModelOptNvfp4Converter(targets=["re:.*_proj$"]).process(load_file(path / FILE))
+    ours = load_file(tmp_path / "out" / FILE)
+    assert ours.keys() == {key for key in theirs if "input_global" not in key}
+    for key, value in ours.items():
+        if key.endswith("global_scale"):
+            assert torch.allclose(value.view(()), theirs[key], rtol=2**-22, atol=0)
+        else:
+            same(value, theirs[key])
+    truth = made("NVFP4", torch.bfloat16)[1]
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        for key, wanted in truth.items():
+            assert torch.allclose(ckpt[key].read(), wanted, rtol=2**-8, atol=0)
+
+
+def test_smoothed_weights_are_not_decoded(tmp_path: Path) -> None:
+    """Behind `pre_quant_scale` the values are not those of the layer."""
+    stored = dict(made("NVFP4", torch.bfloat16)[0])
+    stored[QUERY.removesuffix("weight") + "pre_quant_scale"] = torch.ones(64)
+    write(tmp_path / "in", "NVFP4")
+    save_file(stored, tmp_path / "in" / FILE, {"format": "pt"})
+    with pytest.raises(ckptmap.CkptmapError, match="q_proj.*is part of a NVFP4"):
+        ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bf16")
+
+
+def _cut(tensors: Tensors) -> None:
+    tensors[f"{QUERY}_scale"] = tensors[f"{QUERY}_scale"][:, :-1].contiguous()
+
+
+def _several(tensors: Tensors) -> None:
+    tensors[f"{QUERY}_scale_2"] = torch.ones(3)
+
+
+def _infinite(tensors: Tensors) -> None:
+    tensors[f"{QUERY}_scale_2"] = torch.tensor(torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_cut, r"part 'scale', expected float8_e4m3fn\[64, 4\]"),
+        (_several, r"scale_2 float32\[3\], expected one scale"),
+        (_infinite, "expected finite scales"),
+    ],
+)
+def test_bad_parts_are_refused(
+    change: Callable[[Tensors], None], said: str, tmp_path: Path
+) -> None:
+    stored = dict(made("NVFP4", torch.bfloat16)[0])
+    change(stored)
+    write(tmp_path / "in", "NVFP4")
+    save_file(stored, tmp_path / "in" / FILE, {"format": "pt"})
+    with pytest.raises(SourceError, match=said) as caught:
+        ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bf16")
+    assert caught.value.code == "CKM115" and "q_proj.weight" in caught.value.message
