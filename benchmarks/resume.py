@@ -10,7 +10,7 @@ one-file      a torch.save file of one process
     full-all  torch.load on every rank, set_*_state_dict(full_state_dict)
     ckptmap   ckptmap.load
 
-Memory is what a rank needs in addition to its model and optimizer: the peak of RssAnon while it
+Saves are measured by `resume_save.py`. Memory is what a rank needs in addition to its model and optimizer: the peak of RssAnon while it
 loads, minus RssAnon before, after freed memory was returned to the system.
 """
 

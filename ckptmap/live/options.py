@@ -174,8 +174,8 @@ class SaveOptions:
     replicas        "check": parameters that several ranks hold whole, or several meshes hold, must
                     be equal; "first": those of the lowest rank are saved
     background      True: copy values to the CPU, return, and write in a thread; the handle's
-                    `wait()` returns once they are published. False: write before returning,
-                    without a copy
+                    `wait()` returns once they are published. The memory of the copies is kept for
+                    the next save. False: write before returning, without a copy
     timeout         seconds that a rank waits for the others before it raises RunError CKM307;
                     None: as torch's default group does, and half an hour at least while files are
                     written

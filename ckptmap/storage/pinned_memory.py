@@ -1,4 +1,5 @@
-"""Host memory for copies to and from a device: pinned, so that such copies need not block the host."""
+"""Host memory for the copies that a save or a conversion makes: pinned for copies to and from a device, so that
+these need not block the host, and pageable for copies of what is on the CPU."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 _refusals: list[str] = []
 """Why the system refused to pin memory; it is warned of once."""
 _ALIGN = 64
-_kept: list[Sequence[torch.Tensor]] = []
-"""The slabs of the last save, where no save uses them."""
+_kept: dict[bool, Sequence[torch.Tensor]] = {}
+"""The slabs of the last save, pinned (True) or not, where no save uses them."""
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -31,7 +32,7 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError as error:
         # After host memory is really used up, this raises, too.
-        memory = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        memory = _pageable(shape, dtype)
         _refusals.append(str(error).partition("\n")[0])
         if len(_refusals) == 1:
             warnings.warn(
@@ -45,39 +46,48 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Slabs:
-    """Pinned memory for many tensors at once.
+    """Host memory for many tensors at once, kept from one save to the next.
 
-    To pin memory for each tensor would block a save for seconds. The allocator of pinned memory rounds
-    up to powers of two, so the slabs have such sizes.
+    To pin memory for each tensor would block a save for seconds; pageable memory costs a page fault for each
+    4 KiB when it is new. The allocator of pinned memory rounds up to powers of two, so the slabs have
+    such sizes.
 
     places  the memory of each tensor, u8
     """
 
     slabs: Sequence[torch.Tensor]
     places: Sequence[torch.Tensor]
+    pinned: bool
 
     @classmethod
-    def take(cls, sizes: Sequence[int]) -> Slabs:
+    def take(cls, sizes: Sequence[int], pinned: bool) -> Slabs:
         """Return places of `sizes` bytes each: in the slabs that were given back, if these fit."""
         import torch
 
         if not sizes:
-            return cls((), ())
+            return cls((), (), pinned)
         wanted, where = slab_layout(sizes)
-        slabs = _kept.pop() if _kept else ()
+        slabs = _kept.pop(pinned, ())
         if [slab.numel() for slab in slabs] != wanted:
             slabs = ()  # they are freed before others are taken
-            slabs = [host_memory((nbytes,), torch.uint8) for nbytes in wanted]
+            new = host_memory if pinned else _pageable
+            slabs = [new((nbytes,), torch.uint8) for nbytes in wanted]
         places = [
             slabs[slab].narrow(0, offset, nbytes)
             for (slab, offset), nbytes in zip(where, sizes, strict=True)
         ]
-        return cls(slabs, places)
+        return cls(slabs, places, pinned)
 
     def give_back(self) -> None:
         """Keep the slabs for those who take some next; the values in them are no longer needed."""
         if self.slabs:
-            _kept[:] = [self.slabs]
+            _kept[self.pinned] = self.slabs
+
+
+def _pageable(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def slab_layout(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:

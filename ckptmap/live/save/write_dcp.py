@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     import torch
 
 WRITER = "dcp"
+PIECE = 1 << 20
+"""Bytes that are digested and written together."""
 UNKNOWN = "{0} is complete or as it was: `ckptmap verify {0}` tells"
 """What becomes of a destination where ranks are lost while rank 0 publishes it."""
 
@@ -58,8 +60,8 @@ class Snapshot:
 
     values: Mapping[tuple[Path, Box], torch.Tensor]
     copies: Sequence[CopyEvent] = ()
-    slabs: Slabs | None = None
-    """The pinned memory of the copies."""
+    slabs: Sequence[Slabs] = ()
+    """The memory of the copies, which is kept for the next save."""
 
     def wait(self) -> None:
         """Wait until the copies from every device have ended."""
@@ -68,8 +70,8 @@ class Snapshot:
 
     def release(self) -> None:
         """Let the next save use the memory of the copies again; `values` are invalid then."""
-        if self.slabs is not None:
-            self.slabs.give_back()
+        for slabs in self.slabs:
+            slabs.give_back()
 
 
 def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> Snapshot:
@@ -78,24 +80,25 @@ def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> Sna
     With `copied` values on the CPU are copied, too, since training goes on changing the live ones. A
     device that trains on changes its values only after the copies, which are on its current stream.
     """
-    import torch
-
-    values: dict[tuple[Path, Box], torch.Tensor] = {}
-    devices: dict[torch.device, None] = {}
-    slabs = Slabs.take([live.nbytes for live in mine.values() if _is_copied_apart(live)])
-    places = iter(slabs.places)
-    for key, live in mine.items():
-        live = live.detach()
-        if live.device.type == "cpu" and not copied and is_as_it_lies(live):
-            values[key] = live
-        elif _is_copied_apart(live):
-            devices[live.device] = None
-            values[key] = next(places).view(live.dtype).view(live.shape)
-            _start_copy(values[key], live)
-        else:
-            values[key] = torch.empty(live.shape, dtype=live.dtype, device="cpu")
-            values[key].copy_(live)
-    return Snapshot(values, [_end_of_copies(device) for device in devices], slabs)
+    values = {key: live.detach() for key, live in mine.items()}
+    apart = {key: live for key, live in values.items() if _is_copied_apart(live)}
+    at_once = {
+        key: live
+        for key, live in values.items()
+        if key not in apart and (copied or live.device.type != "cpu" or not is_as_it_lies(live))
+    }
+    devices = {live.device: None for live in apart.values()}
+    kept = []
+    for some, pinned in ((apart, True), (at_once, False)):
+        slabs = Slabs.take([live.nbytes for live in some.values()], pinned)
+        for (key, live), place in zip(some.items(), slabs.places, strict=True):
+            values[key] = place.view(live.dtype).view(live.shape)
+            if pinned:
+                _start_copy(values[key], live)
+            else:
+                values[key].copy_(live)
+        kept.append(slabs)
+    return Snapshot(values, [_end_of_copies(device) for device in devices], kept)
 
 
 def _start_copy(here: torch.Tensor, live: torch.Tensor) -> None:
@@ -238,8 +241,8 @@ def _mine(files: Sequence[OutFile], rank: int) -> list[OutFile]:
 def _write_file(
     path: FilePath, file: OutFile, values: Mapping[tuple[Path, Box], torch.Tensor]
 ) -> WrittenFile:
-    import xxhash
-
+    """Write a file, and wait until it is on the disk: where ranks run on several machines, only that
+    of the rank can see to it."""
     digests, crcs = [], []
     try:
         write_new(path, [])
@@ -248,11 +251,12 @@ def _write_file(
             for slot in file.slots:
                 data = as_bytes(values[slot.path, slot.box])
                 assert data.nbytes == slot.nbytes, slot
-                _write_all(fd, data, slot.offset)
-                digests.append(xxhash.xxh3_64_hexdigest(data))
-                crcs.append(crc32(data) if file.needs_crc else 0)
+                digest, crc = _write_values(fd, data, slot.offset, file.needs_crc)
+                digests.append(digest)
+                crcs.append(crc)
             for offset, piece in file.pieces(crcs if file.needs_crc else (), None):
                 _write_all(fd, memoryview(piece), offset)
+            os.fsync(fd)
         finally:
             os.close(fd)
     except DestinationError:
@@ -262,6 +266,19 @@ def _write_file(
             "CKM306", f"{path}: write failed: {error.strerror}", "free some space and save again"
         ) from error
     return WrittenFile(file.name, tuple(digests))
+
+
+def _write_values(fd: int, data: memoryview, offset: int, needs_crc: bool) -> tuple[str, int]:
+    """Write values and return their XXH3 digest and their CRC-32 (0 unless it is needed)."""
+    import xxhash
+
+    digest, crc = xxhash.xxh3_64(), 0
+    for start in range(0, data.nbytes, PIECE):  # what is in the cache is read once from memory
+        piece = data[start : start + PIECE]
+        digest.update(piece)
+        crc = crc32(piece, crc) if needs_crc else 0
+        _write_all(fd, piece, offset + start)
+    return digest.hexdigest(), crc
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -214,7 +214,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return torch.empty(shape, dtype=dtype)
 
     monkeypatch.setattr(pinned_memory, "host_memory", host_memory)
-    monkeypatch.setattr(pinned_memory, "_kept", [])
+    monkeypatch.setattr(pinned_memory, "_kept", {})
     return taken
 
 
@@ -250,6 +250,23 @@ def test_memory_of_a_save_that_is_being_written_is_not_used_again(
     snapshot(values(a=torch.ones(4)), copied=True).release()
     larger = snapshot(values(a=on_device(torch.ones(64), "cuda:0")), copied=True)
     assert pinned == [64, 64, 256] and larger.slabs is not None
+
+
+def test_a_save_in_the_background_copies_into_the_memory_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pinned_memory, "_kept", {})
+    live = torch.ones(3, 5).t()
+    first = snapshot(values(a=live, b=torch.zeros(0), c=torch.tensor(True)), copied=True)
+    live.zero_()
+    copies = list(first.values.values())
+    assert copies[0].is_contiguous() and torch.equal(copies[0], torch.ones(5, 3))
+    assert copies[1].shape == (0,) and copies[2].item() is True
+    first.release()
+    again = snapshot(values(a=live, b=torch.zeros(0), c=torch.tensor(False)), copied=True)
+    assert next(iter(again.values.values())).data_ptr() == copies[0].data_ptr()
+    while_training_waits = snapshot(values(a=live.t()), copied=False)
+    assert next(iter(while_training_waits.values.values())).data_ptr() == live.data_ptr()
 
 
 @given(sizes=st.lists(st.integers(0, 5000), max_size=30))
