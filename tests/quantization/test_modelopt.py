@@ -122,7 +122,7 @@ def test_smoothed_weights_are_not_decoded(tmp_path: Path) -> None:
     stored[QUERY.removesuffix("weight") + "pre_quant_scale"] = torch.ones(64)
     write(tmp_path / "in", "NVFP4")
     save_file(stored, tmp_path / "in" / FILE, {"format": "pt"})
-    with pytest.raises(ckptmap.CkptmapError, match="q_proj.*is part of a NVFP4"):
+    with pytest.raises(ckptmap.CkptmapError, match=r"q_proj.*is part of a NVFP4"):
         ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bf16")
 
 
