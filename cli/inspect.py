@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .inspect_without_typer import show
-from .shared_parameters import Json
+from .shared_parameters import Json, NoProgress
 from .typed_options import TypedOptions, takes_options, typed_names
 
 EXAMPLES = (
@@ -41,6 +41,7 @@ def command(
     ] = False,
     *,
     typed: TypedOptions,
+    quiet: NoProgress = False,
     json: Json = False,
 ) -> None:
     """Show the container, setup, wrappers, encodings and tensors of a checkpoint.
@@ -49,4 +50,5 @@ def command(
     name optimizer state that is keyed by index.
     """
     names = typed_names(typed)
-    show(path, keys, typed.values["source_root"], json, typed.values["like"], shards, names)
+    root, like = typed.values["source_root"], typed.values["like"]
+    show(path, keys, root, json, like, shards, names, quiet)

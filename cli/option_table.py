@@ -114,9 +114,9 @@ TABLE: Mapping[str, CliOption] = {
         show_default=True,
     ),
     "optimizer_keys": CliOption(
-        "Keys of optimizer state in DST; index is what optimizer.load_state_dict takes.",
+        "Keys of optimizer state in DST; index is what optimizer.load_state_dict takes. Default: fqn, and"
+        " those of SRC with --keep-layout.",
         "fqn|index|flattened",
-        show_default=True,
         complete=OPTIMIZER_KEYS,
     ),
     "param_order": CliOption(
@@ -151,7 +151,9 @@ TABLE: Mapping[str, CliOption] = {
         "The dict of DST that holds the weights: model, app/model, or '' for none.", "KEY"
     ),
     "keep_layout": CliOption(
-        "Leave every entry of a torch.save file where it is, and change names only."
+        "Leave every entry of a torch.save file where it is; default: where DST is one, too, and only"
+        " prefixes of names change.",
+        names=("--keep-layout/--no-keep-layout",),
     ),
     "source_root": CliOption(
         "The dict of SRC that holds the weights, or one of its models by name.", "KEY"

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from .printer import Printer
-from .shared_parameters import Json, RequiredTo, Src
+from .progress import shown_while_reading
+from .shared_parameters import Json, NoProgress, RequiredTo, Src
 from .typed_options import PLAN_OPTIONS, TypedOptions, takes_options
 
 EXAMPLES = (
@@ -31,6 +32,7 @@ def command(
             "-o", metavar="FILE", help="Save the plan, for `ckptmap convert --plan FILE`."
         ),
     ] = None,
+    quiet: NoProgress = False,
     json: Json = False,
 ) -> None:
     """Show what a conversion would do: source, target, fidelity and bytes of each tensor.
@@ -40,13 +42,15 @@ def command(
     """
     import ckptmap
 
-    plan = ckptmap.plan(src, to, options=typed.options(to))
     out = Printer(json)
+    with shown_while_reading(quiet):
+        plan = ckptmap.plan(src, to, options=typed.options(to))
+        show_plan = out.prepared(plan)
     with plan.ckpt:
         if save is not None:
             plan.save(save)
             again = shlex.join(("ckptmap", "convert", "--plan", save, src, "DST"))
             out.note(f"saved: {save}; run it with: {again}")
-        out.show(plan)
+        show_plan()
     if plan.unresolved:
         raise typer.Exit(1)

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar, Protocol, TextIO
 
 from ckptmap.core.printable import json_text, one_line, printable
@@ -46,10 +47,13 @@ class Printer:
         self.quiet = quiet
 
     def show(self, result: Shown) -> None:
+        self.prepared(result)()
+
+    def prepared(self, result: Shown) -> Callable[[], None]:
+        """Render a result, which may read more headers, and return what prints it."""
         if self.json:
-            self.document(result.to_json())
-        else:
-            self.text(str(result))
+            return partial(self.document, result.to_json())
+        return partial(self.text, str(result))
 
     def text(self, text: str) -> None:
         _write(sys.stdout, printable(self._as_typed(text)))

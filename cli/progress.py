@@ -10,12 +10,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING
 
 from ckptmap.core.formatting import human
 from ckptmap.core.printable import one_line
 from ckptmap.execution.phases import ProgressLines
-from ckptmap.protocols.progress import DOWNLOADING, UPLOADING, Progress
+from ckptmap.protocols.progress import DOWNLOADING, IMPORTING, READING, UPLOADING, Progress
 
 from .printer import Printer
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 DELAY_S = 0.4
 """Seconds before the live line appears."""
+READING_DELAY_S = 1.0
+"""The same of a command that reads headers alone, most of which need less."""
 NARROW = 80
 """Columns of a terminal below which the line has no bar."""
 OF_THE_HUB = (DOWNLOADING, UPLOADING)
@@ -38,23 +41,57 @@ def shown(quiet: bool = False, rank: int = 0) -> Iterator[Progress | bool]:
     if quiet or rank:
         yield False
         return
-    is_live = sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-    display = LiveLine() if is_live else ProgressLines()
+    display = LiveLine() if _is_live() else ProgressLines()
     try:
         yield display
     finally:
         display.close()
 
 
+@contextmanager
+def shown_while_reading(quiet: bool = False) -> Iterator[None]:
+    """Show the phase of a command that reads headers and prints what it found, on a terminal alone.
+
+    Such a command stands in pipes and scripts, where a line now and then would be noise.
+    """
+    if quiet or not (_is_live() and sys.stdout.isatty()):
+        yield
+        return
+    line = LiveLine(READING_DELAY_S)
+    line(READING, 0, 0, "")
+    imports = ToldImports(line)
+    sys.meta_path.insert(0, imports)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(imports)
+        line.close()
+
+
+class ToldImports(MetaPathFinder):
+    """Finds no module, and tells when torch is looked for: its import takes seconds."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname == "torch":
+            self._progress(IMPORTING, 0, 0, "")
+
+
+def _is_live() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
 class LiveLine:
     """A line with phase, share, bytes, rate and tensor, which is erased at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, delay_s: float | None = None) -> None:
         self._lock = threading.RLock()
         self._now = ("", 0, 0, "")
         self._is_closed = False
         self._bars: RichProgress | None = None
-        self._timer = threading.Timer(DELAY_S, self._open)
+        self._timer = threading.Timer(DELAY_S if delay_s is None else delay_s, self._open)
         self._timer.daemon = True
         self._timer.start()
 

@@ -179,7 +179,7 @@ def plan_merge(
         merged = merge_adapter(
             ckpt, adapter, to, adapter_config, leave, config_from=options.get("config_from")
         )
-        merge_plan = plan(merged, to, optimizer="drop", **options)
+        merge_plan = plan(merged, to, optimizer="drop", keep_layout=False, **options)
         quantized_again = [step for step in _quantizing_steps(merge_plan) if step.tensor.quantized]
         if quantized_again and not force:
             raise _refuse_quantizing(quantized_again, to)

@@ -1,4 +1,4 @@
-"""The dicts of a torch.save file that stays as it is but for names: --keep-layout.
+"""The dicts of a torch.save file that stays as it is but for names: --keep-layout, the default of such a run.
 
 {"state_dict": {"module.w": t}, "optimizer": {"state": {0: ...}, ...}, "epoch": 3}
 {"state_dict": {"w": t},        "optimizer": {"state": {0: ...}, ...}, "epoch": 3}
@@ -6,26 +6,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.split_roles import EXTRA_KEY, MODEL_KEYS, is_reserved_name
+from ckptmap.checkpoint.split_roles import EXTRA_KEY, MODEL_KEYS, is_reserved_name, split_roles
 from ckptmap.core.state_paths import join
-from ckptmap.errors import PlanError
+from ckptmap.errors import PlanError, SourceError
 from ckptmap.planning.request import Request
 from ckptmap.tensors import Path
 
-INDEX = "index"
+FQN = "fqn"
 SHOWN = 3
 """Moves that a plan lists."""
 
 
-def keeps_layout(request: Request) -> bool:
+def keeps_layout(request: Request, nested: bool) -> bool:
     """Return whether the output has the dicts of the source.
+
+    It has where that is asked for, and unasked where only names change and the output holds more than
+    weights (`nested`): weights alone stand at the top.
 
     Raises PlanError CKM205 for --keep-layout where the source or the output is no one torch.save file,
     and beside --root.
     """
+    if request.options.keep_layout is None:
+        return nested and may_keep(request) and _only_names_change(request)
     if not request.options.keep_layout:
         return False
     if not may_keep(request):
@@ -51,10 +56,30 @@ def may_keep(request: Request) -> bool:
     return setup.writer == container and setup.holds_extra and not setup.rooted
 
 
-def source_path(ckpt: Checkpoint, path: Path) -> Path:
-    """Return where an entry lies in the source; a reader leaves `extra` out of the paths it gives."""
-    leaves, inside = ckpt.index.leaves, (EXTRA_KEY, *path)
-    return inside if inside in leaves and path not in leaves else path
+def _only_names_change(request: Request) -> bool:
+    """Return whether the options ask for other prefixes at most, and a reader finds the weights unaided."""
+    options, ckpt = request.options, request.ckpt
+    if options.root is not None or options.optimizer_keys is not None or request.setup.sharded:
+        return False
+    if request.aim.scheme is not None or ckpt.translation is not None:
+        return False
+    try:
+        found = split_roles(ckpt.index.leaves, None, ckpt.path)
+    except SourceError:  # several dicts could be the weights: the user has named one
+        return False
+    return found.model_root == ckpt.roles.model_root
+
+
+def leaves_out_extra(ckpt: Checkpoint) -> bool:
+    """Return whether the reader has left `extra` out of the paths that it gives of what lies there."""
+    leaves = ckpt.index.leaves
+    return any(path not in leaves for path in ckpt.roles.others)
+
+
+def source_path(ckpt: Checkpoint, path: Path, leaves_out_extra: bool) -> Path:
+    """Return where an entry lies in the source."""
+    inside = (EXTRA_KEY, *path)
+    return inside if leaves_out_extra and inside in ckpt.index.leaves else path
 
 
 def beside_weights(path: Path, weights: Collection[str], *, tensor: bool) -> bool:
@@ -65,12 +90,11 @@ def beside_weights(path: Path, weights: Collection[str], *, tensor: bool) -> boo
     return not (head in weights or head in MODEL_KEYS or is_reserved_name(head))
 
 
-def optimizer_keys(request: Request) -> str:
-    """Return the key form of optimizer state in the output."""
-    options, reader = request.options, request.ckpt.optimizer_reader
-    if options.keep_layout and reader.form == INDEX:
-        return INDEX
-    return options.optimizer_keys
+def optimizer_keys(request: Request, kept: bool) -> str:
+    """Return the key form of optimizer state in the output; `kept`: it has the dicts of the source."""
+    if request.options.optimizer_keys is not None:
+        return request.options.optimizer_keys
+    return request.ckpt.optimizer_reader.form or FQN if kept else FQN
 
 
 def moves(request: Request, root: Path, extra: Collection[tuple[Path, Path]]) -> Iterator[str]:
@@ -87,9 +111,20 @@ def moves(request: Request, root: Path, extra: Collection[tuple[Path, Path]]) ->
 
 def moved(request: Request, root: Path, extra: Collection[tuple[Path, Path]]) -> str:
     """Return what lies elsewhere in the output, and the option that leaves it, where it can; "": nothing."""
-    found = list(moves(request, root, extra))
-    if not found:
-        return ""
+    found = _first(moves(request, root, extra))
+    can_stay = may_keep(request) and request.options.root is None
+    return f"{found}; to leave them there: --keep-layout" if found and can_stay else found
+
+
+def kept_note(request: Request, root: Path, extra: Collection[tuple[Path, Path]]) -> list[str]:
+    """Return a note on a layout that is kept unasked; `root` and `extra` are those of --no-keep-layout."""
+    found = _first(moves(request, root, extra))
+    if request.options.keep_layout or not found:
+        return []
+    return [f"all entries stay where they are; with --no-keep-layout: {found}"]
+
+
+def _first(moves: Iterable[str]) -> str:
+    found = list(moves)
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    kept = "; to leave them there: --keep-layout" if may_keep(request) else ""
-    return f"{', '.join(found[:SHOWN])}{more}{kept}"
+    return ", ".join(found[:SHOWN]) + more

@@ -14,6 +14,7 @@ from ckptmap.optim.state import KeyForm, Optimizer, Same, key_forms
 from ckptmap.planning.encoding_choice import encoding_for
 from ckptmap.planning.kept_layout import optimizer_keys
 from ckptmap.planning.optimizer_groups import arrange_for_loader
+from ckptmap.planning.options import Options
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
@@ -70,13 +71,15 @@ def is_optimizer_written(request: Request) -> tuple[bool, Remarks]:
 
 
 def optimizer_state(
-    request: Request, sharding: OutputSharding, dropped: Mapping[str, str]
+    request: Request, sharding: OutputSharding, dropped: Mapping[str, str], kept: bool
 ) -> OptimizerState:
     """Return the state of all weights but the `dropped` ones, in the key form that was asked for.
 
+    kept  it stays in the dict of the source, in its key form
+
     Raises PlanError CKM201 for an unknown key form, CKM207 for one that the setup cannot hold.
     """
-    form, ckpt, options = _key_form(request), request.ckpt, request.options
+    form, ckpt, options = _key_form(request, kept), request.ckpt, request.options
     selected = select_state(ckpt.optimizer_reader.named(), ckpt, dropped, request.dropped)
     strangers = [
         Unresolved(
@@ -90,28 +93,26 @@ def optimizer_state(
         selected.optimizer, ckpt, request.setup, sharding, options
     )
     remarks = Remarks(selected.dropped, strangers, notes)
-    return _by_path(form, optimizer, request, remarks)
+    root = request.ckpt.roles.optimizer_root if kept else None
+    return _by_path(form, optimizer, root or ("optimizer",), request.options, remarks)
 
 
 def _by_path(
-    form: KeyForm, optimizer: Optimizer, request: Request, remarks: Remarks
+    form: KeyForm, optimizer: Optimizer, root: Path, options: Options, remarks: Remarks
 ) -> OptimizerState:
     tensors: list[StateTensor] = []
     values: dict[Path, PlainValue] = {}
-    root: Path = ("optimizer",)
-    if request.options.keep_layout:
-        root = request.ckpt.roles.optimizer_root or root
     for path, leaf in [*form.write(optimizer), *optimizer.rest.items()]:
         if isinstance(leaf, LazyTensor):
-            encoding = encoding_for(leaf, None, request.options)
+            encoding = encoding_for(leaf, None, options)
             tensors.append(StateTensor((*root, *path), leaf, encoding))
         else:
             values[(*root, *path)] = leaf
     return OptimizerState(tensors, values, optimizer.same, remarks)
 
 
-def _key_form(request: Request) -> KeyForm:
-    name = request.setup.optimizer_keys or optimizer_keys(request)
+def _key_form(request: Request, kept: bool) -> KeyForm:
+    name = request.setup.optimizer_keys or optimizer_keys(request, kept)
     form = next((form for form in key_forms() if form.name == name), None)
     if form is None:
         known = ", ".join(form.name for form in key_forms())

@@ -68,17 +68,19 @@ class Options:
     """Entries of any kind that are left out, by key."""
     optimizer: str = "keep"
     """`"keep"` or `"drop"` the optimizer state."""
-    optimizer_keys: str = "fqn"
-    """The key form of optimizer state in the output: `"fqn"`, `"index"`, `"flattened"`."""
+    optimizer_keys: str | None = None
+    """The key form of optimizer state in the output: `"fqn"`, `"index"`, `"flattened"`; None: `"fqn"`, and that
+    of the source where `keep_layout` holds."""
     param_order: tuple[tuple[str, ...], ...] | None = None
     """The parameters behind the indices of the source's optimizer state, one list a group."""
     like: str | None = None
     """A checkpoint of the same model or its config.json, for names, shapes and order."""
     root: str | None = None
     """The dict of the output that holds the weights: `"app/model"`; `""`: none."""
-    keep_layout: bool = False
+    keep_layout: bool | None = None
     """True: one torch.save file stays as it is but for names: the dicts of the weights and of the
-    optimizer, its keys, and all other entries where they are."""
+    optimizer, its keys, and all other entries where they are. None: so where the file holds more
+    than weights, only prefixes of names change, and neither `root` nor `optimizer_keys` is given."""
     source_root: str | None = None
     """The dict of the source that holds the weights."""
     wrap: tuple[str, ...] | None = None
@@ -255,9 +257,9 @@ class OptionKeywords(MergeOptionKeywords, total=False):
     fsdp_units: Patterns
     use_orig_params: bool
     optimizer: str
-    optimizer_keys: str
+    optimizer_keys: str | None
     param_order: Sequence[Sequence[str]] | None
-    keep_layout: bool
+    keep_layout: bool | None
     source_root: str | None
     names_like: Path | None
     names: str | None

@@ -7,8 +7,8 @@ A path is the way through the nested state dict: ("model", "layers.0.weight"). T
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -19,7 +19,13 @@ from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
 from ckptmap.mapping.prefixes import nearest_change
 from ckptmap.mapping.wrappers import HEAD, wrap_prefix
-from ckptmap.planning.kept_layout import beside_weights, keeps_layout, source_path
+from ckptmap.planning.kept_layout import (
+    beside_weights,
+    keeps_layout,
+    kept_note,
+    leaves_out_extra,
+    source_path,
+)
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.request import Request
 from ckptmap.storage.files import Files
@@ -55,10 +61,21 @@ class OutputNames:
         if path in self.module_state:
             return self.module_state.place(path, self.root)
         if self.kept:
-            return source_path(self.ckpt, path)
+            return self._source_path(path)
         if self.at_top and beside_weights(path, self._names, tensor=path in self.ckpt.other):
             return path
         return self.module_state.place(path, self.root)
+
+    def places(self, paths: Iterable[Path]) -> list[tuple[Path, Path]]:
+        """Return where each leaf that is neither weight nor optimizer state is in the source, and in the output."""
+        return [(self._source_path(path), self.of_extra(path)) for path in paths]
+
+    def _source_path(self, path: Path) -> Path:
+        return source_path(self.ckpt, path, self._leaves_out_extra)
+
+    @cached_property
+    def _leaves_out_extra(self) -> bool:
+        return leaves_out_extra(self.ckpt)
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -76,10 +93,15 @@ def output_names(request: Request, selection: Selection) -> OutputNames:
     module_state = _module_state(request, weights)
     other_paths = (*selection.values, *selection.others)
     nested = selection.optimizer or any(path not in module_state for path in other_paths)
-    kept = keeps_layout(request)
-    root = request.ckpt.roles.model_root if kept else _root(request, nested)
+    kept = keeps_layout(request, nested)
     at_top = request.options.root == ""
-    return OutputNames(weights, root, module_state, request.ckpt, kept, at_top, notes)
+    root = request.ckpt.roles.model_root if kept else _root(request, nested)
+    names = OutputNames(weights, root, module_state, request.ckpt, kept, at_top, notes)
+    if not kept:
+        return names
+    unlike = replace(names, root=_root(request, nested), kept=False)
+    note = kept_note(request, unlike.root, unlike.places(other_paths))
+    return replace(names, notes=[*notes, *note])
 
 
 def _weight_names(request: Request) -> tuple[dict[str, str], list[str]]:

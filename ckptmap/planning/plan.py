@@ -114,6 +114,7 @@ class Plan:
         """Return a SHA-256, the same on every machine for the same source and options."""
         seen = hashlib.sha256()
         options = {**asdict(self.options), **dict.fromkeys(PATH_OPTIONS)}
+        options["optimizer_keys"] = self.options.optimizer_keys or "fqn"
         options = {k: v for k, v in options.items() if v or k not in LATER_OPTIONS}
         seen.update(json.dumps([__version__, SCHEMA, options, self.world_size]).encode())
         if self.ckpt.renamings:

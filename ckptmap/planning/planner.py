@@ -24,7 +24,7 @@ from ckptmap.planning.encoding_remarks import encoding_remarks
 from ckptmap.planning.file_layout import file_layout
 from ckptmap.planning.flat_param_order import with_units
 from ckptmap.planning.foreign_records import foreign_records
-from ckptmap.planning.kept_layout import moved, source_path
+from ckptmap.planning.kept_layout import moved
 from ckptmap.planning.key_selection import Selection, select
 from ckptmap.planning.optimizer_state import OptimizerState, optimizer_state
 from ckptmap.planning.options import OptionKeywords, Options, options_from
@@ -93,7 +93,7 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
     encodings = weight_encodings(request, selection)
     optimizer = OptimizerState()
     if selection.optimizer:
-        optimizer = optimizer_state(request, sharding, selection.remarks.dropped)
+        optimizer = optimizer_state(request, sharding, selection.remarks.dropped, names.kept)
     layout = tensor_layout(request, sharding, names, selection, encodings, optimizer)
     remarks = selection.remarks + fit + encodings.remarks + optimizer.remarks
     remarks += Remarks(
@@ -120,8 +120,7 @@ def _moved(request: Request, selection: Selection, names: OutputNames) -> str:
     paths = (*selection.values, *selection.others) if request.setup.holds_extra else ()
     if request.setup.filing is not None:
         return ""
-    extra = [(source_path(request.ckpt, path), names.of_extra(path)) for path in paths]
-    return moved(request, names.root, extra)
+    return moved(request, names.root, names.places(paths))
 
 
 def _foreign_records(

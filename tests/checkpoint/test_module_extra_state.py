@@ -114,7 +114,7 @@ def test_it_is_loaded_into_a_live_model_and_another_models_stays_where_it_is(
     torch.save(ours, tmp_path / "in")
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="full")
     found = torch.load(tmp_path / "out", weights_only=True)
-    assert found["extra"] == {"ema": {"0._extra_state": {"n": 9}}}
+    assert found["ema"] == {"0._extra_state": {"n": 9}}
     assert found["model"]["0._extra_state"] == VALUES[0]
     fresh = model((None,) * len(VALUES))
     ckptmap.load(tmp_path / "in", fresh)

@@ -23,6 +23,8 @@ from rich.console import Console
 from ckptmap.execution.phases import ProgressLines
 from ckptmap.protocols.progress import COPYING, DOWNLOADING, READING
 
+TERMINAL = -2
+
 
 def drawn(width: int, phase: str, done: int, total: int, name: str) -> str:
     """The text of the line on a terminal of some width."""
@@ -100,21 +102,12 @@ def test_elsewhere_lines_are_printed(term: str, monkeypatch: pytest.MonkeyPatch)
         assert progress is False
 
 
-def test_on_a_terminal(tmp_path: Path) -> None:
-    """stderr is a terminal, stdout a pipe: the line is drawn, erased, and no part of the result."""
-    torch.save({"w": torch.zeros(1 << 20)}, tmp_path / "m.pt")
-    code = (
-        "import ckptmap_cli.progress as p; p.DELAY_S = 0.0\n"
-        "from ckptmap.execution import phases; import time\n"
-        "begin = phases.Phases.begin\n"
-        "phases.Phases.begin = lambda self, *a: (begin(self, *a), time.sleep(0.5))\n"
-        "from ckptmap_cli.main import main; raise SystemExit(main())"
-    )
+def on_a_terminal(code: str, line: list[str], folder: Path, stdout: int) -> tuple[bytes, bytes]:
+    """What a process draws on its terminal, and what it writes to `stdout`: PIPE, or TERMINAL."""
     outer, inner = pty.openpty()
-    line = ["convert", "m.pt", "o.pt", "--to", "full", "--json"]
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *line], stdout=subprocess.PIPE, stderr=inner, cwd=tmp_path,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "60"},
+        [sys.executable, "-c", code, *line], stdout=inner if stdout == TERMINAL else stdout,
+        stderr=inner, cwd=folder, env={**os.environ, "TERM": "xterm", "COLUMNS": "60"},
     )  # fmt: skip
     os.close(inner)
     drawn = b""
@@ -125,7 +118,22 @@ def test_on_a_terminal(tmp_path: Path) -> None:
             break
     out, _ = process.communicate(timeout=60)
     os.close(outer)
-    assert process.returncode == 0
+    assert process.returncode == 0, drawn
+    return drawn, out or b""
+
+
+def test_on_a_terminal(tmp_path: Path) -> None:
+    """stderr is a terminal, stdout a pipe: the line is drawn, erased, and no part of the result."""
+    torch.save({"w": torch.zeros(1 << 20)}, tmp_path / "m.pt")
+    code = (
+        "import ckptmap_cli.progress as p; p.DELAY_S = 0.0\n"
+        "from ckptmap.execution import phases; import time\n"
+        "begin = phases.Phases.begin\n"
+        "phases.Phases.begin = lambda self, *a: (begin(self, *a), time.sleep(0.5))\n"
+        "from ckptmap_cli.main import main; raise SystemExit(main())"
+    )
+    line = ["convert", "m.pt", "o.pt", "--to", "full", "--json"]
+    drawn, out = on_a_terminal(code, line, tmp_path, subprocess.PIPE)
     assert out.startswith(b'{"schema": 1') and b"\x1b" not in out
     assert b"reading headers" in drawn and b"copying" in drawn
     assert drawn.endswith(b"\x1b[2K") or b"\x1b[?25h" in drawn  # erased, and the cursor is back
@@ -145,3 +153,40 @@ def test_verify_and_diff_are_quiet_when_told(
         assert "reading headers" in told.err and "reading headers" not in told.out
         assert main([*line, "--quiet"]) == 0
         assert not capsys.readouterr().err
+
+
+SLOW_HEADERS = (
+    "import ckptmap, time, sys; import ckptmap_cli.progress as p; p.READING_DELAY_S = 0.0\n"
+    "def slow(call):\n"
+    "    def run(*a, **k): time.sleep(0.5); import torch; return call(*a, **k)\n"
+    "    return run\n"
+    "ckptmap.open, ckptmap.plan = slow(ckptmap.open), slow(ckptmap.plan)\n"
+    "from ckptmap_cli.main import main; raise SystemExit(main())"
+)
+
+
+@pytest.mark.parametrize("command", ["inspect m.pt", "plan m.pt --to full"])
+def test_commands_that_read_headers_show_their_phase(command: str, tmp_path: Path) -> None:
+    """`torch` is a file here that takes as long as an import: a stand-in."""
+    torch.save({"w": torch.zeros(4)}, tmp_path / "m.pt")
+    (tmp_path / "torch.py").write_text("import time; time.sleep(0.5)")
+    drawn, _ = on_a_terminal(SLOW_HEADERS, command.split(), tmp_path, TERMINAL)
+    assert b"reading headers" in drawn and b"importing torch" in drawn
+    after = drawn[drawn.rindex(b"importing torch") :]
+    assert b"\x1b[2K" in after and b"w  1x  [4]" in after[after.index(b"\x1b[2K") :]  # erased first
+
+
+@pytest.mark.parametrize(
+    ("line", "pipe"),
+    [("inspect m.pt", True), ("inspect m.pt -q", False), ("plan m.pt --to full -q", False)],
+)
+def test_else_they_show_nothing_of_it(
+    line: str, pipe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"w": torch.zeros(4)}, tmp_path / "m.pt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: not pipe, raising=False)
+    monkeypatch.setattr(progress_module, "LiveLine", None)  # whoever calls it fails
+    assert main(line.split()) == 0

@@ -180,7 +180,7 @@ def test_dicts_and_lists_beside_the_weights_stay_what_they_are(setup: str, tmp_p
     ckptmap.convert(tmp_path / "src.pt", tmp_path / "out", to=setup)
     with ckptmap.open(tmp_path / "out") as ckpt:
         assert ckpt.extra == EXTRA
-    ckptmap.convert(tmp_path / "out", tmp_path / "back.pt", to="full")
+    ckptmap.convert(tmp_path / "out", tmp_path / "back.pt", to="full", keep_layout=False)
     assert torch.load(tmp_path / "back.pt", weights_only=True)["extra"] == EXTRA
 
 

@@ -706,13 +706,13 @@ def test_repeated_tensors_of_a_flattened_group_must_agree(tmp_path: Path) -> Non
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
     saved = {"model": model.state_dict(), "optimizer": state}
     torch.save(saved, tmp_path / "run.pt")
-    ckptmap.convert(tmp_path / "run.pt", tmp_path / "out.pt", to="full")
+    ckptmap.convert(tmp_path / "run.pt", tmp_path / "out.pt", to="full", keep_layout=False)
     group = torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]["param_groups"]
     assert [g["lr"] for g in group] == [torch.tensor(0.01)]
     state["param_groups.norm.weight.lr"] = torch.tensor(0.02)
     torch.save(saved, tmp_path / "run.pt")
     with pytest.raises(CkptmapError, match=r"param_groups\.0\.lr"):
-        ckptmap.convert(tmp_path / "run.pt", tmp_path / "no.pt", to="full")
+        ckptmap.convert(tmp_path / "run.pt", tmp_path / "no.pt", to="full", keep_layout=False)
     assert not (tmp_path / "no.pt").exists()
 
 

@@ -11,6 +11,8 @@ import torch
 import ckptmap
 from ckptmap.errors import PlanError
 
+KEPT = ["epoch", "arch", "state_dict", "best_acc1", "optimizer", "rng", "history"]
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -26,8 +28,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_only_names_change(run: Path, tmp_path: Path) -> None:
+    """It is the default."""
     out = tmp_path / "out.pt"
-    ckptmap.convert(run, out, to="full", keep_layout=True)
+    ckptmap.convert(run, out, to="full")
     before, after = (torch.load(path, weights_only=False) for path in (run, out))
     assert before.keys() == after.keys()
     assert list(after["state_dict"]) == ["0.weight", "0.bias"]
@@ -47,21 +50,58 @@ def test_only_names_change(run: Path, tmp_path: Path) -> None:
 
 def test_an_entry_called_extra_stays(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "extra": {"a": 1}, "b": 2}, tmp_path / "a.pt")
-    ckptmap.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="full", keep_layout=True)
+    ckptmap.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="full")
     after = torch.load(tmp_path / "b.pt", weights_only=False)
     assert (after["extra"], after["b"], list(after["model"])) == ({"a": 1}, 2, ["w"])
 
 
+def test_an_extra_inside_extra_stays(tmp_path: Path) -> None:
+    """Readers leave out the outer one."""
+    tree = {"model": {"w": torch.ones(2)}, "extra": {"step": 2, "extra": {"step": 1}}}
+    torch.save(tree, tmp_path / "a.pt")
+    ckptmap.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="full")
+    assert torch.load(tmp_path / "b.pt", weights_only=True)["extra"] == tree["extra"]
+
+
 def test_otherwise_the_plan_says_what_moves(run: Path) -> None:
-    plan = ckptmap.plan(run, "full")
+    plan = ckptmap.plan(run, "full", keep_layout=False)
     assert plan.moved.startswith(
         "state_dict -> model, epoch -> extra.epoch, arch -> extra.arch and"
     )
     assert "moved: state_dict -> model" in str(plan) and "--keep-layout" in plan.moved
     assert "--keep-layout" not in ckptmap.plan(run, "fsdp2").moved
     assert not ckptmap.plan(run, "full", keep_layout=True).moved
-    again = ckptmap.plan(run, "full", keep_layout=True)
-    assert again.digest != plan.digest
+    kept = ckptmap.plan(run, "full")
+    assert kept.digest != plan.digest and not kept.moved
+    assert "with --no-keep-layout: state_dict -> model, epoch -> extra.epoch" in str(kept)
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "keys"),
+    [
+        ("full", {"root": "net"}, ["net", "optimizer", "extra"]),
+        ("full", {"optimizer_keys": "fqn"}, ["model", "optimizer", "extra"]),
+        ("full", {"keep_layout": False}, ["model", "optimizer", "extra"]),
+        ("full-bf16", {}, ["model", "optimizer", "extra"]),
+        ("full-bf16", {"keep_layout": True}, KEPT),
+        ("full", {"add_prefix": "net"}, KEPT),
+        ("compiled", {"drop": "rng"}, [key for key in KEPT if key != "rng"]),
+    ],
+)
+def test_what_keeps_the_layout(
+    to: str, options: dict[str, Any], keys: list[str], run: Path, tmp_path: Path
+) -> None:
+    ckptmap.convert(run, tmp_path / "out.pt", to=to, **options)
+    assert {*torch.load(tmp_path / "out.pt", weights_only=False)} == {*keys}
+
+
+def test_of_several_models_the_named_one_is_a_model_of_its_own(tmp_path: Path) -> None:
+    """The dicts of the source would say again that there are several."""
+    gan = {"G": torch.nn.Linear(2, 2).state_dict(), "D": torch.nn.Linear(3, 3).state_dict()}
+    torch.save(gan, tmp_path / "gan.pt")
+    ckptmap.convert(tmp_path / "gan.pt", tmp_path / "out.pt", to="full", source_root="G")
+    assert {*torch.load(tmp_path / "out.pt", weights_only=True)} == {"model", "extra"}
+    assert list(ckptmap.open(tmp_path / "out.pt")) == ["weight", "bias"]
 
 
 def test_without_a_root_nothing_extra_stands_among_weights(run: Path, tmp_path: Path) -> None:

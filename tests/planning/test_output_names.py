@@ -16,6 +16,10 @@ Tree = dict[str, Any]
 LOADERS = {"full": load_torch, "fsdp2": load_dcp, "fsdp2-ranks": load_ranks}
 
 
+OURS: Tree = {"keep_layout": False}
+"""Entries beside the weights go below `extra`."""
+
+
 def saved(path: Path, **beside: Any) -> Path:
     """Weights, and values beside them."""
     torch.save({"model": {"a.weight": torch.arange(4.0), "b": torch.ones(2)}, **beside}, path)
@@ -26,7 +30,7 @@ def saved(path: Path, **beside: Any) -> Path:
 def test_an_extra_of_the_users_own_takes_the_place_of_nothing(to: str, tmp_path: Path) -> None:
     """Our outputs have a dict `extra`; so may any file, and the same names beside it."""
     src = saved(tmp_path / "s.pt", step=2, extra={"step": 1, "extra": {"step": 0}})
-    ckptmap.convert(src, tmp_path / "one", to)
+    ckptmap.convert(src, tmp_path / "one", to, **OURS)
     ckptmap.convert(tmp_path / "one", tmp_path / "two", to)
     for out in (tmp_path / "one", tmp_path / "two"):
         assert LOADERS[to](out)["extra"] == {
@@ -74,7 +78,7 @@ TWICE: dict[str, Tree] = {
 def test_two_tensors_of_one_joined_name_are_refused(name: str, to: str, tmp_path: Path) -> None:
     """A manifest goes by joined names."""
     with pytest.raises(PlanError, match=r"'extra\.x.*' would be written twice: as .* and as") as no:
-        ckptmap.plan(saved(tmp_path / "s.pt", **TWICE[name]), to)
+        ckptmap.plan(saved(tmp_path / "s.pt", **TWICE[name]), to, **OURS)
     assert no.value.code == "CKM114"
 
 
