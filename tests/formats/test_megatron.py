@@ -83,6 +83,13 @@ def test_other_numbers_of_ranks(grid: Grid, tmp_path: Path) -> None:
         assert fc1[40:70].equal(state["decoder.layers.1.mlp.linear_fc1.weight"][40:70])
 
 
+def test_a_tool_writes_all_files_from_one_process(tmp_path: Path) -> None:
+    path = write_megatron(tmp_path / "in", whole("llama"), SMALL)
+    change(path, lambda state: setattr(state["args"], "rank", 0))
+    with ckptmap.open(path) as ckpt:
+        assert set(ckpt) == set(whole("llama"))
+
+
 def test_iteration_scheduler_and_arguments_are_extra(tmp_path: Path) -> None:
     with ckptmap.open(write_megatron(tmp_path / "in", whole("llama"), SMALL)) as ckpt:
         assert ckpt.extra["iteration"] == 100
@@ -207,6 +214,23 @@ def test_another_backend_is_refused(tmp_path: Path) -> None:
         ckptmap.open(path)
 
 
+@pytest.mark.parametrize("missing", ["common.pt", "metadata.json"])
+def test_a_part_of_torch_dist_is_no_plain_dcp(missing: str, tmp_path: Path) -> None:
+    """As plain DCP its stacked layers would be converted as they are."""
+    path = write_torch_dist(tmp_path / "in", whole("llama"))
+    (path / missing).unlink()
+    with pytest.raises(SourceError, match=f"but no {missing}") as caught:
+        ckptmap.open(path)
+    assert caught.value.code == "CKM110"
+
+
+def test_plain_dcp_beside_a_metadata_json_of_another_kind(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / "metadata.json").write_text(json.dumps({"step": 3}))
+    with ckptmap.open(tmp_path) as ckpt:
+        assert ckpt.index.container == "dcp" and list(ckpt) == ["w"]
+
+
 # ------------------------------------------------------------------------- as it should not be
 
 
@@ -232,6 +256,12 @@ def _lose(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name / "model_optim_rng.pt").unlink()
         (folder / name).rmdir()
+
+
+def _exchange(one: Path, two: Path) -> None:
+    aside = one.rename(one.with_name("aside"))
+    two.rename(one)
+    aside.rename(two)
 
 
 def _one_stage_more(folder: Path) -> None:
@@ -275,6 +305,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "norms that differ": (
         model(lambda s: s[NORM].add_(1), LAST), "CKM310", r"final_layernorm\.weight: the replica",
+    ),
+    "files of two ranks exchanged": (
+        lambda d: _exchange(d / "mp_rank_00_000", d / "mp_rank_01_000"),
+        "CKM110", r"mp_rank_00_000 was saved by rank 1, but mp_rank_01_000 by rank 0",
+    ),
+    "files of two stages exchanged": (
+        lambda d: _exchange(d / "mp_rank_00_000", d / "mp_rank_00_001"),
+        "CKM110", r"mp_rank_00_000 was saved by rank 2, but mp_rank_0\d_00\d by rank [01]",
     ),
     "other sizes": (
         model(lambda s: s.update({FC2: torch.zeros(120, 7)}), LAST),

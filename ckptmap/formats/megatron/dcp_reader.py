@@ -45,16 +45,23 @@ class DcpMegatron:
     name = "torch_dist"
 
     def claims(self, place: Place) -> bool:
-        """Return True for a DCP directory with `common.pt` and `metadata.json`."""
-        return place.is_dir and {METADATA, _COMMON, _BACKEND} <= {*place.names}
+        """Return True for a DCP directory with `common.pt`, or a `metadata.json` of Megatron-LM.
+
+        `index` refuses it if one of both is missing: the layers of each tensor are stacked, and the
+        reader of plain DCP would take the stack for one tensor."""
+        names = {*place.names}
+        if not place.is_dir or METADATA not in names:
+            return False
+        return _COMMON in names or _BACKEND in names and _is_megatrons(place)
 
     def index(self, place: Place) -> Index:
         """Return the weights below `model`, and the plain values of `common.pt` below `extra`.
 
-        Raise SourceError CKM111 for another backend, CKM103 if metadata.json is not JSON, and the
-        errors of reading DCP and torch.save files.
+        Raise SourceError CKM110 if `common.pt` or `metadata.json` is missing, CKM111 for another
+        backend, CKM103 if metadata.json is not JSON, and the errors of reading DCP and torch.save files.
         """
         root = FilePath(place.path).absolute()
+        _check_complete(root, place)
         _check_backend(root / _BACKEND, place.mounts)
         stored = Dcp().index(place)
         leaves, notes = _by_layer(stored.leaves)
@@ -77,6 +84,27 @@ class DcpMegatron:
             notes=(*stored.notes, *notes),
             unread_files=tuple(name for name in stored.unread_files if name != _COMMON),
         )
+
+
+def _is_megatrons(place: Place) -> bool:
+    """Return True if `metadata.json` has the key that Megatron-LM writes. The name alone is a common one."""
+    try:
+        settings = read_json(FilePath(place.path) / _BACKEND, place.mounts, max_nbytes=_MAX_NBYTES)
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and "sharded_backend" in settings
+
+
+def _check_complete(root: FilePath, place: Place) -> None:
+    missing = next((name for name in (_BACKEND, _COMMON) if name not in place.names), None)
+    if missing is None:
+        return
+    present = _COMMON if missing == _BACKEND else _BACKEND
+    raise SourceError(
+        "CKM110",
+        f"{root}: holds {present}, but no {missing}, and Megatron-LM writes both",
+        f"copy all files of the save; if it is not Megatron-LM's, move {present} to another directory",
+    )
 
 
 def _check_backend(file: FilePath, mounts: Mounts) -> None:

@@ -229,6 +229,7 @@ def _stages(root: FilePath, ranks: Mapping[tuple[int, int], _Rank]) -> list[list
             "move the folders of other saves to another directory",
         )
     _check_save(root, ranks)
+    _check_order(root, ranks)
     return [
         [ranks[tensor, stage] for tensor in range(sizes_found[0])]
         for stage in range(sizes_found[1])
@@ -245,6 +246,29 @@ def _check_save(root: FilePath, ranks: Mapping[tuple[int, int], _Rank]) -> None:
             f"{root}: {name} is of iteration {first}, but {other} is of {iterations[other]}",
             _ONE_SAVE,
         )
+
+
+def _check_order(root: FilePath, ranks: Mapping[tuple[int, int], _Rank]) -> None:
+    """Raise SourceError CKM110 if the files of two ranks have been exchanged.
+
+    Each process saves its own rank among the arguments. In every order of process groups the ranks
+    grow with the tensor-parallel rank, and with the stage (megatron-core, parallel_state.py,
+    RankGenerator). Tools that write all files from one process state one rank in all of them: then
+    nothing is compared.
+    """
+    stated = {at: rank.args.get("rank") for at, rank in ranks.items()}
+    if len({*map(repr, stated.values())}) < len(stated):
+        return
+    for at, value in stated.items():
+        for before in ((at[0] - 1, at[1]), (at[0], at[1] - 1)):
+            other = stated.get(before, -1)
+            if type(value) is int and type(other) is int and other > value:
+                raise SourceError(
+                    "CKM110",
+                    f"{root}: {ranks[before].name} was saved by rank {other}, but {ranks[at].name} by"
+                    f" rank {value}, expected a higher one",
+                    "the files of these ranks were exchanged: copy the files again",
+                )
 
 
 # ------------------------------------------------------------------------------------ tensors
