@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+__all__ = ["CODES", "Code"]
+
 
 @dataclass(frozen=True)
 class Code:

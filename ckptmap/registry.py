@@ -24,6 +24,12 @@ from ckptmap.protocols import Container, Directory, Layout, Place, Scheme, Setup
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+__all__ = [
+    "BrokenEntryPoint", "broken_entry_points", "card", "container_for", "directory_for", "key_forms", "knows",
+    "layout", "layouts", "live_forms", "loaded", "optimizer_families", "runner", "schemes", "setups",
+    "unflatteners", "writer",
+]  # fmt: skip
+
 CONTAINERS = (  # asked in this order: formats with marks of their own before more general ones
     "ckptmap.formats.megatron.dcp_reader:DcpMegatron",
     "ckptmap.formats.dcp.reader:Dcp",

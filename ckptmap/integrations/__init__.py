@@ -12,10 +12,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-NAMES = ("accelerate", "dcp", "ddp", "lightning", "transformers")
+__all__ = ["accelerate", "dcp", "ddp", "lightning", "transformers"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in NAMES:
+    if name not in __all__:
         raise AttributeError(f"module 'ckptmap.integrations' has no attribute {name!r}")
     return importlib.import_module(f"ckptmap.integrations.{name}")

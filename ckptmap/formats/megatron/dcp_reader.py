@@ -52,7 +52,7 @@ class DcpMegatron:
         names = {*place.names}
         if not place.is_dir or METADATA not in names:
             return False
-        return _COMMON in names or _BACKEND in names and _is_megatrons(place)
+        return _COMMON in names or (_BACKEND in names and _is_megatrons(place))
 
     def index(self, place: Place) -> Index:
         """Return the weights below `model`, and the plain values of `common.pt` below `extra`.
