@@ -6,6 +6,7 @@ disk; then a mounted file system gives the bytes, see `ckptmap.protocols.file_sy
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
@@ -111,6 +112,8 @@ class Files:
                 )
             path = self._local(file) if self.mounts else file
             require_regular(path)
+            if os.path.isdir(path):  # it would open, and fail at the first read
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             failed = SourceError(

@@ -1,7 +1,8 @@
 """Build the cases of the table LOCAL, or RAW: `python -m tests.corpus.build_local --out DIR` on each rank.
 
 With LOCAL's, `replicas`: the same model as DCP, whole on every rank, each tensor written by one; and
-`llama-orig`, `llama-flat`: a tied transformers model, without anything beside it.
+`llama-orig`, `llama-flat`: a tied transformers model, without anything beside it. With `--only NAME ...`
+only those of a table.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--table", choices=("local", "raw"), default="local")
+    parser.add_argument("--only", nargs="*", default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the writers' own deprecations
     dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     for spec in (RAW if options.table == "raw" else LOCAL).values():
-        if spec.world_size == dist.get_world_size():
+        if spec.world_size == dist.get_world_size() and (
+            options.only is None or spec.name in options.only
+        ):
             build(spec, options.out, dist.get_rank())
-    if options.table == "local":
+    if options.table == "local" and options.only is None:
         save_dcp(dict(tiny().state_dict()), checkpoint_id=options.out / "replicas")
         for name, orig in (("orig", True), ("flat", False)):
             folder = options.out / f"llama-{name}"

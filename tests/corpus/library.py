@@ -32,3 +32,12 @@ class Corpus:
             run_ranks("tests.corpus.build", world_size, ["--out", str(folder)], TIMEOUT_S)
 
         return self._shared(f"corpus/world{world_size}", fill)
+
+    def local(self, table: str, name: str) -> Path:
+        """Return one case of the tables that `tests.corpus.build_local` builds: 2 ranks of FSDP1."""
+
+        def fill(folder: Path) -> None:
+            args = ["--out", str(folder), "--table", table, "--only", name]
+            run_ranks("tests.corpus.build_local", 2, args, TIMEOUT_S)
+
+        return self._shared(f"corpus/{table}/{name}", fill) / name

@@ -224,6 +224,31 @@ def test_a_part_of_torch_dist_is_no_plain_dcp(missing: str, tmp_path: Path) -> N
     assert caught.value.code == "CKM110"
 
 
+def test_common_pt_of_another_kind(tmp_path: Path) -> None:
+    path = write_torch_dist(tmp_path / "in", whole("llama"))
+    torch.save([1], path / "common.pt")
+    with pytest.raises(SourceError, match=r"common\.pt: expected a dict, found list"):
+        ckptmap.open(path)
+
+
+def test_a_folder_in_place_of_common_pt(tmp_path: Path) -> None:
+    path = write_torch_dist(tmp_path / "in", whole("llama"))
+    (path / "common.pt").unlink()
+    (path / "common.pt").mkdir()
+    with pytest.raises(SourceError, match=r"common\.pt: cannot be read: Is a directory"):
+        ckptmap.open(path)
+
+
+def test_a_tensor_of_a_subclass_is_not_left_behind(tmp_path: Path) -> None:
+    from torchao.quantization import to_nf4
+
+    key, dense = "decoder.layers.0.mlp.linear_fc2.weight", torch.randn(64, 64)
+    path = write_torch_dist(tmp_path / "in", {})
+    save({key: to_nf4(dense, 64, 1)}, checkpoint_id=path, no_dist=True)
+    with ckptmap.open(path) as ckpt:
+        assert ckpt[key].encoding == "nf4" and (ckpt[key].read() - dense).abs().max() < 1
+
+
 def test_plain_dcp_beside_a_metadata_json_of_another_kind(tmp_path: Path) -> None:
     save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / "metadata.json").write_text(json.dumps({"step": 3}))
@@ -318,6 +343,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         model(lambda s: s.update({FC2: torch.zeros(120, 7)}), LAST),
         "CKM113", r"linear_fc2\.weight: rank 0 holds float32\[120, 28\], rank 1 float32\[120, 7\]",
     ),
+    "no tensor on one rank": (
+        model(lambda s: s.update({FC2: (1, 2)}), LAST),
+        "CKM113", r"linear_fc2\.weight: is a tensor on 1 of 2 ranks, but not in mp_rank_01_001",
+    ),
     "neither gated nor not": (
         model(lambda s: s.update({FC2: torch.zeros(120, 27)})), "CKM118", r"linear_fc1\.weight: 2 ranks",
     ),
@@ -335,6 +364,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "an interleaved pipeline": (
         lambda d: change(d, lambda s: s.update(model0=s.pop("model"))),
         "CKM118", r"holds model0, a part of an interleaved",
+    ),
+    "a list": (
+        lambda d: torch.save([1], d / LAST / "model_optim_rng.pt"), "CKM206", r"expected a dict 'model' of",
     ),
     "before torch 1.6": (
         lambda d: _legacy(d / "mp_rank_00_000" / "model_optim_rng.pt"), "CKM117", r"before torch 1\.6",

@@ -5,6 +5,8 @@
     python -m tests.torture faults --seed 1 -n 2000       # the n-th file-system call fails, or is the last
     python -m tests.torture power --seed 1 -n 500         # what was not synced is lost
     python -m tests.torture flips --seed 1 --case 17      # one case again
+    python -m tests.torture mutants -n 400 --only megatron          # of subjects with a name like this
 
-A case depends on the kind, the seed and its number alone, and runs in a process of its own.
+A case depends on the kind, the seed, its number and the subjects alone, and runs in a
+process of its own.
 """

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from shlex import quote
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=100, help="how many cases")
     parser.add_argument("--case", type=int, nargs="+", help="these cases alone")
     parser.add_argument("--alone", action="store_true", help="without what several ranks wrote")
+    parser.add_argument("--only", default="", help="mutants of what has a name like this alone")
     parser.add_argument("--corpus", type=Path, help="where checkpoints are built, or lie already")
     parser.add_argument("--findings", type=Path, help="write them there, as JSON")
     args = parser.parse_args()
@@ -35,9 +37,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="torture-") as name:
         folder = Path(name)
         corpus = Corpus(Shared(args.corpus or folder / "corpus"))
-        made = program(args.kind, corpus, folder, worlds=(1,) if args.alone else (1, 2))
+        worlds = (1,) if args.alone else (1, 2)
+        made = program(args.kind, corpus, folder, worlds, args.only)
         cases = range(args.n) if args.case is None else args.case
-        tally = run(made, args.seed, cases, folder, " --alone" * args.alone, print)
+        flags = " --alone" * args.alone + f" --only {quote(args.only)}" * bool(args.only)
+        tally = run(made, args.seed, cases, folder, flags, print)
     print(tally, flush=True)
     if args.findings is not None:
         args.findings.write_text(json.dumps(tally.to_json(), indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,15 +12,22 @@ from tests.torture.runner import Program
 KINDS = ("mutants", "flips", "faults", "power")
 
 
-def program(kind: str, corpus: Corpus, folder: Path, worlds: Sequence[int]) -> Program:
-    """Return the program of a kind; what it works on is made below `folder`."""
+def program(
+    kind: str, corpus: Corpus, folder: Path, worlds: Sequence[int], only: str = ""
+) -> Program:
+    """Return the program of a kind; what it works on is made below `folder`.
+
+    only  of mutants: a pattern, of which the name of a subject must match a part
+    """
     place = folder / kind
     place.mkdir()
     if kind == "mutants":
+        from tests.torture.framework_subjects import frameworks
         from tests.torture.mutants import Mutants
         from tests.torture.subjects import subjects
 
-        return Mutants(subjects(corpus, place, worlds), place)
+        found = [*subjects(corpus, place, worlds), *frameworks(corpus, place, worlds)]
+        return Mutants([subject for subject in found if re.search(only, subject.name)], place)
     if kind == "flips":
         from tests.torture.flips import Flips
 

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,8 +77,9 @@ def converted(
     read: Callable[[Path], r.Named],
     to: str = "full",
     own: bool = False,
+    **options: Any,
 ) -> Subject:
-    """Return a subject that is converted to one torch.save file.
+    """Return a subject that is converted to one torch.save file, by `options` of `ckptmap.convert`.
 
     `own`: we wrote it, with a digest of every chunk, so that no other values may come out of it.
     """
@@ -87,7 +89,8 @@ def converted(
 
     return Subject(
         name, path, mutators, None if own else content(read),
-        lambda path, dst: ckptmap.convert(path, dst, to, sync=False), content(r.read_torch),
+        lambda path, dst: ckptmap.convert(path, dst, to, sync=False, **options),
+        content(r.read_torch),
     )  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def _packed(records: Mapping[str, bytes], draw: random.Random) -> bytes:
 
 def archive(draw: random.Random, path: Path) -> str:
     """One record of a torch.save file, of one rank perhaps."""
-    file = some_file(draw, path, ".pt", ".bin")
+    file = some_file(draw, path, ".pt", ".bin", ".ckpt")
     data, said = mutate_archive(draw, file.read_bytes())
     file.write_bytes(data)
     return f"{file.name}: {said}"

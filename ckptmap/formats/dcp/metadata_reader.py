@@ -312,7 +312,8 @@ class _Reader:
         Megatron and torch's Hugging Face storage write None: then no key has another path. An integer
         in a path is an index of a list, because torch turns integer keys of dicts into strings. torch
         joins the segments with dots to the key (`_nested_dict.flatten_state_dict`): of a path that is
-        another's, some readers would follow the key and some the path.
+        another's, some readers would follow the key and some the path. It does so for all keys: one
+        without a path would be taken for a tensor at the root.
         """
         if not ({*map(type, entries)} <= {str} and "".join(entries).isascii()):
             for key in entries:
@@ -338,6 +339,9 @@ class _Reader:
                     f"planner_data[{key!r}], expected a path of that key, found {_show(path)}"
                 )
             paths[key] = tuple(ListIndex(s) if type(s) is int else s for s in path)
+        missing = next((key for key in entries if key not in paths), None)
+        if planner_data and missing is not None:
+            self._bad(f"planner_data, expected a path of every key, found none of {missing!r}")
         return paths
 
     def _bad(self, problem: str) -> NoReturn:

@@ -30,7 +30,7 @@ from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.tensor_parallel import unstack
 from ckptmap.storage.files import Files
 from ckptmap.storage.json_file import read_json
-from ckptmap.tensors import Leaf, Path, StoredTensor
+from ckptmap.tensors import Cut, Leaf, Path, StoredTensor
 
 _COMMON, _BACKEND = "common.pt", "metadata.json"
 _STACKED = re.compile(r"((?:module\.)*(?:decoder|encoder)\.layers\.)(?!\d)(.+)")
@@ -70,6 +70,12 @@ class DcpMegatron:
         try:
             with paused_gc():
                 loaded = load(opened, common)
+                if not isinstance(loaded.tree, dict):
+                    raise SourceError(
+                        "CKM106",
+                        f"{common}: expected a dict, found {type(loaded.tree).__name__}",
+                        "copy the file again, or use an earlier checkpoint",
+                    )
                 extra, left = other_values(flatten(loaded.tree, common, loaded.pickle_nbytes))
         finally:
             opened.close()
@@ -134,6 +140,8 @@ def _by_layer(leaves: Mapping[Path, Leaf]) -> tuple[dict[Path, Leaf], list[str]]
             split[OPTIMIZER, ARGS] = not_read()
         elif EXTRA_STATE.fullmatch(key):
             states += 1
+        elif isinstance(leaf, Cut):  # a tensor by .metadata, whose items hold something else
+            split["model", key] = leaf
         elif not isinstance(leaf, StoredTensor):
             others.append(key.partition("/")[0])
         elif match is None:

@@ -184,7 +184,7 @@ def _read(root: FilePath, name: str, reader: RankReader, opened: Files) -> _Rank
         raise SourceError(
             "CKM111", f"{file}: holds a model from before Megatron core (language_model)", _CORE
         )
-    chunk = next((path[0] for path in leaves if _CHUNK.fullmatch(str(path[0]))), None)
+    chunk = next((path[0] for path in leaves if path and _CHUNK.fullmatch(str(path[0]))), None)
     if chunk is not None:
         raise _unknown(file, f"it holds {chunk}, a part of an interleaved (virtual) pipeline")
     if not keys:
@@ -305,11 +305,11 @@ class _Model:
 
     def _stage(self, stage: int, ranks: Sequence[_Rank]) -> Iterator[tuple[str, Leaf]]:
         for rank in ranks[1:]:
-            odd = set(rank.keys) ^ set(ranks[0].keys)
-            if odd:
+            differing = set(rank.keys) ^ set(ranks[0].keys)
+            if differing:
                 raise SourceError(
                     "CKM110",
-                    f"{self.where}: only one of {ranks[0].name} and {rank.name} holds {min(odd)}",
+                    f"{self.where}: only one of {ranks[0].name} and {rank.name} holds {min(differing)}",
                     _ONE_SAVE,
                 )
         for key in ranks[0].keys:
@@ -319,6 +319,14 @@ class _Model:
             parts = [part for rank in ranks if (part := rank.tensor(key)) is not None]
             if len(parts) == len(ranks):
                 yield key, self._whole(key, parts, stage)
+            elif parts:
+                odd = next(rank.name for rank in ranks if rank.tensor(key) is None)
+                raise SourceError(
+                    "CKM113",
+                    f"{self.where}: {key}: is a tensor on {len(parts)} of {len(ranks)} ranks, but not"
+                    f" in {odd}",
+                    _ONE_SAVE,
+                )
             else:
                 yield key, ranks[0].tree.get(("model", key))
 

@@ -504,9 +504,9 @@ BAD_METADATA: dict[str, tuple[Callable[[Any], object], str]] = {
     "entries": (lambda m: m.__dict__.update(state_dict_metadata=[1]), "expected a dict, found list"),
     "no entries": (lambda m: m.__dict__.pop("state_dict_metadata"), "expected a dict"),
     "no storage": (lambda m: m.__dict__.update(storage_data=None), "storage_data, expected a dict"),
-    "entry": (lambda m: m.state_dict_metadata.update(a=7), "entry 'a', expected a tensor or bytes, found 7"),
+    "entry": (lambda m: m.state_dict_metadata.update(step=7), "entry 'step', expected a tensor or bytes, found 7"),
     "entry class": (
-        lambda m: m.state_dict_metadata.update(a=torch.nn.ReLU()),
+        lambda m: m.state_dict_metadata.update(step=torch.nn.ReLU()),
         r"found torch\.nn\.modules\.activation\.ReLU",
     ),
     "key": (lambda m: m.state_dict_metadata.update({7: 1}), "entry 7, expected|expected names"),
@@ -558,6 +558,7 @@ BAD_METADATA: dict[str, tuple[Callable[[Any], object], str]] = {
     "planner": (lambda m: m.__dict__.update(planner_data=[1]), "planner_data, expected a dict"),
     "no path": (lambda m: m.planner_data.update(step=()), r"planner_data\['step'\], expected a path"),
     "surrogate": (lambda m: m.planner_data.update(step=("\ud800",)), "expected text or int: '.ud800'"),
+    "a key without a path": (lambda m: m.planner_data.pop("step"), "a path of every key, found none of 'step'"),
     "segment": (lambda m: m.planner_data.update(step=(2.5,)), "expected text or int: float"),
     "another path": (
         lambda m: m.planner_data.update(step=("m", "w")),
