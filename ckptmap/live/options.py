@@ -145,18 +145,24 @@ class LoadOptions:
             )
 
 
-class SaveKeywords(TypedDict, total=False):
-    """The keywords of `ckptmap.save`; `SaveOptions` says what they mean."""
+class ValueKeywords(TypedDict, total=False):
+    """Those keywords of `ckptmap.save` that `CheckpointManager.save` takes, too."""
 
-    step: int | None
     extra: Mapping[str, object] | None
     extra_per_rank: Mapping[str, object] | None
     stateful: Mapping[str, Stateful] | None
-    overwrite: bool
     replicas: str
-    background: bool
     timeout: float | None
     gradients: bool | None
+
+
+class SaveKeywords(ValueKeywords, total=False):
+    """The keywords of `ckptmap.save`; `SaveOptions` says what they mean."""
+
+    step: int | None
+    overwrite: bool
+    background: bool
+    bandwidth: int | str | None
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,7 @@ class SaveOptions:
     background      True: copy values to the CPU, return, and write in a thread; the handle's
                     `wait()` returns once they are published. The memory of the copies is kept for
                     the next save. False: write before returning, without a copy
+    bandwidth       bytes a second, or `"200MiB"`, that each rank writes in the background at most
     timeout         seconds that a rank waits for the others before it raises RunError CKM307;
                     None: as torch's default group does, and half an hour at least while files are
                     written
@@ -191,6 +198,7 @@ class SaveOptions:
     overwrite: bool = False
     replicas: str = "check"
     background: bool = True
+    bandwidth: int | str | None = None
     timeout: float | None = None
     gradients: bool | None = None
 
@@ -206,8 +214,17 @@ class SaveOptions:
         argument_checks.timeout(options.timeout)
         return options
 
+    @property
+    def pace(self) -> int | None:
+        """Bytes a second that a rank may write; None: no limit. A save that training waits for has none."""
+        if self.bandwidth is None or not self.background:
+            return None
+        return argument_checks.nbytes("bandwidth", self.bandwidth)
+
     def check(self) -> None:
         """Raise ArgumentError CKM516 for a value that means nothing."""
+        if self.bandwidth is not None:
+            argument_checks.nbytes("bandwidth", self.bandwidth)
         argument_checks.choice("replicas", self.replicas, ("check", "first"))
         if self.step is not None:
             argument_checks.integer("step", self.step, 0)

@@ -39,6 +39,7 @@ class SavedStep:
     nbytes        of its tensors
     metrics       what the run measured when it was saved by a manager
     is_managed    whether a manager saved it
+    number        of the save: it rises in the order of a manager's saves; 0: not recorded
     problem       why it cannot be opened; "": it can
     """
 
@@ -50,6 +51,7 @@ class SavedStep:
     nbytes: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_managed: bool = False
+    number: int = 0
     problem: str = ""
 
 
@@ -114,10 +116,11 @@ def _described(found: StepDirectory, ckpt: Checkpoint) -> SavedStep:
         for name, value in (values.items() if isinstance(values, Mapping) else ())
         if isinstance(value, int | float)
     }
+    number = manager.get("number") if isinstance(manager, Mapping) else 0
     nbytes = sum(info.nbytes for info in ckpt.infos().values())
     return SavedStep(
         found.step, found.path, ckpt.setup, ckpt.world_size or 1, len(ckpt), nbytes, metrics,
-        is_managed,
+        is_managed, number if isinstance(number, int) and number > 0 else 0,
     )  # fmt: skip
 
 

@@ -10,11 +10,10 @@ another framework's, is restored as well.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +22,12 @@ from ckptmap.core import argument_checks
 from ckptmap.core.log import log
 from ckptmap.errors import ArgumentError, CkptmapError, SourceError
 from ckptmap.live.load.load import load
+from ckptmap.live.manager import root_directory
 from ckptmap.live.manager.preemption import Preemption
 from ckptmap.live.manager.retention import Mode, Retention
 from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.options import ValueKeywords
 from ckptmap.live.save.save import save
 from ckptmap.live.save.save_handle import SaveHandle
 from ckptmap.operations.list_steps import (
@@ -38,13 +39,12 @@ from ckptmap.operations.list_steps import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    from typing import Unpack
 
-    from ckptmap.live.optimizer.optimizer_types import Scheduler
+    from ckptmap.live.model.several_models import Models
+    from ckptmap.live.options import Optimizers, Schedulers
 
 
-LATEST = "latest"
-"""Name of the file that names the newest checkpoint."""
 TERMINATED = 143
 """Exit code of a process that SIGTERM ended: 128 + 15."""
 _UNUSABLE = ("CKM1", "CKM4", "CKM308", "CKM310")
@@ -59,6 +59,7 @@ class CheckpointManager:
     keep_every  keep also each step that this number divides
     keep_best   keep also the best by a metric: ("loss", "min")
     background  write in a thread while training goes on
+    bandwidth   bytes a second, as `"200MiB"`, that each rank writes in the background at most
     timeout     seconds that a rank waits for the others, as in `ckptmap.save`
 
     Checkpoints are removed after a newer one is published, and only those that a manager saved.
@@ -73,62 +74,83 @@ class CheckpointManager:
         keep_every: int | None = None,
         keep_best: tuple[str, Mode] | None = None,
         background: bool = True,
+        bandwidth: int | str | None = None,
         timeout: float | None = None,
     ) -> None:
         argument_checks.path("root", root)
+        if bandwidth is not None:
+            bandwidth = argument_checks.nbytes("bandwidth", bandwidth)
         argument_checks.timeout(timeout)
         self.root = Path(root)
         self.every = argument_checks.integer("every", every, 1)
         self.retention = Retention(keep, keep_every, keep_best)
         self.retention.check()
         self.background = background
+        self.bandwidth = bandwidth
         self.timeout = timeout
         self._preemption = Preemption()
         self._exit_code = TERMINATED
         self._last: SaveHandle | None = None
         self._cleaner: threading.Thread | None = None
+        self._blocked_s: dict[int, float] = {}
+
+    @property
+    def blocked_s(self) -> dict[int, float]:
+        """Seconds for which `save` held the calling thread on this rank, by step."""
+        return dict(self._blocked_s)
 
     # ------------------------------------------------------------------ saving
 
     def save(
         self,
         step: int,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Scheduler | None = None,
+        model: Models,
+        optimizer: Optimizers | None = None,
+        scheduler: Schedulers | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
-        extra: Mapping[str, object] | None = None,
-        extra_per_rank: Mapping[str, object] | None = None,
+        **keywords: Unpack[ValueKeywords],
     ) -> SaveHandle | None:
         """Save a step where it is due, and return the handle of the save; None where it is not due.
 
         Call it after every step. After a signal of `on_preemption` it saves whatever is due, waits until
         the checkpoint is published, and ends the process by SystemExit.
 
-        metrics  numbers of this step, by which `keep_best` and `best` choose; the same on all ranks
-        force    save although the step is not due
-        extra, extra_per_rank  as in `ckptmap.save`
+        metrics   numbers of this step, by which `keep_best` and `best` choose; the same on all ranks
+        force     save although the step is not due
+        keywords  those of `ckptmap.save`, but for what the manager decides itself
         """
+        begun = time.perf_counter()
         step = argument_checks.integer("step", step, 0)
+        argument_checks.known_keywords(keywords, [*ValueKeywords.__annotations__], "save()")
         ends = self._preemption.agreed(self._ranks)
-        is_due = force or ends or step % self.every == 0
-        handle = None
-        if is_due:
-            values = _with_metrics(metrics, extra)
-            target = self.root / f"step-{step}"
-            handle = save(
-                target, model, optimizer, scheduler, step=step, extra=values,
-                extra_per_rank=extra_per_rank, background=self.background and not ends,
-                timeout=self.timeout, overwrite=self._is_ours(target),
-            )  # fmt: skip
-            self._follow(handle)
+        if not (force or ends or step % self.every == 0):
+            return None
+        if ends:
+            self._log_unseen()
+        target = self.root / f"step-{step}"
+        is_ours, number = self._before(target, numbers(metrics))
+        keywords["extra"] = _with_record(number, metrics, keywords.get("extra"))
+        keywords.setdefault("timeout", self.timeout)
+        handle = save(
+            target, model, optimizer, scheduler, step=step, overwrite=is_ours,
+            background=self.background and not ends, bandwidth=self.bandwidth, **keywords,
+        )  # fmt: skip
+        self._follow(handle)
+        self._blocked_s[step] = time.perf_counter() - begun
         if ends:
             self.wait()
-            log.warning("saved %s and ends, as a signal asked", self.root / f"step-{step}")
+            log.warning("saved %s and ends, as a signal asked", target)
             raise SystemExit(self._exit_code)
         return handle
+
+    def _log_unseen(self) -> None:
+        """Log the error of the save before. The last save must not be lost for it."""
+        try:
+            self.wait()
+        except Exception as error:
+            log.error("%s: the save before failed: %s", self.root, error)
 
     def on_preemption(self, *signals: str, exit_code: int = TERMINATED) -> None:
         """After one of these signals, `"SIGTERM"` by default, let the next `save` be the last.
@@ -156,18 +178,26 @@ class CheckpointManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _is_ours(self, target: Path) -> bool:
-        """Return whether a step is saved a second time, by a run that went back."""
+    def _before(self, target: Path, metrics: Mapping[str, float]) -> tuple[bool, int]:
+        """Return whether a step is saved a second time, by a run that went back, and the number of this
+        save: they rise in the order of saves. Raises ArgumentError CKM516 where metrics differ."""
         if self._last is not None:
             self._last.settle()  # it may be about to publish this very step
-        ranks, mine = self._ranks(), False
+        ranks, mine, number = self._ranks(), False, 0
         with ranks.together():
             if ranks.rank == 0:
-                mine = any(
-                    one.path == target and describe_step(one).is_managed
-                    for one in find_steps(self.root)
+                found = find_steps(self.root)
+                mine = any(one.path == target and describe_step(one).is_managed for one in found)
+                number = 1 + max((one.number for one in self._around_newest(found)), default=0)
+        told = ranks.all((mine, number, repr(sorted(metrics.items()))))
+        for rank, (*_, theirs) in enumerate(told):
+            if theirs != told[0][2]:
+                raise ArgumentError(
+                    "CKM516",
+                    f"metrics: are {told[0][2]} on rank 0, {theirs} on rank {rank}",
+                    "pass numbers that all ranks have: a loss that is averaged over ranks",
                 )
-        return ranks.all(mine)[0]
+        return told[0][:2]
 
     def _follow(self, handle: SaveHandle) -> None:
         """Once the save is published, name it the newest and remove what no rule keeps, on rank 0."""
@@ -184,11 +214,15 @@ class CheckpointManager:
         if handle.settle() is not None:
             return
         try:
-            _write_text(self.root / LATEST, handle.path.name)
+            root_directory.point_to(self.root, handle.path.name)
+        except OSError as error:
+            log.error("%s: %s could not be written: %s", self.root, root_directory.LATEST, error)
+        try:
+            root_directory.sweep(self.root)
             saved = [one for one in self._saved() if one.is_managed]
-            for old in self.retention.removable(saved):
+            for old in self.retention.removable(sorted(saved, key=lambda one: one.number)):
                 if old.path != handle.path:
-                    _remove(old.path)
+                    root_directory.remove(old.path)
         except OSError as error:
             log.error("%s: old checkpoints could not be removed: %s", self.root, error)
 
@@ -209,7 +243,26 @@ class CheckpointManager:
         return None if found is None else found.path
 
     def _newest_first(self) -> list[StepDirectory]:
-        return find_steps(self.root)[::-1]
+        """Return the checkpoints in the order in which they are tried: the newest first. A run that went
+        back to step 10 and saved step 15 has that one as its newest, though there is a step 30."""
+        found = find_steps(self.root)
+        near = self._around_newest(found)
+        rank = {one.path: (one.number, one.step) for one in near}
+        last = [one for one in found if one.path in rank]
+        rest = [one for one in found if one.path not in rank]
+        return [*sorted(last, key=lambda one: rank[one.path], reverse=True), *rest[::-1]]
+
+    def _around_newest(self, found: Sequence[StepDirectory]) -> list[SavedStep]:
+        """Return the checkpoint that the pointer names, and those of later steps. One of them is the
+        newest: a process may be killed before it moves the pointer. Others' saves have the number of
+        the pointer's, so that their step decides."""
+        name = root_directory.named_newest(self.root)
+        at = next((number for number, one in enumerate(found) if one.path.name == name), None)
+        if at is None:
+            return [describe_step(one) for one in found[-1:]]
+        near = [describe_step(one) for one in found[at:]]
+        number = near[0].number
+        return [one if one.number else replace(one, number=number) for one in near]
 
     def _saved(self) -> list[SavedStep]:
         found = [describe_step(one) for one in find_steps(self.root)]
@@ -219,9 +272,9 @@ class CheckpointManager:
 
     def restore(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Scheduler | None = None,
+        model: Models,
+        optimizer: Optimizers | None = None,
+        scheduler: Schedulers | None = None,
         *,
         step: int | str = "latest",
         **keywords: Any,
@@ -287,37 +340,24 @@ class CheckpointManager:
         return RankGroup.join("manager", self.timeout)
 
 
-def _with_metrics(
-    metrics: Mapping[str, float] | None, extra: Mapping[str, object] | None
+def _with_record(
+    number: int, metrics: Mapping[str, float] | None, extra: Mapping[str, object] | None
 ) -> dict[str, object]:
     """Return the extra values of a save, with those of the manager. Raises ArgumentError CKM516."""
     values = argument_checks.extra(extra, (MANAGER,))
-    numbers = {}
+    return {**values, MANAGER: {"metrics": numbers(metrics), "number": number}}
+
+
+def numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Return metrics as Python's own numbers. Raises ArgumentError CKM516 for what is none."""
+    found = {}
     for name, value in (metrics or {}).items():
         try:
-            numbers[name] = float(value)
+            found[str(name)] = float(value)
         except (TypeError, ValueError):
             raise ArgumentError(
                 "CKM516",
                 f"metrics[{name!r}]: is a {type(value).__name__}, expected a number",
                 "pass float(value)",
             ) from None
-    return {**values, MANAGER: {"metrics": numbers}}
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first: half of one must not be taken for one."""
-    gone = path.with_name(f".{path.name}.ckptmap-removed")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.rename(path, gone)
-    shutil.rmtree(gone)
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Replace a small file in one step."""
-    made = path.with_name(f".{path.name}.ckptmap-new")
-    with contextlib.suppress(FileNotFoundError):
-        made.unlink()
-    with made.open("x") as file:
-        file.write(text + "\n")
-    os.replace(made, path)
+    return found

@@ -45,17 +45,19 @@ class Retention:
         )
 
     def removable(self, saved: Sequence[SavedStep]) -> list[SavedStep]:
-        """Return the checkpoints that no rule keeps, oldest first."""
+        """Return the checkpoints that no rule keeps, in the order of `saved`: the newest is last. A link
+        is left alone: what it leads to is not the manager's."""
         if self.keep is None:
             return []
-        newest = {one.step for one in saved[-self.keep :]}
+        newest = {one.path for one in saved[-self.keep :]}
         best = self.best(saved)
         return [
             one
             for one in saved
-            if one.step not in newest
+            if one.path not in newest
+            and not one.path.is_symlink()
             and (self.keep_every is None or one.step % self.keep_every)
-            and (best is None or one.step != best.step)
+            and (best is None or one.path != best.path)
         ]
 
     def best(self, saved: Sequence[SavedStep]) -> SavedStep | None:

@@ -9,6 +9,7 @@ directory with ckptmap's manifest, which torch's own `dcp.load` reads too.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
@@ -94,8 +95,7 @@ def save(
     is None, RunError CKM509 where replicas differ, CKM510 where the ranks' parts do not make whole
     tensors, CKM307 where a rank died or did not come in time.
     """
-    options = SaveOptions.of(keywords)
-    unseen = settle_started()
+    begun, options, unseen = time.perf_counter(), SaveOptions.of(keywords), settle_started()
     given, one = model, several_models.as_one(model)
     random_state = rng_state.captured(one)
     with said_if_lost(UNTOUCHED.format(path)):
@@ -126,9 +126,10 @@ def save(
 
     def publish() -> tuple[str, ...]:
         with argument_checks.hints_for_python():
-            return (*write(layout, copies, target, options.overwrite, writers), *_lost(drifted))
+            notes = write(layout, copies, target, options.overwrite, writers, options.pace)
+        return (*notes, *_lost(drifted))
 
-    return SaveHandle(target, options.step, publish, options.background)
+    return SaveHandle(target, options.step, publish, options.background, begun)
 
 
 def _unchecked(offers: list[list[Offer]]) -> list[list[Offer]]:

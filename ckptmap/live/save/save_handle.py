@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +28,15 @@ class SaveHandle:
     """
 
     def __init__(
-        self, path: Path, step: int | None, run: Callable[[], tuple[str, ...]], background: bool
+        self,
+        path: Path,
+        step: int | None,
+        run: Callable[[], tuple[str, ...]],
+        background: bool,
+        begun: float | None = None,
     ) -> None:
+        """`begun`: the time of `time.perf_counter` at which `save` was called."""
+        begun = time.perf_counter() if begun is None else begun
         self.path = path
         self.step = step
         self._run = run
@@ -42,6 +50,8 @@ class SaveHandle:
         else:
             self._work()
             self.wait()
+        self.blocked_s = time.perf_counter() - begun
+        """Seconds for which `save` held the calling thread; of a save in the background, its copies."""
 
     def __repr__(self) -> str:
         state = "running" if not self.done else "failed" if self._error else "published"

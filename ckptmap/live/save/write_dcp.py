@@ -21,6 +21,7 @@ from ckptmap.execution import manifest
 from ckptmap.execution.smaller_feeds import give_back
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.model.tensor_reader import as_bytes, is_as_it_lies
+from ckptmap.live.save.pace import Pace
 from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.protocols import OutFile, OutState
@@ -181,9 +182,11 @@ class WrittenFile:
 
 def write(
     layout: FileLayout, copies: Snapshot, dst: FilePath,
-    overwrite: bool, peers: RankGroup,
+    overwrite: bool, peers: RankGroup, bandwidth: int | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
     """Write and publish the files; return the notes of rank 0. Every rank calls it.
+
+    bandwidth  bytes that each rank writes a second at most; None: no limit
 
     Raises DestinationError or RunError on all ranks; the destination is then as it was."""
     work: WorkDirectory | None = None
@@ -195,7 +198,7 @@ def write(
                     work.refuse_strangers(layout.names)
                     work.notes += tuple(sweep_saves(work.dst))
             out_dir = FilePath(peers.all(str(work.out_dir) if work else "")[0])
-            everything = _write_mine(layout, copies, out_dir, peers)
+            everything = _write_mine(layout, copies, out_dir, peers, Pace(bandwidth))
         with said_if_lost(UNKNOWN.format(dst)):
             with peers.together():
                 if work is not None:
@@ -208,14 +211,14 @@ def write(
 
 
 def _write_mine(
-    layout: FileLayout, copies: Snapshot, out_dir: FilePath, peers: RankGroup
+    layout: FileLayout, copies: Snapshot, out_dir: FilePath, peers: RankGroup, pace: Pace
 ) -> list[WrittenFile]:
     """Write the files of this rank, and return what all ranks have written."""
     written: list[WrittenFile] = []
     with peers.together():
         copies.wait()
         for file in _mine(layout.files, peers.rank):
-            written.append(_write_file(out_dir / file.name, file, copies.values))
+            written.append(_write_file(out_dir / file.name, file, copies.values, pace))
         copies.release()
     return [one for some in peers.all(written) for one in some]
 
@@ -239,7 +242,7 @@ def _mine(files: Sequence[OutFile], rank: int) -> list[OutFile]:
 
 
 def _write_file(
-    path: FilePath, file: OutFile, values: Mapping[tuple[Path, Box], torch.Tensor]
+    path: FilePath, file: OutFile, values: Mapping[tuple[Path, Box], torch.Tensor], pace: Pace
 ) -> WrittenFile:
     """Write a file, and wait until it is on the disk: where ranks run on several machines, only that
     of the rank can see to it."""
@@ -251,11 +254,11 @@ def _write_file(
             for slot in file.slots:
                 data = as_bytes(values[slot.path, slot.box])
                 assert data.nbytes == slot.nbytes, slot
-                digest, crc = _write_values(fd, data, slot.offset, file.needs_crc)
+                digest, crc = _write_values(fd, data, slot.offset, file.needs_crc, pace)
                 digests.append(digest)
                 crcs.append(crc)
             for offset, piece in file.pieces(crcs if file.needs_crc else (), None):
-                _write_all(fd, memoryview(piece), offset)
+                _write_all(fd, memoryview(piece), offset, pace)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -268,7 +271,9 @@ def _write_file(
     return WrittenFile(file.name, tuple(digests))
 
 
-def _write_values(fd: int, data: memoryview, offset: int, needs_crc: bool) -> tuple[str, int]:
+def _write_values(
+    fd: int, data: memoryview, offset: int, needs_crc: bool, pace: Pace
+) -> tuple[str, int]:
     """Write values and return their XXH3 digest and their CRC-32 (0 unless it is needed)."""
     import xxhash
 
@@ -277,14 +282,15 @@ def _write_values(fd: int, data: memoryview, offset: int, needs_crc: bool) -> tu
         piece = data[start : start + PIECE]
         digest.update(piece)
         crc = crc32(piece, crc) if needs_crc else 0
-        _write_all(fd, piece, offset + start)
+        _write_all(fd, piece, offset + start, pace)
     return digest.hexdigest(), crc
 
 
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data.nbytes:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done
+def _write_all(fd: int, data: memoryview, offset: int, pace: Pace) -> None:
+    for block in pace.blocks(data):
+        while block.nbytes:
+            done = os.pwrite(fd, block, offset)
+            block, offset = block[done:], offset + done
 
 
 def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile]) -> None:

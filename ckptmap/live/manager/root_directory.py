@@ -1,0 +1,68 @@
+"""The directory of a manager: the pointer to the newest checkpoint, and the removal of old ones.
+
+root/latest                       the name of the newest, as text: `step-200`
+root/.step-100.ckptmap-removed/   a checkpoint that is being removed; the next removal ends a killed one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from pathlib import Path
+
+LATEST = "latest"
+"""Name of the file that names the newest checkpoint."""
+_MAX_NBYTES = 256
+_REMOVED = ".ckptmap-removed"
+_NEW = f".{LATEST}.ckptmap-new"
+_STALE_S = 60.0
+"""Seconds after which a pointer that was not put in place is a killed process's."""
+
+
+def named_newest(root: Path) -> str:
+    """Return the name in the pointer; "" where there is none, or it names no entry of the directory."""
+    try:
+        with (root / LATEST).open("rb") as file:
+            name = file.read(_MAX_NBYTES).decode().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return name if name and Path(name).name == name and name != ".." else ""
+
+
+def point_to(root: Path, name: str) -> None:
+    """Let the pointer name a checkpoint, in one step. Raises OSError."""
+    for old in root.glob(f"{_NEW}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.lstat().st_mtime > _STALE_S:
+                old.unlink()
+    made = root / f"{_NEW}-{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):
+        made.unlink()
+    with made.open("x") as file:
+        file.write(name + "\n")
+    os.replace(made, root / LATEST)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, if another process has not. It is renamed first: half of one must not be
+    taken for one. Raises OSError."""
+    gone = path.with_name(f".{path.name}{_REMOVED}")
+    _unlink_all(gone)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, gone)
+    _unlink_all(gone)
+
+
+def sweep(root: Path) -> None:
+    """Remove what a killed process was removing. Raises OSError."""
+    for gone in root.glob(f".*{_REMOVED}"):
+        if gone.is_dir() and not gone.is_symlink():
+            _unlink_all(gone)
+
+
+def _unlink_all(gone: Path) -> None:
+    """Remove a directory; another process may remove it at the same time."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(gone)
