@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from ckptmap.operations.check_digests import check_digests
 from ckptmap.operations.check_structure import check_structure, chunks_of
 from ckptmap.operations.encode_again import FEED_NUMEL, encoded_writes
 from ckptmap.operations.extra_files import extra_files
+from ckptmap.optim.bnb_writer import as_bnb
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity, writes_keeping_codes
 from ckptmap.planning.restored_scales import restored
 from ckptmap.protocols.progress import COMPARING, READING, Progress
@@ -186,6 +188,8 @@ def _compared(
                 untied=merged.get("untied"),
             )  # fmt: skip
         source = _source_named_like(ckpt, source, document)
+        if any(map(IN_BNBS_NAMES.fullmatch, document["logical"])):
+            ckpt, source = (_in_bnbs_names(one) for one in (ckpt, source))
         with one_torch_thread(source.merged is not None):  # as it was merged, to the bit
             values, errors = _compare_with_source(ckpt, source, document, phases)
             values += _damage(source)
@@ -275,6 +279,15 @@ def _source_named_like(
     return translated_like_output(source, document["names"], _weights(document))
 
 
+def _in_bnbs_names(ckpt: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with its optimizer state in the tensors of bitsandbytes, as one was written
+    for its loader. It stays as it is where its state has no such form, which is then reported."""
+    try:
+        return replace(ckpt, optimizer_reader=ckpt.optimizer_reader.named_as(as_bnb))
+    except CkptmapError:
+        return ckpt
+
+
 def _weights(document: Mapping[str, Any]) -> list[str]:
     """Return the FQNs of the weights of an output."""
     return [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
@@ -298,6 +311,10 @@ def _source_ordered_like(ckpt: Checkpoint, source: Checkpoint) -> Checkpoint:
         return source.with_optimizer_order(order)
     except CkptmapError:
         return source
+
+
+IN_BNBS_NAMES = re.compile(r"optimizer:.*\.state1")
+"""Names of tensors of an output that was written for bitsandbytes' loader."""
 
 
 def _moved(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:

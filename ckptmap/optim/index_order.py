@@ -17,6 +17,7 @@ from ckptmap.core.formatting import counted
 from ckptmap.core.json_text import parse_json
 from ckptmap.errors import SourceError
 from ckptmap.optim.align_order import align_named
+from ckptmap.optim.lowbit_bnb import SCRATCH
 from ckptmap.optim.state import NAMES, PARAMS, Optimizer
 from ckptmap.sharding.reference_model import is_alphabetical
 from ckptmap.tensors import BUFFERS, FLOATING, TensorInfo
@@ -170,14 +171,19 @@ def _folded(name: str) -> str:
 # ------------------------------------------------------------------ what shapes say
 
 
+NO_SHAPE = {"step", *SCRATCH}
+"""State that has a shape of its own for any parameter."""
+
+
 def state_shapes(optimizer: Optimizer) -> dict[str, Shapes]:
     """Return for every parameter the shapes of its state that say something of its own shape.
 
-    The step count is left out, and 0-d tensors if there are others.
+    The step count and the norms that LAMB and LARS of bitsandbytes keep are left out, and 0-d tensors
+    if there are others.
     """
     by_key: dict[str, Shapes] = {}
     for key, tensors in optimizer.tensors.items():
-        shapes = {name: lazy.shape for name, lazy in tensors.items() if name != "step"}
+        shapes = {name: lazy.shape for name, lazy in tensors.items() if name not in NO_SHAPE}
         by_key[key] = {name: shape for name, shape in shapes.items() if shape} or shapes
     return {key: shapes for key, shapes in by_key.items() if shapes}
 

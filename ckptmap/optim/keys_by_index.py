@@ -36,7 +36,8 @@ class ByIndex:
             raise PlanError(
                 "CKM207",
                 f"{ungrouped}: has optimizer state but is in no group, so it has no index",
-                "write it by name with --optimizer-keys fqn",
+                f"if it is tied to another weight, leave it out with --drop optimizer.{ungrouped}, else"
+                " write it by name: --to full --optimizer-keys fqn",
             )
         groups = [
             {**group, PARAMS: [index[fqn] for fqn in group[PARAMS]], NAMES: list(group[PARAMS])}

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from ckptmap.errors import PlanError
+from ckptmap.optim.loader_forms import for_loader
 from ckptmap.optim.optimizer_reader import OptimizerReader
 from ckptmap.optim.select_state import select_state
 from ckptmap.optim.state import KeyForm, Optimizer, Same, key_forms
@@ -77,7 +78,8 @@ def optimizer_state(
 
     kept  it stays in the dict of the source, in its key form
 
-    Raises PlanError CKM201 for an unknown key form, CKM207 for one that the setup cannot hold.
+    Raises PlanError CKM201 for an unknown key form, CKM207 for one that the setup cannot hold, CKM203
+    for state that the optimizer's library could not load from it.
     """
     form, ckpt, options = _key_form(request, kept), request.ckpt, request.options
     selected = select_state(ckpt.optimizer_reader.named(), ckpt, dropped, request.dropped)
@@ -92,6 +94,10 @@ def optimizer_state(
     optimizer, notes = arrange_for_loader(
         selected.optimizer, ckpt, request.setup, sharding, options
     )
+    if form.whole or request.setup.filing is not None:  # the library's own loader will read it
+        who = f"--optimizer-keys {form.name}" if form.whole else request.setup.name
+        optimizer, more = for_loader(optimizer, form.whole, who)
+        notes = [*notes, *more]
     remarks = Remarks(selected.dropped, strangers, notes)
     root = request.ckpt.roles.optimizer_root if kept else None
     return _by_path(form, optimizer, root or ("optimizer",), request.options, remarks)

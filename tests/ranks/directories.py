@@ -4,6 +4,8 @@ python -m tests.ranks.directories accelerate DIR TRUTH KIND   on 2 ranks, FSDP1 
 python -m tests.ranks.directories regroup FROM FILE       step 2, its optimizer in other groups
 python -m tests.ranks.directories run DIR                 a Trainer run of 4 steps, in DIR
 python -m tests.ranks.directories resume DIR FROM         the same, from a checkpoint of step 2
+
+Both take the name of an optimizer of Trainer's after FROM, which is empty for `run`.
 """
 
 from __future__ import annotations
@@ -104,17 +106,21 @@ def same(got: Any, truth: dict[str, Tensor]) -> None:
         assert torch.equal(got[name].cpu(), value), name
 
 
-def trainer(folder: str, source: str | None = None) -> None:
+def trainer(folder: str, source: str = "", optim: str = "") -> None:
     """Losses and learning rates of each step, as JSON."""
+    from transformers.training_args import OptimizerNames
+
     from tests.corpus.writers_directories import fresh_accelerate, trainer
 
     fresh_accelerate()
     made = trainer(Path(folder), steps=4)
-    if source is not None:
+    if optim:
+        made.args.optim = OptimizerNames(optim)
+    if source:
         with torch.no_grad():
             for parameter in made.model.parameters():
                 parameter.zero_()
-    made.train(resume_from_checkpoint=source)
+    made.train(resume_from_checkpoint=source or None)
     kept = ("step", "loss", "grad_norm", "learning_rate")
     log = [{key: e[key] for key in kept} for e in made.state.log_history if "loss" in e]
     (Path(folder) / "losses.json").write_text(json.dumps(log))

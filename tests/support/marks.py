@@ -120,6 +120,7 @@ SLOW = frozenset(
         "operations/test_merge_models.py::test_a_head_that_peft_unties_is_a_tensor_of_its_own",
         "operations/test_verify_beside.py::test_every_value_of_the_trainers_state_is_compared",
         "operations/test_verify_bits.py::test_a_flipped_bit_is_found_wherever_it_is",
+        "optim/test_loader_forms.py",
         "optim/test_lowbit_bnb.py::test_named_and_read_as_it_is_meant",
         "optim/test_optimizer_state.py::test_resumed_run_goes_on_as_if_never_stopped",
         "optim/test_optimizer_state.py::test_trainer_directory",

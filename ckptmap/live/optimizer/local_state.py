@@ -75,6 +75,8 @@ class LocalState:
     """Moments that are stored decoded, since a block of their codes may span two parameters."""
     settings: dict[str, object] = field(default_factory=dict)
     """Settings of this rank that an exact continuation depends on."""
+    notes: list[str] = field(default_factory=list)
+    """What is not saved, for the caller."""
     placements: dict[str, dict[str, object]] = field(default_factory=dict)
     """How optimizer state is placed (see `state_placement`)."""
 
@@ -217,7 +219,8 @@ def hold_optimizer(state: LocalState, param_owners: Sequence[ParamOwner]) -> Non
 
 
 def _hold_entry(state: LocalState, owner: ParamOwner, name: str, value: object) -> None:
-    """Add one entry of a parameter's state, under the FQN of every tensor in it."""
+    """Add one entry of a parameter's state, under the FQN of every tensor in it. One that is tied has the
+    state of its first name, as it has one place in the groups."""
     import torch
 
     codes = codes_of(value)
@@ -237,9 +240,8 @@ def _hold_entry(state: LocalState, owner: ParamOwner, name: str, value: object) 
         for target, views in owner.windows(local_of(value)):
             pieces = [LocalShard(box, view) for box, view in views]
             info = info_of(target.tensor.shape, value)
-            for fqn in target.names:
-                path = (*STATE, fqn, name)
-                state.holdings.append(LocalTensor(path, info, pieces, _primary(target), True))
+            path = (*STATE, target.fqn, name)
+            state.holdings.append(LocalTensor(path, info, pieces, _primary(target), True))
     else:
         state.holdings += [_own_shape_entry(value, path) for path in _paths(owner, name)]
 
@@ -280,7 +282,7 @@ def is_decoded(value: object, owner: ParamOwner) -> TypeGuard[Moment]:
 
 
 def _paths(owner: ParamOwner, name: str) -> list[Path]:
-    return [(*STATE, fqn, name) for target, _ in owner.members for fqn in target.names]
+    return [(*STATE, target.fqn, name) for target, _ in owner.members]
 
 
 def _is_like_param(owner: ParamOwner, value: torch.Tensor) -> bool:

@@ -14,12 +14,14 @@ from ckptmap.live.model import several_models
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import live_forms, logical_info
 from ckptmap.live.model.live_tensor import LiveTensor, device_for, fallback_device, is_dtensor
-from ckptmap.live.optimizer import gradients
+from ckptmap.live.optimizer import gradients, group_objects
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
 from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, is_offloaded, unwrapped
 
 if TYPE_CHECKING:
     import torch
+
+    from ckptmap.live.optimizer.optimizer_types import LiveOptimizer
 
 Settings: TypeAlias = dict[str, Any]
 """Settings of a run by name: plain values, and dicts of them."""
@@ -77,7 +79,7 @@ def describe_optimizer(optimizer: object) -> dict[str, object]:
     settings = {
         "class": cls.__name__,
         "module": cls.__module__,
-        "flags": family.flags(first),
+        "flags": family.flags(first) | _objects(inner),
         "rounds": any(
             family_of(inner_optimizer).rounds(inner_optimizer) for inner_optimizer in inner
         ),
@@ -88,6 +90,12 @@ def describe_optimizer(optimizer: object) -> dict[str, object]:
     if library != "torch":
         settings["library"] = f"{library} {_version(library)}"
     return settings
+
+
+def _objects(optimizers: Sequence[LiveOptimizer]) -> dict[str, object]:
+    """Return the names of objects in the groups, which no checkpoint holds."""
+    named = group_objects.names(group for one in optimizers for group in one.param_groups)
+    return {"objects in groups": named} if named else {}
 
 
 def _version(library: str) -> str:

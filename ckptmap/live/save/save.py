@@ -29,7 +29,6 @@ from ckptmap.live.optimizer.local_state import (
     LocalShard,
     LocalState,
     LocalTensor,
-    ParamOwner,
     hold_model,
     hold_optimizer,
     holds_tensor,
@@ -39,7 +38,7 @@ from ckptmap.live.optimizer.local_state import (
 from ckptmap.live.optimizer.several_optimizers import check_scheduler, one_scheduler
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.options import SaveOptions
-from ckptmap.live.save import extra_values, pending_gradients
+from ckptmap.live.save import extra_values, group_values, pending_gradients
 from ckptmap.live.save.assign_writers import Assigner, Offer, drifted_buffers, offers_of
 from ckptmap.live.save.overlapping_meshes import require_alike
 from ckptmap.live.save.save_handle import SaveHandle, settle_started
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
     import torch
 
     from ckptmap.live.model.several_models import Models
-    from ckptmap.live.optimizer.optimizer_types import ParamGroup
     from ckptmap.live.options import Optimizers, SaveKeywords, Schedulers
 
 WRITE_TIMEOUT_S = 1800.0
@@ -127,7 +125,7 @@ def save(
     def publish() -> tuple[str, ...]:
         with argument_checks.hints_for_python():
             notes = write(layout, copies, target, options.overwrite, writers, options.pace)
-        return (*notes, *_lost(drifted))
+        return (*notes, *held.notes, *_lost(drifted))
 
     return SaveHandle(target, options.step, publish, options.background, begun)
 
@@ -258,7 +256,8 @@ def _held(
         for fqn, kept in flat_lowbit.exact_entries(mine).items():
             _values(held, (*_rank_path(flat_lowbit.KEY, peers), fqn), kept, private=True)
         if peers.rank == 0:
-            _values(held, ("optimizer", "param_groups"), _groups(mine))
+            _values(held, ("optimizer", "param_groups"), group_values.groups(mine))
+            held.notes += group_values.notes(mine)
     _values(held, _rank_path(rng_state.KEY, peers), random_state, private=True)
     _values(held, _rank_path(run_settings.PER_RANK, peers), per_rank, private=True)
     states = {k: m.get_extra_state() for k, m in module_extra_state.getters(model).items()}
@@ -286,22 +285,6 @@ def _hold_states(
 def _rank_path(name: str, peers: RankGroup) -> Path:
     """Return where the values of this rank are saved."""
     return ("extra", name, f"rank{peers.rank}")
-
-
-def _groups(mine: Sequence[ParamOwner]) -> list[ParamGroup]:
-    """Return the parameter groups: hyper-parameters, and `params` by FQN."""
-    groups: dict[int, ParamGroup] = {}
-    for owner in mine:
-        group = owner.part.group
-        known = groups.setdefault(
-            id(group),
-            {
-                **{k: v for k, v in group.items() if k not in ("params", "param_names")},
-                "params": [],
-            },
-        )
-        known["params"] += [target.fqn for target, _ in owner.members]
-    return list(groups.values())
 
 
 def _values(held: LocalState, path: Path, value: object, private: bool = False) -> None:

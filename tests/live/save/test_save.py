@@ -220,6 +220,38 @@ def test_strange_optimizers_and_reserved_names_are_refused(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+def signal() -> float:
+    return 0.5
+
+
+class WithObjects(torch.optim.AdamW):
+    """An imitation of GrokAdamW 0.1.2, which keeps functions, and with them its state, in its groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2)
+        self.param_groups[0]["signal_fns"] = [signal]
+
+
+def test_objects_in_groups(tmp_path: Path) -> None:
+    """Left out with a note: the live optimizer keeps its own. Tensors beside parameters are refused."""
+    model, again = net(0), net(1)
+    optimizer, theirs = WithObjects(model.parameters()), WithObjects(again.parameters())
+    train(model, optimizer, 0, 1)
+    (note,) = ckptmap.save(tmp_path / "out", model, optimizer).wait()
+    assert note.startswith(
+        "optimizer group 0: signal_fns is a list, no plain value, and is not saved"
+    )
+    assert not ckptmap.load(tmp_path / "out", again, theirs, exact=True).inexact
+    assert theirs.param_groups[0]["signal_fns"] == [signal] and not same_state(optimizer, theirs)
+    del theirs.param_groups[0]["signal_fns"]
+    with pytest.raises(LoadError, match=r"objects in groups: was \['signal_fns'\], is None"):
+        ckptmap.load(tmp_path / "out", again, theirs, exact=True)
+    optimizer.param_groups[0]["state"] = {next(model.parameters()): {"exp_avg": torch.ones(3)}}
+    with pytest.raises(LoadError, match="WithObjects keeps tensors in its group's 'state'") as no:
+        ckptmap.save(tmp_path / "no", model, optimizer)
+    assert no.value.code == "CKM508" and not (tmp_path / "no").exists()
+
+
 def test_ranks(tmp_path: Path) -> None:
     """Replicas that drifted, a rank that fails, one save after another: tests/ranks/resume_save.py."""
     run_ranks("tests.ranks.resume_save", 2, [str(tmp_path)], timeout=400)
