@@ -257,14 +257,13 @@ def test_values_too_large_for_fp16(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_form_of_torchao_that_is_not_read(run: Run, tmp_path: Path) -> None:
-    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16)).bfloat16()
-    quantize_(model, Float8WeightOnlyConfig(weight_dtype=torch.float8_e5m2))
-    torch.save(model.state_dict(), tmp_path / "x.pt")
+    made = MXTensor.to_mx(torch.randn(32, 32).bfloat16(), "fp6_e3m2", 32)
+    torch.save({"0.weight": made, "0.bias": torch.ones(32)}, tmp_path / "x.pt")
     code, out, _ = run("plan", "x.pt", "--to", "full")
     assert code == 1 and "unknown class or form, torchao." in out
     assert "weight.dequantize()" in out
-    plain = {"0.weight": model.state_dict()["0.weight"].dequantize()}
+    plain = {"0.weight": made.dequantize()}
     torch.save(plain, tmp_path / "x.pt")
     assert run("plan", "x.pt", "--to", "full")[0] == 0

@@ -460,7 +460,7 @@ def test_gpt2_keeps_its_conv1d_dense_and_loads(tmp_path: Path) -> None:
 
 
 def test_a_class_that_is_not_decoded_moves_with_what_torchao_says_of_it(tmp_path: Path) -> None:
-    """MX here; int4, NVFP4 and what comes likewise: as bytes, metadata included, or not at all."""
+    """MX of 6 bits here; int4 and what comes likewise: as bytes, metadata included, or not at all."""
     from safetensors import safe_open
     from safetensors.torch import save_file
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
@@ -469,7 +469,7 @@ def test_a_class_that_is_not_decoded_moves_with_what_torchao_says_of_it(tmp_path
         unflatten_tensor_state_dict,
     )
 
-    made: Any = MXTensor.to_mx(torch.randn(32, 64).bfloat16(), torch.float8_e4m3fn, 32)
+    made: Any = MXTensor.to_mx(torch.randn(32, 64).bfloat16(), "fp6_e3m2", 32)
     tensors, metadata = flatten_tensor_state_dict({"fc.weight": made, "fc.bias": torch.ones(3)})
     (tmp_path / "in").mkdir()
     save_file(tensors, tmp_path / "in" / "model.safetensors", {**metadata, "format": "pt"})

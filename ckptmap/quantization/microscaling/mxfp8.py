@@ -25,12 +25,15 @@ class Mxfp8Rule:
     largest: ClassVar[float] = 448.0
 
     rounding: str
+    stored: str = "uint8"
+    """The dtype of the stored scale."""
 
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
         exponents = ExponentRule(self.largest, self.rounding).exponents(absmax)
-        return exponents.to(torch.uint8), inverses(exponents)
+        stored = exponents.to(torch.uint8).view(getattr(torch, self.stored))
+        return stored, inverses(exponents)
 
     def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
         values.mul_(operand).clamp_(-self.largest, self.largest)

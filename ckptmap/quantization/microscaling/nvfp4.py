@@ -57,13 +57,17 @@ class Nvfp4(PackedFp4):
 
         return dtype == torch.float32
 
+    def overall(self, parts: Mapping[str, torch.Tensor], grid: Box) -> torch.Tensor:
+        """Return the scale of the tensor, f32, so that it broadcasts against a box of the grid."""
+        return parts[self.global_part].reshape(())
+
     def decoded_scales(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], grid: Box
     ) -> torch.Tensor:
         import torch
 
-        scale = parts["scale"].to(torch.float32)
-        overall = parts[self.global_part].reshape(())
+        scale = parts["scale"].to(torch.float32).view(grid.sizes)
+        overall = self.overall(parts, grid)
         factors = scale / overall if self.divides else scale * overall
         if not bool(factors.isfinite().all()):
             raise SourceError(
@@ -71,7 +75,7 @@ class Nvfp4(PackedFp4):
                 f"scale or {self.global_part}: expected finite scales, found NaN or infinity",
                 "it was quantized from values that were not finite, or it is damaged: copy it again",
             )
-        return factors.view(grid.sizes)
+        return factors
 
     def rule(self) -> Nvfp4Rule:
         """Return the rule by which values become scales and codes."""

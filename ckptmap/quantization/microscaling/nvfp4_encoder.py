@@ -70,6 +70,33 @@ class CompressedTensorsRule:
         return values.to(torch.float32) / (scales.to(torch.float32) / overall).unsqueeze(-1)
 
 
+@dataclass(frozen=True)
+class TorchaoRule:
+    """`nvfp4_quantize` of torchao 0.18 with `per_tensor_amax_to_scale`, in fp32: the scale of the tensor,
+    absmax / (448 * 6), is multiplied. A tensor of zeros, which would divide by 0, has the scale 1."""
+
+    def overall(self, absmax: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        scale = divide(absmax.to(torch.float32), LARGEST_SCALE * e2m1.LARGEST)
+        return torch.where(scale == 0, 1.0, scale)
+
+    def scales(self, absmax: torch.Tensor, overall: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        least = torch.finfo(torch.float8_e4m3fn).tiny
+        scales = divide(absmax.to(torch.float32), e2m1.LARGEST) / overall
+        return scales.clamp(least, LARGEST_SCALE).to(torch.float8_e4m3fn)
+
+    def scaled(
+        self, values: torch.Tensor, scales: torch.Tensor, overall: torch.Tensor
+    ) -> torch.Tensor:
+        import torch
+
+        inverse = (1.0 / overall) / scales.to(torch.float32)
+        return values.to(torch.float32) * inverse.unsqueeze(-1)
+
+
 class Nvfp4Encoder:
     """Encodes block by block, after `look` has seen all values.
 

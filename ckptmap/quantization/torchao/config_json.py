@@ -65,3 +65,20 @@ def float8(dense: Collection[str]) -> Mapping[str, object]:
     }
     quant_type = {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": data}
     return _config(quant_type, dense)
+
+
+def microscaled(kind: str, elements: str, dense: Collection[str]) -> Mapping[str, object]:
+    """Return the config of MXTensor or NVFP4Tensor weights, `kind`, with codes of the dtype `elements`."""
+    if kind == "NVFP4Tensor":
+        only = {"_type": "NVFP4WeightOnlyConfig", "_version": 1}
+        return _config(only | {"_data": {"use_dynamic_per_tensor_scale": True}}, dense)
+    dtype = {"_type": "torch.dtype", "_data": elements}
+    data = {
+        "block_size": 32,
+        "activation_dtype": dtype,
+        "weight_dtype": dtype,
+        "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
+        "scaling_mode": {"_type": "ScaleCalculationMode", "_data": "RCEIL"},
+    }
+    quant_type = {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1, "_data": data}
+    return _config(quant_type, dense)

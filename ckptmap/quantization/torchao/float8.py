@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ckptmap.protocols import Encoding, Refusal
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoFloat8
 from ckptmap.quantization.torchao import config_json as torchao_config
 from ckptmap.quantization.torchao.scheme import TorchaoEncoding, TorchaoScheme
@@ -45,8 +46,31 @@ class Float8Scheme(TorchaoScheme):
         '{"_type": "KernelPreference", "_data": "AUTO"}}'
     )
     codes_dtypes = ("float8_e4m3fn",)
+    left = ("float8_e5m2",)
 
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
     ) -> Mapping[str, object]:
         return torchao_config.float8(dense)
+
+
+@dataclass(frozen=True)
+class Float8E5m2(Float8):
+    """The same with codes in e5m2, which is read only."""
+
+    name: ClassVar[str] = "float8-e5m2"
+    scheme: ClassVar[str] = "float8-e5m2"
+    codes_dtype: ClassVar[str] = "float8_e5m2"
+
+
+class Float8E5m2Scheme(Float8Scheme):
+    """Reads float8 with codes in e5m2."""
+
+    name = "float8-e5m2"
+    suffix = ""
+    made = Float8E5m2
+    codes_dtypes = ("float8_e5m2",)
+    left = ("float8_e4m3fn",)
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        return Refusal("it is read only; choose -float8, which is more exact")
