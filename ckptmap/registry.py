@@ -39,6 +39,7 @@ CONTAINERS = (  # asked in this order: formats with marks of their own before mo
     "ckptmap.formats.meta.reader:Consolidated",
     "ckptmap.formats.megatron.reader:Megatron",
     "ckptmap.formats.rank_files.reader:RankFiles",
+    "ckptmap.formats.gguf.reader:GgufFile",
     "ckptmap.formats.safetensors.format:SafetensorsFile",
     "ckptmap.formats.torch_save.format:TorchZip",
 )
@@ -99,6 +100,7 @@ SCHEMES = (
     "ckptmap.quantization.compressed_tensors.scheme:CompressedFp8",
     "ckptmap.quantization.deepseek_fp8:Fp8Scheme",
     "ckptmap.quantization.microscaling.gpt_oss:GptOssMxfp4",
+    "ckptmap.quantization.gguf.scheme:GgufScheme",
     "ckptmap.quantization.torchao.training_weights:TrainedDense",
     "ckptmap.optim.lowbit_torchao:Adam8bit",
     "ckptmap.optim.lowbit_torchao:Adam4bit",

@@ -232,7 +232,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         with_wrappers = [s for s in setups if s.wrap and s.head in heads]
         fitting = with_wrappers or [s for s in setups if not s.wrap] or setups
         name = fitting[-1].name if fitting else self.index.container
-        return "-".join([name, *(e for e in self.encodings if e != "dense")])
+        encoded = (e.removeprefix(f"{name}-") for e in self.encodings if e != "dense")
+        return "-".join([name, *encoded])
 
     @property
     def shown(self) -> str:

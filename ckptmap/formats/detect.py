@@ -156,7 +156,6 @@ _ORIGINAL = "convert from the original safetensors instead"
 _UNPACK = "unpack it first"
 _BARE = "if you trust it, load it with its own program and torch.save a dict of tensors"
 FOREIGN: tuple[tuple[bytes, str, str], ...] = (
-    (b"GGUF", "a GGUF file of llama.cpp", _ORIGINAL),
     (b"ggjt", "a GGML file of llama.cpp", _ORIGINAL),
     (b"tjgg", "a GGML file of llama.cpp", _ORIGINAL),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it", _PYTORCH),
@@ -255,7 +254,7 @@ MARKS: tuple[tuple[str, str, str], ...] = (
     (r"zero_to_fp32\.py|latest_universal|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "convert it first with its own script: python zero_to_fp32.py . OUT"),
     (r"adapter_config\.json", "a peft adapter without its base weights", "ckptmap merge BASE {} DST"),
     (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; if there is none, the save did not finish: use an earlier checkpoint"),
-    (r".*\.(gguf|ggml)", "GGUF weights", "convert them from the original safetensors"),
+    (r".*\.ggml", "GGML weights", "convert them from the original safetensors"),
     (OTHER_FRAMEWORKS, "a directory of weights of another framework", _PYTORCH),
 )  # fmt: skip
 """A pattern of the whole name of an entry, what a directory with such an entry is, and the next step,

@@ -70,6 +70,8 @@ class InspectReport:
             "setup": ckpt.setup,
             "world_size": ckpt.world_size,
             "wrappers": list(ckpt.wrappers),
+            "about": ckpt.index.about,
+            "metadata": dict(ckpt.index.metadata),
             "names": [t for entry in self.schemes for t in (entry.title, *entry.aliases)],
             "encodings": dict(self._count_by("encoding")),
             "dtypes": dict(self._count_by("dtype")),
@@ -205,6 +207,7 @@ class InspectReport:
         files = counted(len(ckpt.index.files), "file")
         yield "container", f"{ckpt.index.container}, {files}{world}"
         yield "setup", ckpt.setup
+        yield "about", ckpt.index.about
         yield "wrappers", _first_items(list(ckpt.wrappers))
         yield "names", " or ".join(entry.title_with_aliases for entry in self.schemes)
         numel = self.numel()
@@ -217,6 +220,8 @@ class InspectReport:
         yield "other", counted(len(self.other), "tensor") if self.other else ""
         extra = [f"{join(path)} = {_short_text(value)}" for path, value in ckpt.plain.items()]
         yield "extra", _first_items(extra)
+        told = [f"{key} = {value}" for key, value in ckpt.index.metadata.items()]
+        yield "metadata", ", ".join(told)
         for item in ckpt.refused:
             yield "refused", f"{item.key}: {item.reason}"
         for note in self.notes:

@@ -239,6 +239,8 @@ class Index:
     file_of          key of an extra value -> the file that holds this value and nothing else
     keeps_order      tells whether a tensor stands where the saved dict had it; None: the container
                      keeps no order
+    about            what the container says of the model, in one line; "" where it says nothing
+    metadata         what it says besides tensors that is no leaf: key -> value, long ones cut short
     """
 
     container: str
@@ -255,6 +257,8 @@ class Index:
     missing_weights: tuple[str, ...] = ()
     file_of: Mapping[str, str] = field(default_factory=dict)
     keeps_order: Callable[[StoredTensor], bool] | None = None
+    about: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def in_saved_order(stored: StoredTensor) -> bool:

@@ -368,12 +368,6 @@ def test_base_knows_the_names_that_peft_gives(dense: Path, tmp_path: Path) -> No
     same(found[adapter], state[adapter].bfloat16())
 
 
-def test_a_gguf_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(60))
-    with refused(SourceError, "CKM101", match="is a GGUF file"):
-        ckptmap.open(tmp_path / "m.gguf")
-
-
 def test_logits_survive_the_way_through_a_distributed_checkpoint(
     dense: Path, tmp_path: Path
 ) -> None:

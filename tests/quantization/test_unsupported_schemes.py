@@ -171,11 +171,6 @@ def test_what_other_libraries_write(name: str, tmp_path: Path) -> None:
         assert config["quantization_config"] == {"quant_method": "x"}
 
 
-def test_a_gguf_file_is_named() -> None:
-    with pytest.raises(ckptmap.CkptmapError, match=r"q8_0\.gguf: is a GGUF file of llama\.cpp"):
-        ckptmap.open(GOLDEN_FILES / "q8_0.gguf")
-
-
 def test_two_scales_of_modelopt() -> None:
     names = {"weight": "uint8", "weight_scale": "float8_e4m3fn", "weight_scale_2": "float32",
              "input_scale": "float32", "bias": "bfloat16"}  # fmt: skip

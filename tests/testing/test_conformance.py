@@ -32,6 +32,7 @@ from ckptmap.testing.images import image
 from ckptmap.testing.key_forms import plain
 from ckptmap.testing.parts import stored
 from ckptmap.testing.samples import bits
+from tests.support.gguf_files import write as write_gguf
 from tests.support.mapping_state import state_of
 from tests.support.parallel_writers import (
     LLAMA_PARAMS,
@@ -103,7 +104,17 @@ def save_torch_dist(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
     return write_torch_dist(folder / "dist", tensors)
 
 
+def save_gguf(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    """Leave in `tensors` what GGUF and numpy can hold, and write that."""
+    kinds = {torch.float32: "F32", torch.int64: "I64"}
+    for name in [name for name, tensor in tensors.items() if tensor.dtype not in kinds]:
+        del tensors[name]
+    held = {name: (kinds[tensor.dtype], tensor.numpy()) for name, tensor in tensors.items()}
+    return write_gguf(folder / "some.gguf", held)
+
+
 ONLY_READ = {
+    "gguf": save_gguf,
     "safetensors": save_safetensors,
     "hf-bin": save_bins,
     "consolidated": save_consolidated,

@@ -1,0 +1,107 @@
+"""Open GGUF files, the format of llama.cpp, as a checkpoint: tensors by name, from headers alone.
+
+A tensor of codes and scales is stored bytes and a record, `{"scheme": "gguf", "type": "Q4_K", ...}`, by which
+`quantization.gguf` decodes it. Its type is not decoded here: it is an opaque leaf, which a plan refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path as FilePath
+
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.tensor_columns import Extents, PlainTensors
+from ckptmap.formats.gguf.header import MAGIC, GgufHeader, GgufTensor, parse
+from ckptmap.formats.gguf.metadata import about, listed
+from ckptmap.formats.gguf.splits import check_splits, files_of, is_split_set
+from ckptmap.protocols import Index, Place
+from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.files import Files
+from ckptmap.tensors import Leaf, Opaque, Path, TensorInfo
+
+VALUES = "float32"
+"""The dtype of decoded values, as ggml computes them."""
+
+
+class GgufFile:
+    """Reads one GGUF file, or all files of a split model."""
+
+    name = "gguf"
+
+    def claims(self, place: Place) -> bool:
+        """Return True for a file that begins with GGUF, and a directory of the files of one split model."""
+        if place.is_dir:
+            return is_split_set(place.names)
+        return place.head.startswith(MAGIC)
+
+    def index(self, place: Place) -> Index:
+        """Return the tensors, the records of those that are encoded, and notes on the metadata.
+
+        Raise SourceError CKM101, CKM104 and CKM119 as `header.parse` does, CKM108 for split files that are
+        missing or of different models.
+        """
+        headers = headers_of(place.path, place.is_dir, place.names, place.mounts)
+        with paused_gc():
+            entries = [entry for header in headers for entry in header.tensors]
+            return Index(
+                self.name,
+                _leaves(headers),
+                tuple(header.file for header in headers),
+                records={
+                    e.name: _record(e) for e in entries if not e.type.dtype and e.type.decoded
+                },
+                about=about(headers[0]),
+                metadata=listed(headers[0]),
+            )
+
+
+def headers_of(path: str, is_dir: bool, names: Sequence[str], mounts: Mounts) -> list[GgufHeader]:
+    """Return the headers of the model's files, in order. Raise as `GgufFile.index` does."""
+    given = FilePath(path).absolute()
+    if is_dir:
+        given /= next(name for name in names if name.endswith(".gguf"))
+    files = Files(mounts=mounts)
+    try:
+        headers = [parse(files, file) for file in files_of(given)]
+    finally:
+        files.close()
+    check_splits(headers)
+    return headers
+
+
+def _leaves(headers: Sequence[GgufHeader]) -> PlainTensors | dict[Path, Leaf]:
+    placed = [(entry, header.file) for header in headers for entry in header.tensors]
+    kept = [(entry, file) for entry, file in placed if entry.type.dtype or entry.type.decoded]
+    infos: dict[TensorInfo, TensorInfo] = {}
+    stored = [_stored(entry) for entry, _ in kept]
+    tensors = PlainTensors(
+        [entry.name for entry, _ in kept],
+        [infos.setdefault(info, info) for info in stored],
+        Extents([file for _, file in kept], [e.offset for e, _ in kept], [None] * len(kept)),
+    )
+    if len(kept) == len(placed):
+        return tensors
+    undecoded: dict[Path, Leaf] = {
+        (entry.name,): Opaque("ggml", entry.type.name, info=TensorInfo(entry.shape, VALUES))
+        for entry, _ in placed
+        if not entry.type.dtype and not entry.type.decoded
+    }
+    return {**dict(tensors.items()), **undecoded}
+
+
+def _stored(entry: GgufTensor) -> TensorInfo:
+    """Return shape and dtype of the bytes of a tensor as they lie in the file."""
+    if entry.type.dtype:
+        return TensorInfo(entry.shape, entry.type.dtype)
+    *rows, width = entry.shape
+    return TensorInfo((*rows, width // entry.type.numel * entry.type.nbytes), "uint8")
+
+
+def _record(entry: GgufTensor) -> dict[str, object]:
+    return {
+        "scheme": "gguf",
+        "version": 1,
+        "type": entry.type.name,
+        "shape": list(entry.shape),
+        "dtype": VALUES,
+    }

@@ -1,0 +1,65 @@
+"""The files of a model that is split: `name-00001-of-00003.gguf`, each with a header of its own.
+
+The first has the metadata, the others `split.no` and the tensors that lie in them. Source: llama.cpp,
+tools/gguf-split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckptmap.errors import SourceError
+from ckptmap.formats.gguf.header import GgufHeader
+from ckptmap.storage.safe_names import blobs_of, inside, is_file
+
+NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+COUNT, NUMBER = "split.count", "split.no"
+WHOLE = "copy or download all of its files into one directory"
+
+
+def is_split_set(names: Sequence[str]) -> bool:
+    """Return whether the GGUF files of a directory are those of one split model, all or some of them."""
+    files = [name for name in names if name.endswith(".gguf")]
+    matches = [match for match in map(NAME.fullmatch, files) if match]
+    return bool(files) and len(matches) == len(files) and len({m["stem"] + m["count"] for m in matches}) == 1  # fmt: skip
+
+
+def files_of(path: Path) -> list[str]:
+    """Return the paths of all files of a model, of which one is given, in order.
+
+    Raise SourceError CKM108 where one is missing, CKM116 where a link leads out of the directory.
+    """
+    match = NAME.fullmatch(path.name)
+    if match is None or int(match["count"]) < 2:
+        return [str(path)]
+    count, root = int(match["count"]), str(path.parent)
+    names = [f"{match['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    missing = [name for name in names if not is_file(path.parent / name)]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise SourceError(
+            "CKM108", f"{root}: of {count} files of a GGUF model, {missing[0]!r}{more} is missing", WHOLE
+        )  # fmt: skip
+    return [inside(root, name, root, blobs_of(root)) for name in names]
+
+
+def check_splits(headers: Sequence[GgufHeader]) -> None:
+    """Raise SourceError CKM108 where the headers are not of one split model, in order, or a tensor is twice."""
+    homes: dict[str, str] = {}
+    for number, header in enumerate(headers):
+        count, here = header.count(COUNT) or 1, header.count(NUMBER) or 0
+        if (count, here) != (len(headers), number):
+            raise SourceError(
+                "CKM108",
+                f"{header.file}: states that it is file {here + 1} of {count}, expected"
+                f" {number + 1} of {len(headers)}, as its name says",
+                WHOLE if count > 1 else "give it the name that it had",
+            )
+        for entry in header.tensors:
+            if entry.name in homes:
+                raise SourceError(
+                    "CKM108", f"{header.file}: tensor {entry.name[:80]!r} lies in {homes[entry.name]}, too", WHOLE
+                )  # fmt: skip
+            homes[entry.name] = header.file

@@ -1,0 +1,103 @@
+"""Weights in blocks of ggml: codes and scales of a block lie together, and blocks run along rows.
+
+    w [.., rows, width] f32  ->  "" u8 [.., rows, width / values of a block * bytes of a block]
+
+Values are fp32, as ggml and `gguf.quants.dequantize` compute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptmap.formats.gguf.block_types import BY_NAME, BlockType
+from ckptmap.protocols import Encoder, Refusal
+from ckptmap.quantization.gguf import decoders
+from ckptmap.tensors import Box, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEME = "gguf"
+VALUES = "float32"
+
+
+@dataclass(frozen=True)
+class GgufBlocks:
+    """The encoding of one tensor; `kind` is the name of its type: "Q4_K"."""
+
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return f"gguf-{self.kind.lower()}"
+
+    @property
+    def type(self) -> BlockType:
+        return BY_NAME[self.kind]
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        if info.dtype != VALUES:
+            return Refusal(f"holds {VALUES}, found {info.dtype}")
+        if not info.shape or info.shape[-1] % self.type.numel:
+            return Refusal(
+                f"has blocks of {self.type.numel}, which do not divide rows of shape {list(info.shape)}"
+            )
+        *rows, width = info.shape
+        return {
+            "": TensorInfo((*rows, width // self.type.numel * self.type.nbytes), "uint8"),
+        }
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        """Return the whole blocks that the box touches."""
+        low, high = self._blocks(box)
+        *at, _ = box.offsets
+        *rows, _ = box.sizes
+        nbytes = self.type.nbytes
+        return Box((*at, low * nbytes), (*rows, (high - low) * nbytes))
+
+    def _blocks(self, box: Box) -> tuple[int, int]:
+        """Return the first block of each row that the box touches, and the one after the last."""
+        if not box.numel:
+            return 0, 0
+        numel, first = self.type.numel, box.offsets[-1]
+        return first // numel, -(-(first + box.sizes[-1]) // numel)
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        """Decode any box; one that begins or ends inside of a block row by row, in whole blocks."""
+        import torch
+
+        if not box.numel:
+            return
+        numel = self.type.numel
+        low, high = self._blocks(box)
+        blocks = parts[""].reshape(-1, high - low, self.type.nbytes)
+        skip, width = box.offsets[-1] - low * numel, box.sizes[-1]
+        if width == (high - low) * numel and out.is_contiguous() and out.dtype == torch.float32:
+            decoders.decode(self.kind, blocks.flatten(0, 1), out.view(-1, numel))
+            return
+        rows = out.reshape(-1, width) if out.is_contiguous() else None
+        made = torch.empty(len(blocks), width, dtype=out.dtype, device=out.device)
+        target = made if rows is None else rows
+        step = max(1, decoders.CHUNK_NUMEL // ((high - low) * numel))
+        for first in range(0, len(blocks), step):
+            some = blocks[first : first + step]
+            room = torch.empty(some.shape[0] * (high - low), numel, device=out.device)
+            decoders.decode(self.kind, some.flatten(0, 1), room)
+            target[first : first + step] = room.view(len(some), -1).narrow(1, skip, width)
+        if rows is None:
+            out.copy_(made.view(out.shape))
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        raise NotImplementedError(f"{self.name} is decoded only")
+
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
+        return record(self.kind, info.shape)
+
+
+def record(kind: str, shape: tuple[int, ...]) -> dict[str, object]:
+    """Return the record of a tensor of a type, by which its bytes are read again."""
+    return {"scheme": SCHEME, "version": 1, "type": kind, "shape": list(shape), "dtype": VALUES}

@@ -1,0 +1,64 @@
+"""Recognize tensors in blocks of ggml by their records, which the reader of GGUF files makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.quantization.blockwise.group_checks import (
+    DAMAGED,
+    check_parts,
+    malformed,
+    read_sizes,
+)
+from ckptmap.quantization.gguf.decoders import DECODERS
+from ckptmap.quantization.gguf.encoding import SCHEME, VALUES, GgufBlocks
+from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
+
+
+class GgufScheme:
+    """Reads every type of ggml that the `gguf` package decodes. It is no target."""
+
+    name = SCHEME
+    suffix = ""
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+    ) -> list[Found]:
+        """Return a group for each record. Raise SourceError CKM115 where it and the bytes do not fit."""
+        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        if not mine:
+            return []
+        forms = WeightForms(stored)
+        return [
+            forms.group(fqn, partial(_group, fqn, record), repr(record))
+            for fqn, record in mine.items()
+        ]
+
+    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
+        return None
+
+    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        return None
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        return Refusal("GGUF's types are decoded here, and not written")
+
+
+def _group(fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]) -> Found:
+    kind = str(record.get("type"))
+    if record.get("version") != 1 or record.get("dtype") != VALUES or kind not in DECODERS:
+        raise malformed(
+            fqn,
+            f"gguf record {str(dict(record))[:120]!r}, expected version 1, {VALUES} and a type such as Q4_K",
+            DAMAGED,
+        )
+    info = TensorInfo(read_sizes(fqn, record.get("shape"), "gguf record: shape"), VALUES)
+    encoding = GgufBlocks(kind)
+    expected = encoding.parts(info)
+    if isinstance(expected, Refusal):
+        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
+    parts = check_parts(fqn, encoding.name, expected, {"": stored.get(fqn)})
+    return Group(fqn, info, encoding, parts), (fqn,)
