@@ -141,6 +141,7 @@ OPTIMIZER_FAMILIES = (  # of live optimizers, asked in this order: the last one 
     "ckptmap.live.optimizer.torch_optim:TorchAdam",
     "ckptmap.live.optimizer.torch_optim:TorchSgd",
     "ckptmap.live.optimizer.torch_optim:TorchAdafactor",
+    "ckptmap.live.optimizer.lbfgs:TorchLbfgs",
     "ckptmap.live.optimizer.any_optimizer:AnyOptimizer",
 )
 GROUPS = (

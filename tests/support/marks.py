@@ -66,6 +66,7 @@ SLOW = frozenset(
         "live/model/test_peft.py::test_bitsandbytes_base",
         "live/optimizer/test_cpu_offload.py::test_it_goes_on_bit_for_bit",
         "live/optimizer/test_optimizer_pairs.py",
+        "live/optimizer/test_lbfgs.py::test_it_goes_on_bit_for_bit",
         "live/optimizer/test_resume_exact.py",
         "live/save/test_pending_gradients.py",
         "live/manager/test_manager_faults.py::test_two_processes_on_one_root",

@@ -19,7 +19,7 @@ from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.stateful import SavedStates, Stateful
-from ckptmap.live.optimizer import flat_lowbit, gradients, run_settings
+from ckptmap.live.optimizer import flat_lowbit, gradients, lbfgs, run_settings
 from ckptmap.live.optimizer.param_groups import load_scheduler
 from ckptmap.live.optimizer.state_matcher import StatePlan
 from ckptmap.live.optimizer.unwrap import unwrapped
@@ -61,7 +61,7 @@ class Continuation:
         self._scheduler_state = _pop_scheduler_state(everything)
         self._takers = module_extra_state.setters(model)
         self._states = module_extra_state.recorded(checkpoint)
-        for key in (rng_state.KEY, flat_lowbit.KEY):
+        for key in (rng_state.KEY, flat_lowbit.KEY, lbfgs.KEY):
             everything.pop(key, None)
         self._per_rank = self._own_extra(_pop_dict(everything, run_settings.PER_RANK))
         everything.pop(gradients.PENDING, None)

@@ -26,6 +26,7 @@ MARKS = {
     "alpha": "RMSprop",
     "lr_decay": "Adagrad",
     "momentum": "SGD",
+    "history_size": "LBFGS",
 }
 """Hyper-parameter -> the algorithm that it identifies, where there is no state."""
 MUON = {"ns_steps", "ns_coefficients"}

@@ -247,8 +247,7 @@ def _hold_entry(state: LocalState, owner: ParamOwner, name: str, value: object) 
 
 
 def _refuse_nested(owner: ParamOwner, name: str, value: object) -> None:
-    """Raise LoadError CKM508 for a list or dict of tensors: LBFGS keeps directions over all parameters
-    under the name of the first."""
+    """Raise LoadError CKM508 for a list or dict of tensors, whose shapes do not tell what they belong to."""
     if holds_tensor(value):
         kind = type(owner.part.optimizer).__name__
         raise LoadError(

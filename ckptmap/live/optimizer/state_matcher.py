@@ -12,7 +12,7 @@ from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
 from ckptmap.live.model.load_report import StateReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.tensor_reader import TensorReader
-from ckptmap.live.optimizer import flat_lowbit, state_placement
+from ckptmap.live.optimizer import flat_lowbit, lbfgs, state_placement
 from ckptmap.live.optimizer.local_state import ParamOwner, owners
 from ckptmap.live.optimizer.param_groups import ParamGroups
 from ckptmap.live.optimizer.param_order_check import refuse_other_order
@@ -127,6 +127,9 @@ class StateMatcher:
             family = owner.part.family
             sources = [family.named(self._source(target, used)) for target, _ in owner.members]
             self._decide(owner, sources, groups, grouped_fqns)
+        vectors = lbfgs.Loading(self._checkpoint, self._owners)
+        plan.steps.append(lambda reader: plan.notes.loaded.extend(vectors.run()))
+        plan.missing += vectors.lacking
         plan.unexpected = [fqn for fqn in (*self._tensors, *self._values) if fqn not in used]
         plan.unexpected = list(dict.fromkeys(plan.unexpected))
         plan.settings = [*self._by_order(), *groups.settings, *plan.settings]

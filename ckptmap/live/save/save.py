@@ -24,7 +24,7 @@ from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
-from ckptmap.live.optimizer import flat_lowbit, gradients, run_settings, state_placement
+from ckptmap.live.optimizer import flat_lowbit, gradients, lbfgs, run_settings, state_placement
 from ckptmap.live.optimizer.local_state import (
     LocalShard,
     LocalState,
@@ -61,6 +61,7 @@ OWN_NAMES = frozenset(
     {
         run_settings.KEY, rng_state.KEY, flat_lowbit.KEY, module_extra_state.KEY, "scheduler",
         run_settings.PER_RANK, gradients.PENDING, stateful.KEY,
+        lbfgs.KEY,
     }
 )  # fmt: skip
 """Names among the extra values that ckptmap uses itself."""
@@ -255,9 +256,12 @@ def _held(
         held.placements = state_placement.described(mine)
         for fqn, kept in flat_lowbit.exact_entries(mine).items():
             _values(held, (*_rank_path(flat_lowbit.KEY, peers), fqn), kept, private=True)
+        vectors = lbfgs.held(mine)
         if peers.rank == 0:
             _values(held, ("optimizer", "param_groups"), group_values.groups(mine))
             held.notes += group_values.notes(mine)
+            for fqn, of_all in vectors.items():
+                _values(held, ("extra", lbfgs.KEY, fqn), of_all)
     _values(held, _rank_path(rng_state.KEY, peers), random_state, private=True)
     _values(held, _rank_path(run_settings.PER_RANK, peers), per_rank, private=True)
     states = {k: m.get_extra_state() for k, m in module_extra_state.getters(model).items()}

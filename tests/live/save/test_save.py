@@ -206,10 +206,10 @@ def test_strange_optimizers_and_reserved_names_are_refused(tmp_path: Path) -> No
         ckptmap.save(tmp_path / "out", model, extra={"deep": [torch.eye(2).to_sparse()]})
     with pytest.raises(ArgumentError, match=r"extra\.none: is a Tensor, .* on meta"):
         ckptmap.save(tmp_path / "out", model, extra={"none": torch.empty(2, device="meta")})
-    lbfgs = torch.optim.LBFGS(model.parameters())
-    lbfgs.state[model.embed.weight]["old_dirs"] = [torch.ones(2)]
-    with pytest.raises(LoadError, match=r"LBFGS keeps old_dirs of embed\.weight as a list") as no:
-        ckptmap.save(tmp_path / "out", model, lbfgs)
+    listing = torch.optim.SGD(model.parameters())
+    listing.state[model.embed.weight]["old"] = [torch.ones(2)]
+    with pytest.raises(LoadError, match=r"SGD keeps old of embed\.weight as a list") as no:
+        ckptmap.save(tmp_path / "out", model, listing)
     assert no.value.code == "CKM508" and "torch.save" in no.value.hint
     with pytest.raises(ValueError, match="replicas='all'"):
         ckptmap.save(tmp_path / "out", model, replicas="all")
