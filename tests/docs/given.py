@@ -117,6 +117,7 @@ GIVEN: Mapping[str, Mapping[str, Make]] = {
     "recipes/meta-and-megatron.md": BASE,
     "recipes/merge-lora.md": {"adapter": lora},
     "recipes/checkpoint-manager.md": {},
+    "recipes/rounding-any-world.md": {},
     "recipes/hub.md": {},
     "recipes/mapping-file.md": BASE,
     "recipes/container.md": {"plain.pt": training_script, "examples": examples},

@@ -23,6 +23,7 @@ from ckptmap.live.optimizer import flat_lowbit, gradients, lbfgs, run_settings
 from ckptmap.live.optimizer.param_groups import load_scheduler
 from ckptmap.live.optimizer.state_matcher import StatePlan
 from ckptmap.live.optimizer.unwrap import unwrapped
+from ckptmap.live.rounding.continuing import RoundingContinuation
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,8 @@ class Continuation:
         everything = nest(module_extra_state.without(values, checkpoint))
         self._saved = _pop_dict(everything, run_settings.KEY)
         self._scheduler_state = _pop_scheduler_state(everything)
+        self._rounding = RoundingContinuation()
+        self._rounding_note = ""
         self._takers = module_extra_state.setters(model)
         self._states = module_extra_state.recorded(checkpoint)
         for key in (rng_state.KEY, flat_lowbit.KEY, lbfgs.KEY):
@@ -94,7 +97,11 @@ class Continuation:
     def judge(self, plan: LoadPlan, state: StatePlan | None, precision: str) -> None:
         """Collect the reasons why training would not go on bit for bit."""
         self._live["layout"] = run_settings.layout_digest(self._targets, plan.becomes)
-        self.inexact += self._changed_settings()
+        own = self._own(self._saved)
+        self._rounding = RoundingContinuation.of(self._optimizer, own, self._live)
+        self._rounding_note = self._rounding.note()
+        self.inexact += self._changed_settings(own)
+        self.inexact += self._rounding.reasons([] if state is None else state.other_blocks)
         self.inexact += _changed_weights(plan)
         if self._saved.get("decoded") and not (state is not None and state.kept):
             self.inexact.append("codes of moments were decoded when it was saved")
@@ -112,14 +119,14 @@ class Continuation:
         ]
         self.inexact += [f"no state of {name!r}" for name in self._stateful.absent(self._objects)]
 
-    def _changed_settings(self) -> Iterator[str]:
+    def _changed_settings(self, own: Mapping[str, object]) -> Iterator[str]:
         """Yield the settings of the run that differ from the recorded ones."""
         if self._saved:
-            yield from run_settings.differences(self._own(self._saved), self._live)
+            yield from run_settings.differences(own, self._live, self._rounding.settled)
         else:
             yield "the checkpoint records no settings: ckptmap.save did not write it"
-        if isinstance(own := self._saved.get("buffers"), list) and own:
-            yield f"each rank had its own of {counted(len(own), 'buffer')}, one was saved"
+        if isinstance(drifted := self._saved.get("buffers"), list) and drifted:
+            yield f"each rank had its own of {counted(len(drifted), 'buffer')}, one was saved"
         if text := self._saved.get(run_settings.WITHOUT):
             yield f"gradients of an accumulation were left out when it was saved ({text})"
         yield from (f"gradient of {name}" for name in self.gradients.left)
@@ -140,7 +147,7 @@ class Continuation:
         "recorded" and no state is recorded for this rank."""
         own = rng_state.recorded(self._checkpoint.other, self._checkpoint.plain, self._rank)
         fits = bool(own) and self._saved.get("world_size") == self._live["world_size"]
-        if not fits and wanted != "leave":
+        if not fits and wanted != "leave" and not self._rounding.goes_on_elsewhere:
             self.inexact.append("no random streams are recorded for this rank and world size")
         rounds = bool((self._live.get("optimizer") or {}).get("rounds"))
         if wanted in ("recorded", "auto") and fits:
@@ -181,8 +188,9 @@ class Continuation:
     # ------------------------------------------------------------------ after
 
     def finish(self) -> None:
-        """Restore modules' extra state, the scheduler, and last the random streams: the steps before
-        may draw random numbers."""
+        """Restore the seed of rounding, modules' extra state, the scheduler, and last the random streams:
+        the steps before may draw random numbers."""
+        self._rounding.finish()
         for name, module in self._takers.items():
             if name in self._states:
                 module.set_extra_state(_read(self._states[name]))
@@ -208,6 +216,7 @@ class Continuation:
             state=None if state is None else state.report(), streams=self._streams_note,
             inexact=tuple(self.inexact), step=step if isinstance(step, int) else None, extra=extra,
             extra_per_rank=per_rank, gradients=tuple(self.gradients.names),
+            rounding=self._rounding_note,
         )  # fmt: skip
 
 

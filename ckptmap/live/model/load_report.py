@@ -147,6 +147,7 @@ class LoadReport(ShortRepr):
     left_on_meta  names of tensors without data: non-persistent buffers, and what was not loaded
     state         what became of the optimizer's state; None: no optimizer was given
     streams       random streams: "restored", "left as they are", or how they were made anew
+    rounding      stochastic rounding by position, and its seed; empty: the optimizer has none
     inexact       reasons why training does not go on bit for bit; empty: it does
     step, extra   the arguments of `ckptmap.save`
     extra_per_rank  that of the rank of the same number, where as many ranks saved; else empty
@@ -183,6 +184,7 @@ class LoadReport(ShortRepr):
     skipped: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     source: SourceCheck = field(default_factory=SourceCheck)
+    rounding: str = ""
 
     def _listed(self) -> Iterator[tuple[str, str]]:
         """Yield a title with the count and the first names of each kind that there is."""
@@ -209,7 +211,8 @@ class LoadReport(ShortRepr):
 
         facts = [("names", self.names), *self._listed()]
         facts += [("", line) for line in self.state.lines()] if self.state is not None else []
-        facts += [("random streams", self.streams), ("not bit for bit", listed(self.inexact))]
+        facts += [("random streams", self.streams), ("stochastic rounding", self.rounding)]
+        facts += [("not bit for bit", listed(self.inexact))]
         return card(f"loaded {len(self.loaded)} tensors", facts)
 
     def __str__(self) -> str:
@@ -220,6 +223,8 @@ class LoadReport(ShortRepr):
         lines += self.state.lines() if self.state is not None else []
         if self.streams:
             lines.append(f"random streams: {self.streams}")
+        if self.rounding:
+            lines.append(f"stochastic rounding: {self.rounding}")
         if self.inexact:
             lines.append(f"not bit for bit: {listed(self.inexact)}")
         if self.source.unchecked:

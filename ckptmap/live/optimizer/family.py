@@ -110,7 +110,7 @@ class OptimizerFamily:
         return {}
 
     def rounds(self, optimizer: Any) -> bool:
-        """Return whether the optimizer rounds stochastically."""
+        """Return whether the optimizer rounds stochastically, with bits of the random generators."""
         return False
 
     def entries(self, state: Mapping[str, object]) -> dict[str, object]:

@@ -22,14 +22,18 @@ PENDING = "gradients"
 REDUCED = "reduced"
 """Key of those below it that are averaged over ranks already."""
 
+AVERAGED = "averaged by"
+PRECISION = "mixed precision"
+"""Names of settings."""
+
 
 def described(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, object]:
     """Return the settings as plain values."""
     import torch
 
     return {
-        "averaged by": _averagers(model),
-        "mixed precision": sorted({text for m in model.modules() for text in _policies(m)}),
+        AVERAGED: _averagers(model),
+        PRECISION: sorted({text for m in model.modules() for text in _policies(m)}),
         "parameters that are trained": _trained(targets),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
     }

@@ -7,7 +7,7 @@ how every tensor is cut. `save` records them, and `load` compares them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptmap.live.model import several_models
@@ -17,6 +17,7 @@ from ckptmap.live.model.live_tensor import LiveTensor, device_for, fallback_devi
 from ckptmap.live.optimizer import gradients, group_objects
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
 from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, is_offloaded, unwrapped
+from ckptmap.live.rounding import record as rounding
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +87,8 @@ def describe_optimizer(optimizer: object) -> dict[str, object]:
     }
     if is_offloaded(outer):
         settings["inner"] = type(first).__name__
+    if (installed := rounding.record_of(first)) is not None:
+        settings["rounding"] = rounding.described(installed)
     library = cls.__module__.split(".")[0]
     if library != "torch":
         settings["library"] = f"{library} {_version(library)}"
@@ -173,8 +176,11 @@ def _stance() -> str:
 # ------------------------------------------------------------------------------- compared
 
 
-def differences(saved: Mapping[str, Any], live: Settings) -> list[str]:
-    """Return a phrase for every setting that differs: its name, the recorded value, the live value."""
+def differences(
+    saved: Mapping[str, Any], live: Settings, settled: Collection[str] = ()
+) -> list[str]:
+    """Return a phrase for every setting that differs: its name, the recorded value, the live value. Those
+    in `settled` may differ."""
     phrases = []
     titles = {
         "world_size": "world size", "mesh": "mesh", "layout": "how tensors are cut",
@@ -182,11 +188,12 @@ def differences(saved: Mapping[str, Any], live: Settings) -> list[str]:
         several_models.KEY: "models",
     }  # fmt: skip
     for key, title in titles.items():
-        if key in saved and saved[key] != live.get(key):
+        if key not in settled and key in saved and saved[key] != live.get(key):
             phrases.append(_phrase(title, saved[key], live.get(key)))
     phrases += _differing_entries("compile mode", saved.get("compile"), live.get("compile"))
     if "gradients" in saved:
-        phrases += _differing_entries("gradients", saved["gradients"], live.get("gradients"))
+        gradients_of = (_gradients(run.get("gradients") or {}, settled) for run in (saved, live))
+        phrases += _differing_entries("gradients", *gradients_of)
     if live.get("optimizer") is not None:
         phrases += _of_optimizer("optimizer", saved.get("optimizer") or {}, live["optimizer"])
     return phrases
@@ -197,15 +204,36 @@ def _of_optimizer(title: str, saved: Settings, live: Settings) -> list[str]:
     several, now = (each.get("several") or {} for each in (saved, live))
     if several.keys() != now.keys():
         return [_phrase(f"{title}s", sorted(several) or "one", sorted(now) or "one")]
-    phrases = [
+    phrases = _differing_rounding(title, saved, live)
+    phrases += [
         _phrase(f"{title} {key}", saved.get(key), live.get(key))
-        for key in ("class", "inner", "library", "rounds")
+        for key in ("class", "inner", "library")
         if saved.get(key) != live.get(key)
     ]
     phrases += _differing_entries(title, saved.get("flags"), live.get("flags"))
     for name, one in now.items():
         phrases += _of_optimizer(f"{title} {name!r}", several[name], one)
     return phrases
+
+
+def _gradients(settings: Settings, settled: Collection[str]) -> Settings:
+    """Return the settings of gradients that must be equal. Where the wrappers that average may differ, so
+    may the dtype in which they do."""
+    kept = {name: value for name, value in settings.items() if name not in settled}
+    if gradients.AVERAGED in settled:
+        texts = settings.get(gradients.PRECISION) or ()
+        policies = (str(text).split(" ") for text in texts)
+        bare = {
+            " ".join(w for w in words if not w.startswith("reduce_dtype=")) for words in policies
+        }
+        kept[gradients.PRECISION] = sorted(bare - {""})
+    return kept
+
+
+def _differing_rounding(title: str, saved: Settings, live: Settings) -> list[str]:
+    """Return whether random bits of rounding come from elsewhere than they did. A seed is restored."""
+    was, is_now = (rounding.how(run) for run in (saved, live))
+    return [] if was == is_now else [_phrase(f"{title} rounds", was, is_now)]
 
 
 def _differing_entries(title: str, saved: Settings | None, live: Settings | None) -> list[str]:

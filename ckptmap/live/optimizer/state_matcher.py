@@ -19,6 +19,7 @@ from ckptmap.live.optimizer.param_order_check import refuse_other_order
 from ckptmap.live.optimizer.state_loader import Policy, StateLoader, StateNotes
 from ckptmap.live.optimizer.stored_state import Source, derivation, step_of
 from ckptmap.live.optimizer.unwrap import each_of, is_offloaded, unwrapped
+from ckptmap.live.rounding.carried import has_other_blocks
 from ckptmap.optim.lowbit import LowBit
 from ckptmap.optim.optimizer_reader import AS_GIVEN, BY_GROUPS
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -30,6 +31,9 @@ class StatePlan:
 
     lossy  entries that cannot be loaded bit for bit, and why
     kept   True: every entry that was saved decoded is loaded from its own codes
+    other_blocks
+           moments of an optimizer that rounds by position, which another number of ranks would have in
+           other blocks
     """
 
     steps: list[Callable[[TensorReader], None]] = field(default_factory=list)
@@ -41,6 +45,7 @@ class StatePlan:
     settings: list[str] = field(default_factory=list)
     choices: list[str] = field(default_factory=list)
     kept: bool = False
+    other_blocks: list[str] = field(default_factory=list)
 
     def refuse(self, path: str, strict: bool) -> None:
         """Raise LoadError for state that must not be loaded: CKM502 where shapes differ, CKM506 where
@@ -232,6 +237,8 @@ class StateMatcher:
                 dtype = str(family.dtype_of(owner.part, name)).removeprefix("torch.")
                 if not isinstance(lazy, LazyTensor):
                     self._plan.lossy.append(f"{target.fqn}.{name}: derived")
+                elif has_other_blocks(owner.part, target, name, lazy):
+                    self._plan.other_blocks.append(f"{target.fqn}.{name}")
                 elif not family.mixed and (lazy.encoding != "dense" or lazy.dtype != dtype):
                     self._plan.lossy.append(f"{target.fqn}.{name}: {lazy.dtype} becomes {dtype}")
 

@@ -19,6 +19,7 @@ from ckptmap.live.optimizer.family import (
     step_dtype,
 )
 from ckptmap.live.optimizer.optimizer_types import LiveOptimizer
+from ckptmap.live.rounding.record import record_of
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class TorchaoAdam(OptimizerFamily):
         }
 
     def rounds(self, optimizer: TorchaoOptimizer) -> bool:
-        return bool(optimizer.bf16_stochastic_round)
+        return bool(optimizer.bf16_stochastic_round) and record_of(optimizer) is None
 
     def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
         import torch

@@ -1,0 +1,192 @@
+"""The step of torchao's Adam, with its last line replaced: the new weight is rounded by position.
+
+    torchao   p = round(single_param_adam(p, grad, moments))      bits of the default generator
+    here      w = p.float();  single_param_adam(w, grad, moments);  p = round_at(w, rows)
+
+The arithmetic up to the rounding is torchao's own function, on float32. The loop over parameters is
+written anew, because torchao's passes no name and no position to it. It works on this rank's shards,
+not on DTensors: every operation is elementwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import LoadError
+from ckptmap.live.model.live_tensor import is_dtensor
+from ckptmap.live.optimizer.family import STEP, local_of
+from ckptmap.live.rounding.moments import grid_of
+from ckptmap.live.rounding.position_bits import key_of, round_at
+from ckptmap.live.rounding.positions import boxes_of, positions
+from ckptmap.live.rounding.record import ParamPlace, RoundingRecord
+
+if TYPE_CHECKING:
+    import torch
+
+Kernel = Callable[..., None]
+
+
+@cache
+def kernel() -> Kernel:
+    """Return the step of one parameter, of this rank's shards; torch.compile makes one kernel of it."""
+    import torch
+    from torchao.optim.adam import single_param_adam
+
+    def step_of_param(
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        moments: tuple[torch.Tensor | None, ...],
+        numbers: tuple[Any, ...],
+        rows: torch.Tensor | None,
+        width: int,
+        key: tuple[torch.Tensor, ...],
+    ) -> None:
+        if rows is None:
+            single_param_adam(param, grad, *moments, *numbers, False)
+            return
+        wide = param.to(torch.float32, copy=True)
+        single_param_adam(wide, grad, *moments, *numbers, False)
+        param.copy_(round_at(wide, rows, width, key))
+
+    return step_of_param
+
+
+def run(optimizer: Any, record: RoundingRecord) -> None:
+    """Step every parameter that has a gradient. Raises LoadError CKM520, before any is stepped, for one
+    that has no FQN or cannot be rounded by position."""
+    import torch
+    from torch._dynamo.utils import disable_cache_limit
+
+    work = [
+        (group, place_of(record, param, optimizer.block_size))
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None
+    ]
+    compiled = torch.compile(kernel(), fullgraph=True, dynamic=False)
+    with torch.no_grad(), disable_cache_limit():
+        for group, place in work:
+            _step(optimizer, record.seed, group, place, compiled)
+
+
+def _step(
+    optimizer: Any, seed: int, group: dict[str, Any], place: ParamPlace, compiled: Kernel
+) -> None:
+    param = place.param
+    state = _state(optimizer, group, param)
+    state[STEP] += 1
+    local = local_of(param.detach())
+    if not local.numel():
+        return
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    moments = [state[STEP], *(local_of(state[name]) if name in state else None for name in names)]
+    numbers = (
+        _tensor_lr(group), *group["betas"], group["weight_decay"], group["eps"], optimizer.is_adamw
+    )  # fmt: skip
+    at = place.positions
+    key = key_of(seed, int(state[STEP].item()), place.fqn).tensors() if at else ()
+    rows, width = (at.rows, at.width) if at else (None, 0)
+    compiled(local, _local_grad(param), tuple(moments), numbers, rows, width, key)
+
+
+def _state(optimizer: Any, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return the parameter's state, made where it has none. A count in 16 bits, of a process whose default
+    dtype was such a one, would stop at 256: it goes on in float32."""
+    import torch
+
+    state: dict[str, Any] = optimizer.state[param]
+    if not state:
+        state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
+        state["exp_avg"] = optimizer._new_buffer(param, True)
+        state["exp_avg_sq"] = optimizer._new_buffer(param, False)
+        if group["amsgrad"]:
+            state["max_exp_avg_sq"] = optimizer._new_buffer(param, False)
+    if state[STEP].dtype in (torch.bfloat16, torch.float16):
+        state[STEP] = state[STEP].float()
+    return state
+
+
+def _tensor_lr(group: dict[str, Any]) -> torch.Tensor:
+    import torch
+
+    rate = group["lr"]
+    if not isinstance(rate, torch.Tensor):
+        raise RuntimeError(
+            f"lr is a {type(rate).__name__}, torchao's optimizers need a tensor: change it by"
+            " optimizer.param_groups[0]['lr'].fill_(...)"
+        )
+    return rate
+
+
+def _local_grad(param: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of the gradient, cut as the parameter is."""
+    grad: Any = param.grad
+    if grad.is_sparse:
+        raise RuntimeError("Sparse gradient is not supported")
+    if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    local: Any = local_of(grad)
+    wait = getattr(local, "wait", None)  # of a collective that is under way
+    found: torch.Tensor = local if wait is None else wait()
+    return found
+
+
+# ------------------------------------------------------------------------------- where it lies
+
+
+def place_of(record: RoundingRecord, param: torch.Tensor, block: float) -> ParamPlace:
+    """Return the FQN and the positions of a parameter, computed once for each way that it is cut."""
+    facts = (tuple(param.shape), param.dtype, param.device, *_cut_facts(param))
+    known = record.places.get(id(param))
+    if known is not None and known.param is param and known.facts == facts:
+        return known
+    fqn = _fqn(record, param)
+    place = _placed(param, fqn, facts, block)
+    record.places[id(param)] = place
+    return place
+
+
+def _cut_facts(param: torch.Tensor) -> Iterator[object]:
+    if is_dtensor(param):
+        yield from (param.device_mesh, tuple(param.placements))
+
+
+def _fqn(record: RoundingRecord, param: torch.Tensor) -> str:
+    found = record.names.get(id(param))
+    if found is None or found[0] is not param:
+        record.names = record.name_of()
+        found = record.names.get(id(param))
+    if found is not None and found[0] is param:
+        return found[1]
+    raise LoadError(
+        "CKM520",
+        f"optimizer: a parameter {tuple(param.shape)} has no FQN, so that it has no random bits",
+        "uninstall() the rounding, and install it with the model that has the parameter",
+    )
+
+
+def _placed(param: torch.Tensor, fqn: str, facts: tuple[object, ...], block: float) -> ParamPlace:
+    import torch
+
+    local = local_of(param)
+    if getattr(param, "_fsdp_flattened", False) or getattr(param, "_is_flat_param", False):
+        raise _unknown(
+            fqn, "is part of a flat parameter of FSDP1", "wrap the model with fully_shard"
+        )
+    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+        raise _unknown(
+            fqn, f"is a {type(local).__name__}, which draws random bits of its own",
+            "train a dense parameter",
+        )  # fmt: skip
+    at, boxes = None, boxes_of(param)
+    if param.dtype == torch.bfloat16 and boxes:
+        at = positions(tuple(param.shape), boxes, tuple(local.shape), local.device)
+    return ParamPlace(param, fqn, facts, at, grid_of(param, block))
+
+
+def _unknown(fqn: str, what: str, hint: str) -> LoadError:
+    return LoadError(
+        "CKM520", f"optimizer: {fqn} {what}, expected a dense tensor or a DTensor", hint
+    )

@@ -1,0 +1,156 @@
+"""Rounding by position on several ranks: runs that are cut in time and over ranks give the same bits.
+
+python -m tests.ranks.rounding FOLDER PART OPTIMIZERS
+
+Every rank sees the same batch, and sums of gradients are taken in float32: four equal gradients of
+bfloat16 add up exactly, in any order.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import ckptmap
+from ckptmap.live.rounding import install
+from tests.support.cpu_sharding import fully_shard
+from tests.support.resume_model import Layer
+from tests.support.resume_optimizers import ROUNDING
+
+WORDS = 72
+SEED = 11
+
+
+class Model(nn.Module):
+    """Words [B, S] -> logits [B, S, WORDS]. One weight is tied, one has 79 rows, which ranks cut unevenly.
+    All shards of quantized moments are whole blocks on 1, 2 and 4 ranks, some of fewer than 4096 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 128)
+        self.layers = nn.ModuleList([Layer(128), Layer(72)])
+        self.uneven = nn.Linear(128, 79)
+        self.head = nn.Linear(128, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x)
+        x = x + torch.tanh(self.uneven(x)).mean(-1, keepdim=True)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def built(seed: int, mesh: Any = None, wrapped: bool = True) -> Model:
+    torch.manual_seed(seed)
+    model = Model().to(torch.bfloat16)
+    if dist.is_initialized() and wrapped:
+        options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32), "mesh": mesh}
+        for layer in model.layers:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+    return model
+
+
+def run(name: str, seed: int = 0, mesh: Any = None, rounding_seed: int = SEED) -> tuple[Any, Any]:
+    return with_rounding(name, built(seed, mesh), rounding_seed)
+
+
+def with_rounding(name: str, model: Any, seed: int = SEED) -> tuple[Any, Any]:
+    optimizer = ROUNDING[name](model.parameters())
+    install(optimizer, seed=seed, model=model, same_gradients=True)
+    return model, optimizer
+
+
+def train(model: Any, optimizer: Any, first: int, last: int) -> None:
+    """Steps first..last-1; the random generators of ranks are never alike."""
+    for step in range(first, last):
+        torch.manual_seed(100 * step + (dist.get_rank() if dist.is_initialized() else 77))
+        words = torch.arange(24).view(4, 6).mul(step + 3).remainder(WORDS)
+        loss: Any = nn.functional.cross_entropy(
+            model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def without_stop(folder: Path, name: str) -> None:
+    """Ten steps; the state after four of them is saved on the way."""
+    model, optimizer = run(name)
+    train(model, optimizer, 0, 4)
+    ckptmap.save(folder / f"{name}-four", model, optimizer, step=4).wait()
+    train(model, optimizer, 4, 10)
+    ckptmap.save(folder / f"{name}-ten", model, optimizer).wait()
+
+
+def goes_on(folder: Path, name: str) -> None:
+    """Six steps more, from what other ranks saved; the seed is that of the checkpoint."""
+    model, optimizer = run(name, seed=1, rounding_seed=5)
+    report = ckptmap.load(folder / f"{name}-four", model, optimizer, exact=True)
+    assert report.inexact == () and report.streams == "left as they are", report
+    assert report.rounding == f"by position, seed {SEED}, was 5" and report.rounding in str(report)
+    train(model, optimizer, 4, 10)
+    ckptmap.save(folder / f"{name}-continued", model, optimizer).wait()
+
+
+def given_gradients(model: Any, optimizer: Any, steps: int = 3) -> None:
+    """Steps with gradients that depend on step and parameter alone."""
+    for step in range(steps):
+        for number, param in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            grad = torch.randn(param.shape, generator=generator).to(torch.bfloat16)
+            param.grad = _cut_as(param, grad)
+        optimizer.step()
+
+
+def _cut_as(param: Any, whole: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return whole
+    return distribute_tensor(whole, param.device_mesh, param.placements)
+
+
+def in_other_meshes(folder: Path, name: str) -> None:
+    """Three ranks, which cut all weights unevenly; two replicas of two; rows and columns of two."""
+    if dist.get_world_size() == 3:
+        _keep(folder / f"{name}-3", *run(name))
+        return
+    for names in (("replicate", "shard"), ("rows", "columns")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        if names[0] == "replicate":
+            _keep(folder / f"{name}-{names[0]}", *run(name, mesh=mesh))
+            continue
+        model = built(0, wrapped=False)
+        for module in model.modules():
+            for key, param in module.named_parameters(recurse=False):
+                placements = [Shard(0), Shard(1) if param.dim() > 1 else Replicate()]
+                cut = nn.Parameter(distribute_tensor(param.detach(), mesh, placements))
+                setattr(module, key, model.embed.weight if module is model.head else cut)
+        _keep(folder / f"{name}-{names[0]}", *with_rounding(name, model))
+
+
+def _keep(path: Path, model: Any, optimizer: Any) -> None:
+    given_gradients(model, optimizer)
+    ckptmap.save(path, model, optimizer).wait()
+
+
+PARTS = {"without_stop": without_stop, "goes_on": goes_on, "in_other_meshes": in_other_meshes}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")
+    dist.init_process_group("gloo")
+    for optimizer_name in sys.argv[3].split(","):
+        PARTS[sys.argv[2]](Path(sys.argv[1]), optimizer_name)
+    dist.barrier()
+    dist.destroy_process_group()
