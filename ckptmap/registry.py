@@ -99,6 +99,8 @@ SCHEMES = (
     "ckptmap.quantization.compressed_tensors.scheme:CompressedInt8",
     "ckptmap.quantization.compressed_tensors.scheme:CompressedFp8",
     "ckptmap.quantization.deepseek_fp8:Fp8Scheme",
+    "ckptmap.quantization.deepseek_fp8:Fp8ExponentScheme",
+    "ckptmap.quantization.microscaling.deepseek_fp4:DeepseekFp4Scheme",
     "ckptmap.quantization.microscaling.gpt_oss:GptOssMxfp4",
     "ckptmap.quantization.gguf.scheme:GgufScheme",
     "ckptmap.quantization.torchao.training_weights:TrainedDense",

@@ -7,7 +7,7 @@
 
 Despite its name the scale is multiplied (transformers 5, integrations/finegrained_fp8.py). A single scale
 covers the whole tensor. DeepSeek-V4 names it `.scale`, Mistral `.qscale_weight`; some store exponents only
-(float8_e8m0fnu). The file does not record the dtype of the weights: it is that of the dense tensors.
+(float8_e8m0fnu, or uint8: encoding `fp8-ue8m0`). The file does not record the dtype of the weights: it is that of the dense tensors.
 With `activation_scheme: static` a scale of the activations (`fc.activation_scale`) belongs to each weight.
 """
 
@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from ckptmap.core.quantized_codes import CodeGrid
+from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.block_geometry import clamped, fits, grid_shape
+from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
@@ -34,8 +35,12 @@ from ckptmap.quantization.blockwise.group_checks import (
 )
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.read_config import quantization_config
-from ckptmap.quantization.blockwise.rounding_rules import FinegrainedFloat8, RoundingRule
-from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
+from ckptmap.quantization.blockwise.rounding_rules import (
+    FinegrainedExponents,
+    FinegrainedFloat8,
+    RoundingRule,
+)
+from ckptmap.quantization.blockwise.scaled_encoding import POWERS, PRODUCTS, ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
 from ckptmap.quantization.weight_forms import Found, WeightForms, one_of_each_form
@@ -43,7 +48,7 @@ from ckptmap.tensors import StoredTensor, TensorInfo
 
 BLOCK = (128, 128)
 CODES = "float8_e4m3fn"
-_SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+_SCALES = ("float32", "bfloat16", "float16", *EXPONENTS)
 _NAMES = ("weight_scale_inv", "qscale_weight", "scale")
 """The last segment of the scale's name in place of `weight`: DeepSeek-V3, Mistral, DeepSeek-V4."""
 _ENDINGS = ("_scale_inv", ".qscale_weight", ".scale")
@@ -59,7 +64,6 @@ class Fp8(ScaledEncoding):
     scale_stored  the stored shape of the scale where it is not the grid's
     """
 
-    name: ClassVar[str] = "fp8"
     scheme: ClassVar[str] = "fp8"
     codes_part: ClassVar[str] = ""
     scale_part: ClassVar[str] = "scale_inv"
@@ -68,6 +72,14 @@ class Fp8(ScaledEncoding):
 
     scale_name: str = "weight_scale_inv"
     scale_stored: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "fp8-ue8m0" if self.scale_dtype in EXPONENTS else "fp8"
+
+    @property
+    def values_name(self) -> str:  # type: ignore[override]
+        return POWERS if self.scale_dtype in EXPONENTS else PRODUCTS
 
     def part_key(self, key: str, part: str) -> str:
         if not part:
@@ -83,7 +95,14 @@ class Fp8(ScaledEncoding):
         return super().scale_shape(info) if self.scale_stored is None else self.scale_stored
 
     def rule(self, info: TensorInfo) -> RoundingRule:
+        if self.scale_dtype in EXPONENTS:
+            return FinegrainedExponents(self.scale_dtype)
         return FinegrainedFloat8()
+
+    def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
+        """Return the recoder, for exponents only where the scales of the grid are powers of two."""
+        alike = self.scale_dtype not in EXPONENTS or grid.values == POWERS
+        return super().recoder(info, grid, device) if alike else None
 
     def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         stored = None if self.scale_stored is None else list(self.scale_stored)
@@ -108,13 +127,14 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
     name = "fp8"
     suffix = "fp8"
     live = "float8"
-    declares = ("fp8",)
+    declares: Collection[str] = ("fp8", "fp8-ue8m0")
+    scale_dtype = "float32"
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the groups of weights and scales. Raises SourceError CKM115 where scales do not fit."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Fp8.scheme}
         forms = WeightForms(stored)
         groups = [
             forms.group(fqn, partial(_recorded, fqn, record), repr(record))
@@ -138,17 +158,17 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
             n % b for n, b in zip(info.shape, BLOCK, strict=True)
         ):
             return None
-        return Fp8(BLOCK)
+        return Fp8(BLOCK, self.scale_dtype)
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         if len(info.shape) != 2:
             return Refusal(f"quantizes tiles of matrices, found shape {list(info.shape)}")
-        encoding = Fp8(BLOCK)
+        encoding = Fp8(BLOCK, self.scale_dtype)
         return encoding.refusal(info) or encoding
 
     def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
         """Return the encoding if the codes are in tiles of 128 x 128, else None."""
-        return Fp8(BLOCK).keeping(info, grid)
+        return Fp8(BLOCK, self.scale_dtype).keeping(info, grid)
 
     def quantization_config_of(
         self,
@@ -170,11 +190,13 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
                 " where there is no config.json, --to full",
             )
         scheme, tile, _ = next(iter(kinds))
+        one_of_them, _ = next(iter(encoded.values()))
         return {
             "quant_method": "fp8",
             "activation_scheme": scheme,
             "weight_block_size": None if tile is None else list(tile),
             "modules_to_not_convert": sorted(dense),
+            **({"scale_fmt": "ue8m0"} if one_of_them.name == "fp8-ue8m0" else {}),
         }
 
     def beyond_weights(
@@ -184,15 +206,31 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
         return {}
 
 
+class Fp8ExponentScheme(Fp8Scheme):
+    """The same with exponents as scales, as DeepSeek-V4's; `Fp8Scheme`, which is asked first, reads both."""
+
+    name = "fp8-ue8m0"
+    suffix = "fp8-ue8m0"
+    declares: Collection[str] = ()
+    scale_dtype = "float8_e8m0fnu"
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+    ) -> list[tuple[Group, Sequence[str]]]:
+        """Return the groups that are not read yet. Raises as `Fp8Scheme.group`."""
+        return super().group(stored, {fqn: r for fqn, r in records.items() if fqn in stored})
+
+
 def _declared(encoding: Encoding, info: TensorInfo) -> tuple[str, tuple[int, ...] | None, str]:
     """Return the activation scheme and the tile that a config states of a weight, and both as text."""
     assert isinstance(encoding, Fp8), f"{encoding} is not an encoding of fp8"
     scheme = "static" if encoding.extra else "dynamic"
     stated = encoding.block[-2:]
+    kind = f"{scheme} activations" + (", exponents as scales" if encoding.name != "fp8" else "")
     is_whole = encoding.block_of(info)[-2:] == info.shape[-2:]
     if is_whole and (stated != BLOCK or encoding.scale_stored is not None):
-        return scheme, None, f"one scale and {scheme} activations"
-    return scheme, stated, f"tiles of {list(stated)} and {scheme} activations"
+        return scheme, None, f"one scale and {kind}"
+    return scheme, stated, f"tiles of {list(stated)} and {kind}"
 
 
 def _recorded(

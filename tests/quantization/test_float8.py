@@ -12,7 +12,7 @@ from torchao.quantization import Float8Tensor, Float8WeightOnlyConfig, PerRow, P
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 import ckptmap
-from ckptmap.errors import RunError
+from ckptmap.errors import RunError, SourceError
 from ckptmap.quantization.deepseek_fp8 import Fp8
 from ckptmap.quantization.torchao.float8 import Float8
 from ckptmap.tensors import Box, TensorInfo
@@ -186,7 +186,8 @@ def test_every_name_and_dtype_of_scales(name: str, dtype: torch.dtype, tmp_path:
     wanted = deepseek(tmp_path / "in", name, dtype)
     with ckptmap.open(tmp_path / "in") as ckpt:
         tensor = ckpt["model.layers.0.mlp.up_proj.weight"]
-        assert tensor.encoding == "fp8" and tensor.dtype == "bfloat16", "that of the model"
+        kind = "fp8-ue8m0" if dtype == torch.float8_e8m0fnu else "fp8"
+        assert tensor.encoding == kind and tensor.dtype == "bfloat16", "that of the model"
         assert torch.equal(tensor.read(), wanted)
         assert len(ckpt) == 3
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
@@ -246,6 +247,75 @@ def test_transformers_loads_what_we_write(dtype: torch.dtype, tmp_path: Path) ->
     state = model.state_dict()
     assert all(torch.equal(state[key], wanted) for key, wanted in values.items())
     assert torch.equal(logits(model), logits(plain(values, hidden=128)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_exponents_bit_equal_to_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
+    """`scale_fmt` "ue8m0": written with its codes, loaded by it, and given float32 scales losslessly."""
+    w = weights((256, 384), dtype, "heavy")
+    w[128:, :128] = 0
+    save_file({"fc.weight": w}, tmp_path / "in.safetensors")
+    report = ckptmap.convert(tmp_path / "in.safetensors", tmp_path / "out", to="hf-fp8-ue8m0")
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    wanted = Fp8Quantize(_Exponents()).convert({"fc.weight": w})
+    for key, value in wanted.items():
+        assert made[key].dtype == value.dtype
+        assert torch.equal(made[key].view(torch.uint8), value.view(torch.uint8)), key
+    truth = theirs(wanted["fc.weight"], wanted["fc.weight_scale_inv"], dtype)
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        assert torch.equal(ckpt["fc.weight"].read(), truth)
+    report = ckptmap.convert(tmp_path / "out", tmp_path / "wide", to="hf-fp8")
+    assert report.fidelity == {"exact": 1}
+    wide = load_file(tmp_path / "wide" / "model.safetensors")
+    assert torch.equal(wide["fc.weight_scale_inv"], made["fc.weight_scale_inv"].float())
+
+
+class _Exponents(_Quantizer):
+    class quantization_config(_Quantizer.quantization_config):
+        scale_fmt = "ue8m0"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu], ids=str)
+def test_blocks_of_32_with_exponents(dtype: torch.dtype, tmp_path: Path) -> None:
+    """MXFP8 under DeepSeek's names; 255 is NaN, which no conversion of values takes."""
+    codes = torch.randn(64, 128).to(torch.float8_e4m3fn)
+    scale = torch.randint(110, 130, (64, 4), dtype=torch.uint8)
+    for nan in (False, True):
+        scale[3, 1] = 255 if nan else 127
+        tensors = {"fc.weight": codes, "fc.weight_scale_inv": scale.view(dtype)}
+        save_file(tensors, tmp_path / "in.safetensors")
+        with ckptmap.open(tmp_path / "in.safetensors") as ckpt:
+            assert ckpt["fc.weight"].encoding == "fp8-ue8m0"
+            if not nan:
+                wanted = theirs(codes, scale.view(dtype), torch.bfloat16)
+                assert torch.equal(ckpt["fc.weight"].read(), wanted)
+                continue
+            with pytest.raises(SourceError, match=r"fc\.weight: scale_inv: .* 255, which is NaN"):
+                ckpt["fc.weight"].read()
+
+
+@pytest.mark.parametrize("name", ["scale", "weight_scale_inv"])
+def test_experts_in_four_bits(name: str, tmp_path: Path) -> None:
+    """DeepSeek-V4: codes in int8 beside float8 layers, by hand, as transformers decodes them."""
+    wanted = deepseek(tmp_path / "in", name, torch.float8_e8m0fnu)
+    file = tmp_path / "in" / "model.safetensors"
+    codes = torch.randint(-128, 128, (96, 32), dtype=torch.int8)
+    scale = torch.randint(110, 130, (96, 2), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    stem = "model.layers.0.mlp.experts.0.w1"
+    save_file({**load_file(file), f"{stem}.weight": codes, f"{stem}.{name}": scale}, file)
+    truth = theirs(codes, scale, torch.bfloat16)
+    ckptmap.convert(tmp_path / "in", tmp_path / "ranks", to="fsdp2", world_size=3)
+    ckptmap.convert(tmp_path / "ranks", tmp_path / "out", to="hf-bf16")
+    for place in ("in", "ranks", "out"):
+        with ckptmap.open(tmp_path / place) as ckpt:
+            assert ckpt[f"{stem}.weight"].encoding == ("dense" if place == "out" else "fp8-fp4")
+            assert torch.equal(ckpt[f"{stem}.weight"].read(), truth)
+            assert torch.equal(ckpt[f"{stem}.weight"][5:60, 7:40], truth[5:60, 7:40])
+            assert torch.equal(ckpt["model.layers.0.mlp.up_proj.weight"].read(), wanted)
+            assert len(ckpt) == 4
+    save_file({f"{stem}.weight": codes, f"{stem}.{name}": scale[:, :1].contiguous()}, file)
+    with pytest.raises(SourceError, match=r"part 'scale', expected float8_e8m0fnu\[96, 2\]"):
+        ckptmap.open(tmp_path / "in")
 
 
 @pytest.mark.parametrize("encoding", [Float8((1, 128)), Fp8((128, 128))], ids=lambda e: e.name)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ckptmap.quantization.blockwise.exact_division import divide
+from ckptmap.quantization.blockwise.exponents import inverses
 
 if TYPE_CHECKING:
     import torch
@@ -116,6 +117,28 @@ class FinegrainedFloat8:
         forward = 448.0 / absmax.masked_fill(absmax == 0, 448.0)
         forward.clamp_(max=torch.finfo(torch.float32).max)
         return 1.0 / forward, forward
+
+    def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
+        values.mul_(operand).clamp_(-448.0, 448.0)
+
+
+@dataclass(frozen=True)
+class FinegrainedExponents:
+    """The same with `scale_fmt` "ue8m0": the scale is the power of two that is not below, stored as its
+    exponent in the dtype `stored`, and code = x / scale."""
+
+    codes_dtype: ClassVar[str] = "float8_e4m3fn"
+    takes: ClassVar[str] = "float32"
+    reach: ClassVar[float] = 0.0
+    """An exponent is no number to multiply; codes are limited."""
+    stored: str
+
+    def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        inverse, _ = FinegrainedFloat8().scales(absmax)
+        above = (inverse.view(torch.int32) + 0x7FFFFF) >> 23
+        return above.to(torch.uint8).view(getattr(torch, self.stored)), inverses(above)
 
     def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
         values.mul_(operand).clamp_(-448.0, 448.0)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("bfloat16", "float16", "float32")
+PRODUCTS = "code * scale in fp32"
+POWERS = "code * power of two in fp32"
+"""How values follow from codes and scales; the second is the first for some scales."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class ScaledEncoding:
         """Whether the library always writes zero points of 0; `scales` checks it."""
         return False
 
-    values_name: ClassVar[str] = "code * scale in fp32"
+    values_name: ClassVar[str] = PRODUCTS
     """How values follow from codes and scales: encodings with equal names decode equal inputs to equal bits."""
 
     def scale_parts(self, info: TensorInfo) -> Sequence[str]:
@@ -211,7 +214,8 @@ class ScaledEncoding:
         )  # fmt: skip
         if mine is None or not same or self.zero_dtype or self.extra_to_fill(info):
             return None
-        exact = mine.values == grid.values and self.scale_dtype == "float32"
+        alike = mine.values == grid.values or (mine.values, grid.values) == (PRODUCTS, POWERS)
+        exact = alike and self.scale_dtype == "float32"
         return ScaledRecoder(
             self.codes_part, self.scale_part, self.scale_dtype, self.unscaled,
             self.constants(info), "exact" if exact else "codes",

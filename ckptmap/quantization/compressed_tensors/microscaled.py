@@ -33,6 +33,7 @@ from ckptmap.quantization.blockwise.group_checks import (
 )
 from ckptmap.quantization.blockwise.read_config import quantization_config
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
+from ckptmap.quantization.blockwise.scaled_encoding import POWERS
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.compressed_tensors.config_agreement import (
     Stored,
@@ -94,7 +95,7 @@ class CtMxfp4(_Named, PackedFp4):
 class CtMxfp8(PlainFp8):
     name: ClassVar[str] = "ct-mxfp8"
     scheme: ClassVar[str] = "ct-mxfp8"
-    values_name: ClassVar[str] = "code * power of two in fp32"
+    values_name: ClassVar[str] = POWERS
 
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
         return grid_shape(info.shape, self.block_of(info))

@@ -16,8 +16,9 @@ from typing import ClassVar
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoFloat8
 from ckptmap.quantization.torchao import config_json as torchao_config
+from ckptmap.quantization.torchao.safetensors_flat import FlatEntry, part_key
 from ckptmap.quantization.torchao.scheme import TorchaoEncoding, TorchaoScheme
-from ckptmap.tensors import TensorInfo
+from ckptmap.tensors import StoredTensor, TensorInfo
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,10 @@ class Float8Scheme(TorchaoScheme):
         '{"_type": "KernelPreference", "_data": "AUTO"}}'
     )
     codes_dtypes = ("float8_e4m3fn",)
-    left = ("float8_e5m2",)
+
+    def leaves(self, flat: FlatEntry, stored: Mapping[str, StoredTensor]) -> bool:
+        codes = stored.get(part_key(flat.fqn, "qdata"))
+        return codes is not None and codes.info.dtype == "float8_e5m2"
 
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
@@ -70,7 +74,10 @@ class Float8E5m2Scheme(Float8Scheme):
     suffix = ""
     made = Float8E5m2
     codes_dtypes = ("float8_e5m2",)
-    left = ("float8_e4m3fn",)
+
+    def leaves(self, flat: FlatEntry, stored: Mapping[str, StoredTensor]) -> bool:
+        codes = stored.get(part_key(flat.fqn, "qdata"))
+        return codes is None or codes.info.dtype not in self.codes_dtypes
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         return Refusal("it is read only; choose -float8, which is more exact")

@@ -23,7 +23,7 @@ from ckptmap.protocols import Refusal
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.exponents import exponents_of
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
-from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
+from ckptmap.quantization.blockwise.scaled_encoding import POWERS, ScaledEncoding
 from ckptmap.quantization.microscaling import swizzle
 from ckptmap.quantization.microscaling.mxfp8 import Mxfp8Rule
 from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
@@ -177,7 +177,7 @@ class AoMxfp8(_Described, ScaledEncoding):
     scale_part: ClassVar[str] = "scale"
     codes_dtype: ClassVar[str] = "float8_e4m3fn"
     elements: ClassVar[str] = "float8_e4m3fn"
-    values_name: ClassVar[str] = "code * power of two in fp32"
+    values_name: ClassVar[str] = POWERS
 
     scale_dtype: str = EXPONENTS
     swizzled: bool = False

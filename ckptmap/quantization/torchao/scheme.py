@@ -83,7 +83,6 @@ class TorchaoScheme(LinearLayerScheme):
     pickled       torchao's classes in pickles, as `subclass_reader.kind_of` names them
     plain         the attributes of a tensor that quantizes no activations, as JSON
     codes_dtypes  the dtypes of its codes
-    left          dtypes of codes of the same classes that another scheme reads
     """
 
     name: str
@@ -93,7 +92,6 @@ class TorchaoScheme(LinearLayerScheme):
     pickled: tuple[str, ...]
     plain: str
     codes_dtypes: tuple[str, ...]
-    left: ClassVar[tuple[str, ...]] = ()
     by_loaded_name: ClassVar[bool] = True
 
     def group(
@@ -107,14 +105,13 @@ class TorchaoScheme(LinearLayerScheme):
                 make = partial(self._recorded, fqn, record)
                 groups.append(forms.group(fqn, make, repr(record)))
             flat = flat_of(fqn, record, self.kinds)
-            if flat is not None and not self._is_left(flat, stored):
+            if flat is not None and not self.leaves(flat, stored):
                 groups.append(forms.group(fqn, partial(self._flat, flat), repr(record)))
         return groups
 
-    def _is_left(self, flat: FlatEntry, stored: Mapping[str, StoredTensor]) -> bool:
-        """Return whether the codes are of a dtype that another scheme reads."""
-        codes = stored.get(part_key(flat.fqn, "qdata")) if self.left else None
-        return codes is not None and codes.info.dtype in self.left
+    def leaves(self, flat: FlatEntry, stored: Mapping[str, StoredTensor]) -> bool:
+        """Return whether another scheme reads the same class with these codes."""
+        return False
 
     def _flat(self, flat: FlatEntry, stored: Mapping[str, StoredTensor]) -> Found:
         keys, weight = flat_parts(flat, stored)

@@ -1,0 +1,116 @@
+"""DeepSeek-V4's experts in 4 bits: packed codes in int8, and exponents for blocks of 32. They are read only.
+
+    experts.0.w1.weight [out, in] T  ->  experts.0.w1.weight i8   [out, in / 2]
+                                         experts.0.w1.scale  e8m0 [out, in / 32]
+
+    w'[i, j] = T(code[i, j] * scale[i, j // 32])        in fp32
+
+Source: transformers 5, integrations/finegrained_fp8.py (`Fp8Dequantize`, `expert_dtype` "fp4"); the even element
+is in the low nibble. transformers names the scale `weight_scale_inv`. The file does not record the dtype of the
+weights: it is that of the dense tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
+from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
+from ckptmap.quantization.blockwise.model_dtype import model_dtype
+from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.linear_weights import LinearLayerScheme
+from ckptmap.quantization.microscaling.packed_fp4 import PackedFp4
+from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.tensors import StoredTensor, TensorInfo
+
+_NAMES = ("scale", "weight_scale_inv")
+
+
+@dataclass(frozen=True)
+class DeepseekFp4(PackedFp4):
+    """`scale_name` is the last segment of the scale's key."""
+
+    name: ClassVar[str] = "fp8-fp4"
+    scheme: ClassVar[str] = "fp8-fp4"
+    native: ClassVar[str] = "transformers"
+
+    scale_dtype: str = "float8_e8m0fnu"
+    packed_dtype: str = "int8"
+    scale_name: str = "scale"
+
+    def part_key(self, key: str, part: str) -> str:
+        return key if part == "packed" else _beside(key, self.scale_name)
+
+    def more_record(self, info: TensorInfo) -> Mapping[str, object]:
+        return {"scale_name": self.scale_name}
+
+
+def _beside(fqn: str, name: str) -> str:
+    stem, dot, _ = fqn.rpartition(".")
+    return f"{stem}{dot}{name}"
+
+
+class DeepseekFp4Scheme(LinearLayerScheme):
+    """Recognizes packed codes by exponents beside them."""
+
+    name = "fp8-fp4"
+    suffix = ""
+    live = "microscaled"
+
+    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
+        return False
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        return Refusal("it is read only; choose -ct-mxfp4")
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+    ) -> list[Found]:
+        """Return the groups of codes and exponents. Raises SourceError CKM115 where they do not fit."""
+        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        found = {fqn: name for fqn, name in _found(stored) if fqn not in mine}
+        if not mine and not found:
+            return []
+        forms, groups = WeightForms(stored), []
+        for fqn, record in mine.items():
+            read = read_record(fqn, record, self.name)
+            encoding = DeepseekFp4(read.scale_dtype, scale_name=read.text("scale_name"))
+            make = partial(_group, fqn, read.info, encoding)
+            groups.append(forms.group(fqn, make, repr(record)))
+        dtype = model_dtype(stored, ()) if found else ""
+        for fqn, name in found.items():
+            groups.append(forms.group(fqn, partial(_made, fqn, name, dtype), name, dtype))
+        return groups
+
+
+def _found(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, str]]:
+    """Yield (FQN, the scale's name) of packed codes with exponents beside them."""
+    for key, scale in stored.items():
+        stem, dot, last = key.rpartition(".")
+        if last in _NAMES and scale.info.dtype in EXPONENTS:
+            codes = stored.get(f"{stem}{dot}weight")
+            if codes is not None and codes.info.dtype == "int8" and codes.info.shape:
+                yield f"{stem}{dot}weight", last
+
+
+def _made(fqn: str, name: str, dtype: str, stored: Mapping[str, StoredTensor]) -> Found:
+    *rows, width = stored[fqn].info.shape
+    info = TensorInfo((*rows, 2 * width), dtype)
+    scale = stored[_beside(fqn, name)]
+    return _group(fqn, info, DeepseekFp4(scale.info.dtype, scale_name=name), stored)
+
+
+def _group(
+    fqn: str, info: TensorInfo, encoding: DeepseekFp4, stored: Mapping[str, StoredTensor]
+) -> Found:
+    expected = encoding.parts(info)
+    if isinstance(expected, Refusal):
+        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
+    keys = {part: encoding.part_key(fqn, part) for part in expected}
+    tensors = {part: stored.get(key) for part, key in keys.items()}
+    parts = check_parts(fqn, encoding.name, expected, tensors)
+    return Group(fqn, info, encoding, parts), tuple(keys.values())
