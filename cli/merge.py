@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
+
+from ckptmap.errors import SourceError
 
 from .completion import SETUPS
 from .convert import show, told
@@ -17,6 +22,9 @@ EXAMPLES = (
     "ckptmap merge base-nf4/ adapter/ out/ --to hf-bf16",
     "ckptmap merge hf://org/base hf://org/adapter out/ --to fsdp2 --world-size 8",
 )
+
+SWAPPED = "the base comes first, then the adapter"
+"""How the hint on swapped arguments begins."""
 
 To = Annotated[
     str | None,
@@ -94,10 +102,11 @@ def command(
     how, options = typed.run_options(), typed.options_given()
     out, report = Printer(json, quiet), None
     with told(how, quiet, ALONE) as how:
-        plan = plan_merge(
-            base, adapter, to,
-            force=force, adapter_config=adapter_config, leave=tuple(leave or ()), **options,
-        )  # fmt: skip
+        with _swapped_in_hints(base, adapter, out.args):
+            plan = plan_merge(
+                base, adapter, to,
+                force=force, adapter_config=adapter_config, leave=tuple(leave or ()), **options,
+            )  # fmt: skip
         with plan.ckpt:
             if dry_run:
                 check_place(plan, dst, how.overwrite)
@@ -106,3 +115,16 @@ def command(
     show(plan, report, out)
     if report is None and plan.unresolved:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _swapped_in_hints(base: str, adapter: str, args: Sequence[str]) -> Iterator[None]:
+    """Put the whole command line into the hint where BASE and ADAPTER were swapped."""
+    try:
+        yield
+    except SourceError as error:
+        if error.hint.startswith(SWAPPED):
+            line = list(args)
+            line[args.index(base)], line[args.index(adapter)] = adapter, base
+            error.hint = f"{SWAPPED}: {shlex.join(['ckptmap', *line])}"
+        raise

@@ -87,11 +87,11 @@ def available() -> list[CatalogEntry]:
     return [by_title[title] for title in sorted(by_title)]
 
 
-def find(text: str) -> list[CatalogEntry]:
+def find(text: str, option: str = "--names") -> list[CatalogEntry]:
     """Return the mapping files that a name may mean, latest era first.
 
     A name is a path, `family/scheme` or `scheme`, the latter two with or without `@era`. Raises
-    PlanError CKM603 where it matches none.
+    PlanError CKM603 where it matches none; `option` is where the user gave it.
     """
     if text.endswith(SUFFIX):
         return [_entry(text, _mark(text))]
@@ -103,7 +103,7 @@ def find(text: str) -> list[CatalogEntry]:
         if entry.name == name and family in ("", entry.family) and era in ("", entry.era)
     ]
     if not matches:
-        raise unknown(text)
+        raise unknown(text, option)
     return sorted(matches, key=lambda entry: entry.era, reverse=True)
 
 
@@ -136,7 +136,7 @@ def select(selector: str | None) -> list[CatalogEntry]:
     return [entry for entry in entries if entry.title in titles]
 
 
-def unknown(text: str) -> PlanError:
+def unknown(text: str, option: str = "--names") -> PlanError:
     """Return PlanError CKM603 for a scheme that does not exist, with the nearest that does."""
     entries = available()
     names = sorted({entry.name for entry in entries} | {HUB})
@@ -147,7 +147,7 @@ def unknown(text: str) -> PlanError:
         hint = f"did you mean {' or '.join(near)}? {hint}"
     return PlanError(
         "CKM603",
-        f"--names {text!r} is not a known scheme, expected one of {', '.join(names)}, or a"
+        f"{option} {text!r} is not a known scheme, expected one of {', '.join(names)}, or a"
         " mapping file",
         hint,
     )

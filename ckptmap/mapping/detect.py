@@ -207,7 +207,9 @@ class _Choosing:
         if self.names_from is not None:
             hubs = self.names_from == HUB
             candidates = (
-                [e for e in available() if e.name == HUB] if hubs else find(self.names_from)
+                [e for e in available() if e.name == HUB]
+                if hubs
+                else find(self.names_from, "--names-from")
             )
             return self._best(candidates, families)
         candidates = [entry for entry in available() if self.seen.match(entry.detect)]

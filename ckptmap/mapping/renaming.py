@@ -67,6 +67,16 @@ class Renaming:
         add = "" if add_prefix is None else _prefix("add_prefix", add_prefix)
         return cls(strip, patterns, add)
 
+    @property
+    def arguments(self) -> str:
+        """The renaming as keyword arguments: `strip_prefix='student', rename=['a.{x}=b.{x}']`."""
+        given = (
+            ("strip_prefix", self.strip_prefix),
+            ("rename", list(self.rename)),
+            ("add_prefix", self.add_prefix),
+        )
+        return ", ".join(f"{name}={value!r}" for name, value in given if value)
+
     @cached_property
     def patterns(self) -> tuple[RenamePattern, ...]:
         return tuple(map(parse_pattern, self.rename))

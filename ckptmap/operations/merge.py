@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.lora.adapter_files import HEAD
 from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.lora.merged_tensor import Merged, without_adapter
 from ckptmap.checkpoint.open import open
@@ -138,13 +139,33 @@ def _open_base(
 ) -> Checkpoint:
     """Return the base. Raises SourceError CKM111 for an adapter in its place, with the right order."""
     try:
-        return open(base)
+        opened = open(base)
     except SourceError as error:
-        swapped = error.code == "CKM111" and "peft adapter" in error.message
-        if swapped and isinstance(adapter, str | os.PathLike):
-            after = shlex.join(["ckptmap", "merge", os.fspath(adapter), os.fspath(base), "DST"])
-            error.hint = f"the base comes first, then the adapter: {after}"
+        if error.code == "CKM111" and "peft adapter" in error.message:
+            error.hint = _in_order(base, adapter) or error.hint
         raise
+    hint = _in_order(base, adapter)
+    if hint and _is_an_adapter(opened):
+        opened.close()
+        raise SourceError(
+            "CKM111", f"{os.fspath(base)}: is a peft adapter without its base weights", hint
+        )
+    return opened
+
+
+def _in_order(base: str | os.PathLike[str], adapter: str | os.PathLike[str] | Adapter) -> str:
+    """Return the hint for swapped arguments; "" where the adapter is no path."""
+    if not isinstance(adapter, str | os.PathLike):
+        return ""
+    line = shlex.join(["ckptmap", "merge", os.fspath(adapter), os.fspath(base), "DST"])
+    return f"the base comes first, then the adapter: {line}"
+
+
+def _is_an_adapter(ckpt: Checkpoint) -> bool:
+    """Return whether peft saved these weights of an adapter alone, and not with its base."""
+    if not all(name.startswith(HEAD) for name in ckpt):
+        return False
+    return any(".lora_" in name for name in ckpt) and not any(".base_layer." in n for n in ckpt)
 
 
 @tensors_on_cpu()

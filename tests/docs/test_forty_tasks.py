@@ -31,7 +31,7 @@ from tests.docs.given import (
     plain_state_dict,
     training_script,
 )
-from tests.docs.page import output
+from tests.docs.page import output_of_ckptmap
 from tests.support.paths import ROOT
 
 State = Mapping[str, torch.Tensor]
@@ -319,7 +319,7 @@ def test_task(one: Task, given: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         if line.startswith("! damage "):
             damage(line.removeprefix("! damage "))
         else:
-            code, printed = output(line)
+            code, printed = output_of_ckptmap(line)
     assert code == one.code, printed
     assert not one.printed or re.search(one.printed, printed), printed
     one.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -671,3 +672,22 @@ def test_the_command_without_force(
     assert "error[CKM323]" in capsys.readouterr().err
     assert main([*args, "--force", "-q"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+
+
+def test_swapped_arguments_are_answered_with_the_line_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path, llama(), target_modules=LINEARS)
+    (tmp_path / "base").rename(tmp_path / "the base")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match="a peft adapter without its base") as refused:
+        ckptmap.merge("adapter", "the base", "out")
+    assert refused.value.hint == (
+        "the base comes first, then the adapter: ckptmap merge 'the base' adapter DST"
+    )
+    for typed in ("adapter", "adapter/adapter_model.safetensors"):
+        assert main(["merge", typed, "the base", "out", "--to", "full-bf16", "--overwrite"]) == 2
+        hint = capsys.readouterr().err.partition("then the adapter: ")[2].strip()
+        assert hint == f"ckptmap merge 'the base' {typed} out --to full-bf16 --overwrite"
+        assert main(shlex.split(hint)[1:]) == 0
+    assert (tmp_path / "out").is_file()

@@ -121,8 +121,17 @@ class Continuation:
 
     def _changed_settings(self, own: Mapping[str, object]) -> Iterator[str]:
         """Yield the settings of the run that differ from the recorded ones."""
+<<<<<<< HEAD
         if self._saved:
             yield from run_settings.differences(own, self._live, self._rounding.settled)
+=======
+        if self._saved and (how := how_renamed(self._checkpoint)):
+            yield f"names were changed ({how}), and settings are recorded by the saved names"
+            saved, live = map(run_settings.without_names, (self._own(self._saved), self._live))
+            yield from run_settings.differences(saved, live)
+        elif self._saved:
+            yield from run_settings.differences(self._own(self._saved), self._live)
+>>>>>>> d28f86c (load: the report says how names were changed; --names-from is named in CKM603; merge answers swapped arguments with the whole line; the forty tasks need no ranks)
         else:
             yield "the checkpoint records no settings: ckptmap.save did not write it"
         if isinstance(drifted := self._saved.get("buffers"), list) and drifted:
@@ -174,7 +183,9 @@ class Continuation:
                 "CKM507",
                 f"{self._checkpoint.path}: training cannot go on bit for bit: "
                 + listed(self.inexact),
-                "restore these settings, or load without exact=True",
+                "build the model with the saved names, or load without exact=True"
+                if how_renamed(self._checkpoint)
+                else "restore these settings, or load without exact=True",
             )
 
     def _base(self, seed: int) -> bytes:
@@ -218,6 +229,14 @@ class Continuation:
             extra_per_rank=per_rank, gradients=tuple(self.gradients.names),
             rounding=self._rounding_note,
         )  # fmt: skip
+
+
+def how_renamed(checkpoint: Checkpoint) -> str:
+    """Return how names were changed, as arguments; "": they are those of the file."""
+    texts = [one.arguments for one in checkpoint.renamings]
+    if checkpoint.translation is not None:
+        texts.append(checkpoint.translation.choice.text)
+    return ", ".join(texts)
 
 
 def _changed_weights(plan: LoadPlan) -> Iterator[str]:

@@ -158,7 +158,9 @@ class PlannedLoad:
 
     def report(self) -> LoadReport:
         report = self.weights.report(self.reader, self.buffers_on_meta)
-        return self.continuation.report(replace(report, names=self.names), self.state)
+        how = ", ".join(one.arguments for one in self.checkpoint.renamings)
+        report = replace(report, names=self.names, renamed=how)
+        return self.continuation.report(report, self.state)
 
 
 def _timeout(keywords: LoadKeywords) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckptmap.core.formatting import human
@@ -155,6 +155,7 @@ class LoadReport(ShortRepr):
                   that the save came into
     skipped       newer checkpoints that `CheckpointManager.restore` passed over, and why
     names         the schemes of names that were translated; empty: the names are the model's
+    renamed       the prefixes and patterns that changed the checkpoint's names: "strip_prefix='student'"
     source        bytes that were compared with the checksums that the checkpoint states, counted
                   over all ranks; on the first rank of the model only
     peak_*_nbytes the most bytes that the load held at once: buffers, and a tensor until it is in
@@ -181,10 +182,18 @@ class LoadReport(ShortRepr):
     peak_device_nbytes: int = 0
     left: tuple[str, ...] = ()
     names: str = ""
+    renamed: str = ""
     skipped: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     source: SourceCheck = field(default_factory=SourceCheck)
     rounding: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """Return one JSON document, `"schema": 1`. Of `extra` and `extra_per_rank` it has the names: their
+        values may be anything."""
+        own = asdict(replace(self, extra={}, extra_per_rank={}))
+        beside = {name: [*map(str, getattr(self, name))] for name in ("extra", "extra_per_rank")}
+        return {"schema": 1, **own, **beside}
 
     def _listed(self) -> Iterator[tuple[str, str]]:
         """Yield a title with the count and the first names of each kind that there is."""
@@ -209,7 +218,7 @@ class LoadReport(ShortRepr):
         """Return what a notebook shows of it."""
         from ckptmap.operations.report.cards import card
 
-        facts = [("names", self.names), *self._listed()]
+        facts = [("names", self.names), ("renamed", self.renamed), *self._listed()]
         facts += [("", line) for line in self.state.lines()] if self.state is not None else []
         facts += [("random streams", self.streams), ("stochastic rounding", self.rounding)]
         facts += [("not bit for bit", listed(self.inexact))]
@@ -219,6 +228,8 @@ class LoadReport(ShortRepr):
         lines = [f"loaded {len(self.loaded)} tensors"]
         if self.names:
             lines.append(f"  names: {self.names}")
+        if self.renamed:
+            lines.append(f"  renamed: {self.renamed}")
         lines += [f"  {title}: {text}" for title, text in self._listed()]
         lines += self.state.lines() if self.state is not None else []
         if self.streams:

@@ -32,6 +32,8 @@ KEY = "ckptmap"
 """Key of the settings among the extra values."""
 PLACEMENTS = "placements"
 """Setting that says how optimizer state is placed on ranks, by FQN (see `state_placement`)."""
+BY_NAME = {"compile": "modules", "gradients": "parameters that are trained"}
+"""Settings of which one entry goes by names."""
 WITHOUT = "gradients_left_out"
 """Setting that says which gradients of an accumulation were not saved."""
 PER_RANK = "per_rank"
@@ -216,6 +218,7 @@ def _of_optimizer(title: str, saved: Settings, live: Settings) -> list[str]:
     return phrases
 
 
+<<<<<<< HEAD
 def _gradients(settings: Settings, settled: Collection[str]) -> Settings:
     """Return the settings of gradients that must be equal. Where the wrappers that average may differ, so
     may the dtype in which they do."""
@@ -236,6 +239,17 @@ def _differing_rounding(title: str, saved: Settings, live: Settings) -> list[str
     return [] if was == is_now else [_phrase(f"{title} rounds", was, is_now)]
 
 
+=======
+def without_names(settings: Mapping[str, Any]) -> Settings:
+    """Return the settings that go by no name of a parameter or module."""
+    kept = {key: value for key, value in settings.items() if key != "layout"}
+    for key, named in BY_NAME.items():
+        if isinstance(found := kept.get(key), Mapping):
+            kept[key] = {name: value for name, value in found.items() if name != named}
+    return kept
+
+
+>>>>>>> d28f86c (load: the report says how names were changed; --names-from is named in CKM603; merge answers swapped arguments with the whole line; the forty tasks need no ranks)
 def _differing_entries(title: str, saved: Settings | None, live: Settings | None) -> list[str]:
     saved, live = saved or {}, live or {}
     keys = [key for key in {**saved, **live} if saved.get(key) != live.get(key)]

@@ -3,6 +3,7 @@ hold one by one, and Meta's names are not those of the Hub."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,31 @@ def test_a_key_that_no_rule_knows(tmp_path: Path) -> None:
     assert refused.value.code == "CKM501"
     report = ckptmap.load(tmp_path, emptied(source), strict=False)
     assert report.unexpected == ("strange.thing",) and equal(source, TINY["mixtral"].build())
+
+
+def test_a_report_says_how_names_were_changed(tmp_path: Path) -> None:
+    """And exact=True, which compares what is recorded by name, says that it cannot."""
+    inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    net = torch.nn.ModuleDict({"net": inner})
+    optimizer = torch.optim.AdamW(net.parameters())
+    inner(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    ckptmap.save(tmp_path / "run", net, optimizer, step=1, extra={"odd": torch.ones(2)}).wait()
+    live = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    own = torch.optim.AdamW(live.parameters())
+    before = [param.clone() for param in live.parameters()]
+    with pytest.raises(LoadError, match=r"names were changed \(strip_prefix='net'\)") as refused:
+        ckptmap.load(tmp_path / "run", live, own, strip_prefix="net", exact=True)
+    assert refused.value.code == "CKM507" and "the saved names" in refused.value.hint
+    assert "how tensors are cut" not in refused.value.message
+    assert all(map(torch.equal, before, live.parameters()))
+    report = ckptmap.load(tmp_path / "run", live, own, strip_prefix="net")
+    assert report.renamed == "strip_prefix='net'" and len(report.inexact) == 1
+    for text in (str(report), repr(report), report._repr_html_()):
+        assert "strip_prefix=" in text and "net" in text
+    document = json.loads(json.dumps(report.to_json()))
+    assert document["schema"] == 1 and document["renamed"] == report.renamed
+    assert document["loaded"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert document["extra"] == ["odd"] and document["state"]["loaded"]
+    with ckptmap.open(tmp_path / "run", rename=["net.{x}={x}"]) as ckpt:
+        assert ckptmap.load(ckpt, live, own).renamed == "rename=['net.{x}={x}']"
