@@ -64,7 +64,8 @@ Leave = Annotated[
 
 
 @takes_options(
-    "world_size", "max_memory", "digest", "device", "threads", "overwrite", "mesh", "tp_plan",
+    "world_size", "max_memory", "digest", "device", "threads", "overwrite", "include", "exclude", "drop",
+    "like", "mesh", "tp_plan", "root",
     "strip_prefix", "rename", "add_prefix", "wrap", "exact_scales", "max_shard_size", "config_from",
     "low_disk", "sync", "check_source",
 )  # fmt: skip

@@ -70,3 +70,36 @@ def test_the_options_are_seen() -> None:
     assert {"max_shard_size", "max_shard_nbytes", "sync", "encode", "quantize"} <= option_names(
         "convert"
     )
+
+
+OF_PYTHON = {
+    "plan": {"source", "options"},
+    "convert": {"src", "dst", "progress", "ranks"},
+    "merge": {"base", "adapter", "dst", "progress"},
+    "diff": {"a", "b", "progress"},
+    "verify": {"path", "progress", "threads"},
+    "inspect": {"path", "param_order", "root"},
+    "pull": {"src", "dst", "progress"},
+}
+"""Keywords that are no options: arguments of the command, what a program alone has a use for, and the
+`root` of `open`, which is --source-root."""
+
+
+@pytest.mark.parametrize("command", OF_PYTHON)
+def test_every_keyword_is_an_option(command: str) -> None:
+    keywords = {*inspect.signature(CALLS[command]).parameters}
+    assert keywords - option_names(command) == OF_PYTHON[command]
+
+
+def test_load_has_the_names_of_convert() -> None:
+    """What means the same is called the same; `load` has no other word for it."""
+    load = inspect.signature(ckptmap.load).parameters
+    convert = inspect.signature(ckptmap.convert).parameters
+    alike = {"strip_prefix", "rename", "add_prefix", "drop"}
+    # `strict` and `optimizer` are those of torch, `max_memory` states its default.
+    assert load.keys() & convert.keys() == {*alike, "max_memory", "strict", "optimizer"}
+    for name in alike:
+        assert load[name].default == convert[name].default, name
+    assert {"strip_prefix", "rename", "add_prefix"} <= option_names("diff") & option_names(
+        "inspect"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import shutil
@@ -691,3 +692,16 @@ def test_swapped_arguments_are_answered_with_the_line_that_works(
         assert hint == f"ckptmap merge 'the base' {typed} out --to full-bf16 --overwrite"
         assert main(shlex.split(hint)[1:]) == 0
     assert (tmp_path / "out").is_file()
+
+
+def test_what_the_hint_on_an_entry_of_the_base_says_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = llama()
+    saved(tmp_path, model, target_modules=["q_proj"])
+    run = {"model": model.state_dict(), "args": argparse.Namespace(lr=1)}
+    torch.save(run, tmp_path / "base.pt")
+    monkeypatch.chdir(tmp_path)
+    assert main(["merge", "base.pt", "adapter", "out.pt"]) == 2
+    assert "hint: leave it behind with --drop args" in capsys.readouterr().err
+    assert main(["merge", "base.pt", "adapter", "out.pt", "--drop", "args"]) == 0

@@ -121,17 +121,12 @@ class Continuation:
 
     def _changed_settings(self, own: Mapping[str, object]) -> Iterator[str]:
         """Yield the settings of the run that differ from the recorded ones."""
-<<<<<<< HEAD
-        if self._saved:
-            yield from run_settings.differences(own, self._live, self._rounding.settled)
-=======
         if self._saved and (how := how_renamed(self._checkpoint)):
             yield f"names were changed ({how}), and settings are recorded by the saved names"
-            saved, live = map(run_settings.without_names, (self._own(self._saved), self._live))
-            yield from run_settings.differences(saved, live)
+            saved, live = map(run_settings.without_names, (own, self._live))
+            yield from run_settings.differences(saved, live, self._rounding.settled)
         elif self._saved:
-            yield from run_settings.differences(self._own(self._saved), self._live)
->>>>>>> d28f86c (load: the report says how names were changed; --names-from is named in CKM603; merge answers swapped arguments with the whole line; the forty tasks need no ranks)
+            yield from run_settings.differences(own, self._live, self._rounding.settled)
         else:
             yield "the checkpoint records no settings: ckptmap.save did not write it"
         if isinstance(drifted := self._saved.get("buffers"), list) and drifted:

@@ -218,7 +218,6 @@ def _of_optimizer(title: str, saved: Settings, live: Settings) -> list[str]:
     return phrases
 
 
-<<<<<<< HEAD
 def _gradients(settings: Settings, settled: Collection[str]) -> Settings:
     """Return the settings of gradients that must be equal. Where the wrappers that average may differ, so
     may the dtype in which they do."""
@@ -239,7 +238,6 @@ def _differing_rounding(title: str, saved: Settings, live: Settings) -> list[str
     return [] if was == is_now else [_phrase(f"{title} rounds", was, is_now)]
 
 
-=======
 def without_names(settings: Mapping[str, Any]) -> Settings:
     """Return the settings that go by no name of a parameter or module."""
     kept = {key: value for key, value in settings.items() if key != "layout"}
@@ -249,7 +247,6 @@ def without_names(settings: Mapping[str, Any]) -> Settings:
     return kept
 
 
->>>>>>> d28f86c (load: the report says how names were changed; --names-from is named in CKM603; merge answers swapped arguments with the whole line; the forty tasks need no ranks)
 def _differing_entries(title: str, saved: Settings | None, live: Settings | None) -> list[str]:
     saved, live = saved or {}, live or {}
     keys = [key for key in {**saved, **live} if saved.get(key) != live.get(key)]
