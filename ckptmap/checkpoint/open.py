@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path as FilePath
 
 from ckptmap import registry
-from ckptmap.checkpoint import several_models
+from ckptmap.checkpoint import base_record, several_models
 from ckptmap.checkpoint.assemble import assemble, share_of
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import same_parts
@@ -151,6 +151,8 @@ def _opened(
         ckpt = several_models.one_of(ckpt, several, names)
     elif len(names) > 1:
         ckpt.notes.append(several_models.note(names))
+    if of_base := base_record.note(ckpt):
+        ckpt.notes.append(of_base)
     ckpt.files.seen = fingerprints(index.files, files.mounts)
     if index.manifest is not None:
         own = OwnManifest(place.path, index.manifest, index.manifest_spans)

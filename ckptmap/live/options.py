@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, TypeAlias, TypedDict
@@ -53,6 +54,7 @@ class LoadKeywords(TypedDict, total=False):
     add_prefix: str | None
     drop: Sequence[str]
     stateful: Mapping[str, Stateful] | None
+    base: str | os.PathLike[str] | None
     timeout: float | None
 
 
@@ -84,6 +86,8 @@ class LoadOptions:
                      change the checkpoint's names, in this order, as in `ckptmap.open`
     drop             patterns of weights of the checkpoint, by their new names, that are left out, and
                      their optimizer state with them
+    base             where the base of a checkpoint of `save(only=...)` is now; None: at the recorded
+                     path. Its digest must be the recorded one
     stateful         objects that take back the states that `save` was given under these names
     max_memory       bound of host buffers, beside the tensors themselves: bytes, or `"64MiB"`
     timeout          seconds that a rank waits for the other ranks of the model before it raises
@@ -106,6 +110,7 @@ class LoadOptions:
     add_prefix: str | None = None
     drop: tuple[str, ...] = ()
     stateful: Mapping[str, Stateful] | None = None
+    base: str | os.PathLike[str] | None = None
     timeout: float | None = None
 
     @property
@@ -151,6 +156,8 @@ class ValueKeywords(TypedDict, total=False):
     extra: Mapping[str, object] | None
     extra_per_rank: Mapping[str, object] | None
     stateful: Mapping[str, Stateful] | None
+    only: str | Sequence[str] | None
+    base: str | os.PathLike[str] | None
     replicas: str
     timeout: float | None
     gradients: bool | None
@@ -176,6 +183,10 @@ class SaveOptions:
     stateful        objects with `state_dict` and `load_state_dict` by name (torch's Stateful): data
                     loaders, samplers, a GradScaler. A state that differs between ranks is saved for
                     each of them
+    only            "trainable": of the weights, save parameters that require gradients, and buffers;
+                    or patterns of names. The others are those of a base, whose path and digest are
+                    recorded, and which `load` reads too
+    base            that base; None: the checkpoint that `ckptmap.load` has loaded them from
     overwrite       True: replace the checkpoint at the path
     replicas        "check": parameters that several ranks hold whole, or several meshes hold, must
                     be equal; "first": those of the lowest rank are saved
@@ -195,6 +206,8 @@ class SaveOptions:
     extra: Mapping[str, object] | None = None
     extra_per_rank: Mapping[str, object] | None = None
     stateful: Mapping[str, Stateful] | None = None
+    only: str | Sequence[str] | None = None
+    base: str | os.PathLike[str] | None = None
     overwrite: bool = False
     replicas: str = "check"
     background: bool = True
@@ -215,6 +228,11 @@ class SaveOptions:
         return options
 
     @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of `only`."""
+        return argument_checks.patterns("only", self.only or ())
+
+    @property
     def pace(self) -> int | None:
         """Bytes a second that a rank may write; None: no limit. A save that training waits for has none."""
         if self.bandwidth is None or not self.background:
@@ -225,6 +243,10 @@ class SaveOptions:
         """Raise ArgumentError CKM516 for a value that means nothing."""
         if self.bandwidth is not None:
             argument_checks.nbytes("bandwidth", self.bandwidth)
+        if self.only is None and self.base is not None:
+            raise ArgumentError(
+                "CKM516", "base: expected only= with it", 'for example only="trainable"'
+            )
         argument_checks.choice("replicas", self.replicas, ("check", "first"))
         if self.step is not None:
             argument_checks.integer("step", self.step, 0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from ckptmap.checkpoint import base_record
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.core import argument_checks
@@ -27,14 +28,16 @@ from ckptmap.live.load import check_source
 from ckptmap.live.load.continuation import Continuation
 from ckptmap.live.load.load_plan import LoadPlan
 from ckptmap.live.load.mending_names import arguments_hint, other_models_hint
+from ckptmap.live.load.over_base import with_bases
 from ckptmap.live.load.same_checkpoint import content_facts
 from ckptmap.live.load.tensor_matcher import TensorMatcher
-from ckptmap.live.model import module_extra_state, name_scheme, peft, several_models
+from ckptmap.live.model import loaded_bases, module_extra_state, name_scheme, peft, several_models
 from ckptmap.live.model.caller_state import cpu_outside_inference_mode
 from ckptmap.live.model.collective_errors import agreed, peer_groups
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport
+from ckptmap.live.model.loaded_bases import LoadedBase
 from ckptmap.live.model.rank_group import said_if_lost
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer.several_optimizers import check_scheduler, one_scheduler
@@ -124,6 +127,7 @@ class PlannedLoad:
 
     buffers_on_meta  names of non-persistent buffers on meta, which no checkpoint has
     names            the schemes of names that were translated; empty: none were
+    base             what to remember of the place that the weights came from
     """
 
     checkpoint: Checkpoint
@@ -133,6 +137,7 @@ class PlannedLoad:
     continuation: Continuation
     buffers_on_meta: Sequence[str]
     names: str
+    base: LoadedBase | None
 
     def run(self) -> None:
         """Fill the model and the optimizer's state."""
@@ -155,6 +160,7 @@ class PlannedLoad:
 
         with torch.no_grad():
             self.continuation.finish()
+        loaded_bases.remember(self.weights.targets, self.base)
 
     def report(self) -> LoadReport:
         report = self.weights.report(self.reader, self.buffers_on_meta)
@@ -209,6 +215,7 @@ def _plan(
     facts |= content_facts(checkpoint)
     stored = list(checkpoint)
     checkpoint = _renamed(checkpoint, options)
+    checkpoint = with_bases(checkpoint, model, targets, options.base, _without)
     named = name_scheme.by_model_names(checkpoint, model, targets)
     checkpoint = named.checkpoint
     reader = TensorReader(checkpoint.files, options.max_memory)
@@ -232,18 +239,38 @@ def _plan(
         checkpoint.fingerprints, checkpoint.files.mounts, "open it anew; the model is as it was"
     )
     return PlannedLoad(
-        checkpoint, reader, weights, state, continuation, buffers_on_meta, named.names
-    )
+        checkpoint, reader, weights, state, continuation, buffers_on_meta, named.names,
+        None if isinstance(path, Checkpoint) else _base(checkpoint, model, options),
+    )  # fmt: skip
+
+
+def _base(
+    checkpoint: Checkpoint, model: torch.nn.Module, options: LoadOptions
+) -> LoadedBase | None:
+    """Return what a later save of the trained weights alone records as its base: of such a save, its
+    own base, if it has one."""
+    several, bases = bool(several_models.names_of(model)), base_record.recorded(checkpoint)
+    if not bases:
+        return loaded_bases.of_checkpoint(checkpoint, options.renaming, options.drop, several)
+    if len(bases) > 1:
+        return None
+    ((head, base),) = bases.items()
+    place = base.path if options.base is None else os.fspath(options.base)
+    return LoadedBase(place, {}, base.names, tuple(base.drop), several and not head)
 
 
 def _renamed(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
     """Return the checkpoint by the names that the caller gives its weights, without those to drop."""
-    checkpoint = renamed(checkpoint, options.renaming)
-    if not options.drop:
+    return _without(renamed(checkpoint, options.renaming), options.drop)
+
+
+def _without(checkpoint: Checkpoint, drop: Sequence[str]) -> Checkpoint:
+    """Return the checkpoint without the weights that these patterns name, and their optimizer state."""
+    if not drop:
         return checkpoint
 
     def is_dropped(name: str) -> bool:
-        return any(name == pattern or fnmatchcase(name, pattern) for pattern in options.drop)
+        return any(name == pattern or fnmatchcase(name, pattern) for pattern in drop)
 
     dropped = {name for name in checkpoint if is_dropped(name)}
     reader = checkpoint.optimizer_reader

@@ -79,12 +79,13 @@ def _policies(module: torch.nn.Module) -> list[str]:
 
 def _trained(targets: Sequence[LiveTensor]) -> str:
     """Return the count of the trained parameters, and a digest of their names."""
-    names = sorted(target.fqn for target in targets if _is_trained(target))
+    names = sorted(target.fqn for target in targets if is_trained(target))
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
     return f"{len(names)} ({digest})"
 
 
-def _is_trained(target: LiveTensor) -> bool:
+def is_trained(target: LiveTensor) -> bool:
+    """Return whether a tensor of the model requires gradients."""
     live = (
         target.param if isinstance(target, FlatParamTensor) and target.param is not None else None
     )

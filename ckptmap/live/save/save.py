@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.checkpoint import base_record
 from ckptmap.core import argument_checks
 from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.signatures import spelled_out
@@ -38,7 +39,7 @@ from ckptmap.live.optimizer.local_state import (
 from ckptmap.live.optimizer.several_optimizers import check_scheduler, one_scheduler
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.options import SaveOptions
-from ckptmap.live.save import extra_values, group_values, pending_gradients
+from ckptmap.live.save import extra_values, group_values, only_trained, pending_gradients
 from ckptmap.live.save.assign_writers import Assigner, Offer, drifted_buffers, offers_of
 from ckptmap.live.save.overlapping_meshes import require_alike
 from ckptmap.live.save.save_handle import SaveHandle, settle_started
@@ -107,7 +108,7 @@ def save(
             states = stateful.states_of(options.stateful)
             targets, _ = find_targets(one)
             held = _held(one, targets, optimizer, scheduler, peers, random_state, options)
-            mine = Told.of(options, states, pending_gradients.evidence(one, targets))
+            mine = Told.of(options, states, pending_gradients.evidence(one, targets), held)
         told = peers.all(mine)
         with peers.together():
             _require_same_values(held, told, options)
@@ -151,12 +152,14 @@ class Told:
 
     extra, states  digests of the caller's values by name
     evidence       of gradients that are pending
+    bases          of a save of a part of the weights; rank 0 has taken the digests
     """
 
     step: int | None
     extra: Mapping[str, str]
     states: Mapping[str, str]
     evidence: pending_gradients.Evidence
+    bases: object
 
     @classmethod
     def of(
@@ -164,9 +167,11 @@ class Told:
         options: SaveOptions,
         states: Mapping[str, object],
         evidence: pending_gradients.Evidence,
+        held: LocalState,
     ) -> Told:
         extra = extra_values.digests(options.extra or {})
-        return cls(options.step, extra, extra_values.digests(states), evidence)
+        bases = held.settings.get(base_record.KEY)
+        return cls(options.step, extra, extra_values.digests(states), evidence, bases)
 
 
 def _require_same_values(held: LocalState, told: Sequence[Told], options: SaveOptions) -> None:
@@ -175,6 +180,8 @@ def _require_same_values(held: LocalState, told: Sequence[Told], options: SaveOp
     Raises ArgumentError CKM516 where they differ, CKM518 where gradients are pending."""
     extra_values.require_same_step([one.step for one in told])
     extra_values.require_same([one.extra for one in told])
+    if told[0].bases:
+        held.settings[base_record.KEY] = told[0].bases
     pending = pending_gradients.told([one.evidence for one in told])
     if options.gradients is None:
         pending_gradients.refuse(pending)
@@ -248,6 +255,8 @@ def _held(
     optimizer = None if optimizer is None else unwrapped(optimizer)
     mine = [] if optimizer is None else owners(optimizer, targets)
     held.settings = run_settings.describe(model, optimizer, targets, peers.world)
+    if options.only is not None:
+        targets = _without_base(held, model, targets, peers, options)
     hold_model(held, targets)
     if options.gradients:
         pending_gradients.hold(held, model, targets, peers.rank, peers.world)
@@ -273,6 +282,23 @@ def _held(
         for key, value in extra.items():
             _values(held, ("extra", key), value)
     return held
+
+
+def _without_base(
+    held: LocalState,
+    model: torch.nn.Module,
+    targets: Sequence[LiveTensor],
+    peers: RankGroup,
+    options: SaveOptions,
+) -> list[LiveTensor]:
+    """Return the tensors that `only` names, and record the base of the others."""
+    kept = only_trained.chosen(targets, options.patterns)
+    left = [target for target in targets if target not in kept]
+    names = several_models.names_of(model)
+    bases = only_trained.bases_of(left, names, options.base, digests=peers.rank == 0)
+    if left:
+        held.settings[base_record.KEY] = bases
+    return kept
 
 
 def _hold_states(

@@ -1,0 +1,118 @@
+"""The base of a checkpoint that holds only a part of a model's weights, as `save(only=...)` records it.
+
+extra.ckptmap.base.""       {"path": "/models/llama", "digest": "files:5a...", "names": {...}, "drop": []}
+extra.ckptmap.base.policy   that of the model `policy`, of several
+
+The digest is of content: of the manifest of a directory that ckptmap wrote, which has a digest of every
+tensor; else of the bytes of all files. A place on the Hub is named by its commit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path as FilePath
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.errors import SourceError
+from ckptmap.mapping.renaming import Renaming
+from ckptmap.protocols.file_systems import Fingerprint
+from ckptmap.sharding.reference_model import MANIFEST
+from ckptmap.storage.source_changes import require_unchanged
+from ckptmap.tensors import Path
+
+KEY = "base"
+RECORD: Path = ("ckptmap", KEY)
+"""Where the bases are recorded, among the extra values."""
+BLOCK_NBYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class BaseRecord:
+    """A base as it is recorded.
+
+    names, drop  how its names were changed when it was loaded, and which of its weights were left out
+    """
+
+    path: str
+    digest: str
+    names: Renaming = field(default_factory=Renaming)
+    drop: Sequence[str] = ()
+
+    def to_plain(self) -> dict[str, object]:
+        names = self.names.record()
+        return {"path": self.path, "digest": self.digest, "names": names, "drop": list(self.drop)}
+
+
+def recorded(ckpt: Checkpoint) -> dict[str, BaseRecord]:
+    """Return the bases of a checkpoint by the name of their model, "" of one; empty where it has none.
+
+    Raises SourceError CKM109 for a record that is none."""
+    found: dict[str, dict[str, object]] = {}
+    for path, value in ckpt.plain.items():
+        if path[:2] != RECORD or len(path) < 4:
+            continue
+        entry = found.setdefault(str(path[2]), {})
+        for segment in path[3:-1]:
+            below = entry.setdefault(str(segment), {})
+            entry = below if isinstance(below, dict) else {}
+        entry[str(path[-1])] = value
+    whole = ckpt.plain.get(RECORD)
+    if isinstance(whole, Mapping):
+        found = {str(name): dict(entry) for name, entry in whole.items()}
+    return {name: _record(entry, ckpt.path) for name, entry in found.items()}
+
+
+def _record(entry: Mapping[str, object], where: str) -> BaseRecord:
+    path, digest, drop = (entry.get(name) for name in ("path", "digest", "drop"))
+    listed = isinstance(drop, list | tuple) and all(isinstance(one, str) for one in drop)
+    if not (isinstance(path, str) and isinstance(digest, str) and listed):
+        raise SourceError(
+            "CKM109", f"{where}: its record of a base is malformed", "load the base by itself first"
+        )
+    assert isinstance(drop, list | tuple)
+    return BaseRecord(path, digest, Renaming.recorded(entry.get("names")), tuple(drop))
+
+
+def note(ckpt: Checkpoint) -> str:
+    """Return what a reader should be told of a checkpoint with bases; "" where it has none."""
+    bases = recorded(ckpt)
+    if not bases:
+        return ""
+    paths = ", ".join(dict.fromkeys(base.path for base in bases.values()))
+    return (
+        f"it holds a part of the weights; the others are those of {paths}, which `load` reads too"
+    )
+
+
+def content_digest(ckpt: Checkpoint) -> str:
+    """Return the digest of a checkpoint's content. It reads all of it, unless ckptmap wrote it.
+
+    Raises RunError CKM308 for files that changed since they were opened."""
+    if ckpt.origin:
+        return ckpt.origin
+    require_unchanged(ckpt.fingerprints, ckpt.files.mounts, "load it again, then save")
+    files = {*ckpt.index.files, *ckpt.fingerprints}
+    return _digest(ckpt.path, tuple(sorted(files)), tuple(sorted(ckpt.fingerprints.items())))
+
+
+@cache
+def _digest(
+    path: str, files: Sequence[str], fingerprints: Sequence[tuple[str, Fingerprint]]
+) -> str:
+    """The fingerprints are part of the key of the cache: files that are written anew are read anew."""
+    import xxhash
+
+    manifest = FilePath(path) / MANIFEST
+    if manifest.is_file():
+        return f"manifest:{xxhash.xxh3_128_hexdigest(manifest.read_bytes())}"
+    seen = xxhash.xxh3_128()
+    for file in files:
+        name = os.path.relpath(file, path) if os.path.isdir(path) else ""
+        seen.update(f"{name}\n{os.path.getsize(file)}\n".encode("utf-8", "surrogateescape"))
+        with open(file, "rb", buffering=0) as opened:
+            while block := opened.read(BLOCK_NBYTES):
+                seen.update(block)
+    return f"files:{seen.hexdigest()}"

@@ -1,0 +1,88 @@
+"""A checkpoint that holds a part of the weights, together with the base that has the others.
+
+step-100: layers.0.lora_A.weight, over /models/llama: layers.0.weight  ->  one checkpoint of both
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptmap.checkpoint import base_record
+from ckptmap.checkpoint.base_record import BaseRecord
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.open import open_in
+from ckptmap.checkpoint.rename import renamed
+from ckptmap.errors import ArgumentError, CkptmapError, LoadError
+from ckptmap.live.model import name_scheme
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.rank_group import rank_and_world
+from ckptmap.mapping.renaming import Renaming
+
+if TYPE_CHECKING:
+    import torch
+
+Drop = Callable[[Checkpoint, Sequence[str]], Checkpoint]
+
+
+def with_bases(
+    checkpoint: Checkpoint,
+    model: torch.nn.Module,
+    targets: Sequence[LiveTensor],
+    given: str | os.PathLike[str] | None,
+    drop: Drop,
+) -> Checkpoint:
+    """Return the checkpoint with the weights of its bases; itself where it records none.
+
+    given  the place of the base, where it is not at its recorded path any more
+    drop   leaves out weights by patterns
+
+    Raises LoadError CKM521 where the base has another digest than the recorded one, or is not there.
+    """
+    bases = base_record.recorded(checkpoint)
+    if given is not None and len(bases) != 1:
+        raise ArgumentError(
+            "CKM516",
+            f"base={os.fspath(given)!r}: the checkpoint records {len(bases)} bases, expected one",
+            "leave base= out",
+        )
+    known = {name for target in targets for name in target.known}
+    for head, record in bases.items():
+        base = _opened(checkpoint, record, given)
+        base = drop(renamed(base, record.names), record.drop)
+        if head:
+            base = renamed(base, Renaming(add_prefix=head))
+        base = name_scheme.by_model_names(base, model, targets).checkpoint
+        own = {*checkpoint}
+        wanted = [name for name in base if name in known and name not in own]
+        groups = {name: base.group(name) for name in wanted}
+        prints = {**checkpoint.fingerprints, **base.fingerprints}
+        checkpoint = replace(checkpoint.with_groups(groups, base.index.files), fingerprints=prints)
+    return checkpoint
+
+
+def _opened(
+    checkpoint: Checkpoint, record: BaseRecord, given: str | os.PathLike[str] | None
+) -> Checkpoint:
+    """Return the base, read by the files of the checkpoint. The first rank compares its digest."""
+    place = record.path if given is None else given
+    try:
+        base = open_in(checkpoint.files, place)
+    except CkptmapError as error:
+        raise LoadError(
+            "CKM521",
+            f"{checkpoint.path}: its base cannot be opened: {error.message}",
+            "say where the base is: base=PATH",
+        ) from error
+    if rank_and_world()[0] == 0:
+        digest = base_record.content_digest(base)
+        if digest != record.digest:
+            raise LoadError(
+                "CKM521",
+                f"{base.shown}: is not the base of {checkpoint.path}: expected {record.digest}, got"
+                f" {digest}",
+                "give the base that the run was begun with: base=PATH",
+            )
+    return base

@@ -1,0 +1,85 @@
+"""A save of a part of the weights: those that are trained, or that a pattern names, over a recorded base.
+
+only="trainable"   parameters that require gradients, and buffers
+only="*.lora_*"    parameters and buffers with such names
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from ckptmap.checkpoint.base_record import BaseRecord, content_digest
+from ckptmap.checkpoint.open import open as open_checkpoint
+from ckptmap.errors import ArgumentError
+from ckptmap.live.model import loaded_bases
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.load_report import listed
+from ckptmap.live.model.loaded_bases import LoadedBase
+from ckptmap.live.optimizer.gradients import is_trained
+from ckptmap.storage.source_changes import require_unchanged
+
+TRAINABLE = "trainable"
+
+
+def chosen(targets: Sequence[LiveTensor], only: Sequence[str]) -> list[LiveTensor]:
+    """Return the tensors to save. Raises ArgumentError CKM516 where there is none."""
+    found = [target for target in targets if _is_chosen(target, only)]
+    if not found:
+        raise ArgumentError(
+            "CKM516",
+            f"only={only[0]!r}: no tensor of the model's {len(targets)} is such a one",
+            "give a pattern of names, or only='trainable' with parameters that require gradients",
+        )
+    return found
+
+
+def _is_chosen(target: LiveTensor, only: Sequence[str]) -> bool:
+    if TRAINABLE in only and (target.is_buffer or is_trained(target)):
+        return True
+    return any(fnmatchcase(name, pattern) for name in target.names for pattern in only)
+
+
+def bases_of(
+    left: Sequence[LiveTensor],
+    names: Sequence[str],
+    given: str | os.PathLike[str] | None,
+    digests: bool,
+) -> dict[str, dict[str, object]]:
+    """Return the records of the bases of the tensors that are left out, by the name of their model.
+
+    names    of the models, of several
+    given    the base of all of them, in place of what `load` has loaded
+    digests  whether to take digests, which one rank does
+
+    Raises ArgumentError CKM516 where a base is not known."""
+    found: dict[str, LoadedBase] = {}
+    unknown: list[str] = []
+    if given is not None:
+        with open_checkpoint(given) as ckpt:
+            found[""] = LoadedBase(ckpt.shown, ckpt.fingerprints, several=True)
+    for target in left if given is None else ():
+        base = loaded_bases.known(target)
+        head = target.fqn.split(".")[0] if names and base is not None and not base.several else ""
+        if base is None or found.setdefault(head, base).path != base.path:
+            unknown.append(target.fqn)
+    if unknown:
+        raise ArgumentError(
+            "CKM516",
+            f"only: no one checkpoint is known that {len(unknown)} of the other weights were loaded"
+            f" from: {listed(unknown)}",
+            "load them by ckptmap.load, all from one checkpoint, or name it: base=PATH",
+        )
+    return {head: _record(base, digests) for head, base in found.items()}
+
+
+def _record(base: LoadedBase, digests: bool) -> dict[str, object]:
+    digest = ""
+    if digests:
+        with open_checkpoint(base.path) as ckpt:
+            require_unchanged(
+                base.fingerprints, ckpt.files.mounts, "load the base again, then save"
+            )
+            digest = content_digest(ckpt)
+    return BaseRecord(base.path, digest, base.names, base.drop).to_plain()

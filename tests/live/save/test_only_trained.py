@@ -1,0 +1,180 @@
+"""`save(only=...)` over a recorded base: small files, and `load` takes both."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ckptmap
+from ckptmap.errors import ArgumentError, CkptmapError, LoadError, RunError
+from tests.corpus.ranks import run_ranks
+from tests.support.files import flip_byte_of
+
+
+def llama(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+    ))  # fmt: skip
+
+
+def adapted(model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+    return wrapped, torch.optim.AdamW(trained, lr=0.01)
+
+
+def train(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        words = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A base that transformers wrote, a LoRA of peft on it, saved after two steps; the next losses."""
+    folder = tmp_path_factory.mktemp("only")
+    llama(0).save_pretrained(folder / "base")
+    model = llama(1)
+    ckptmap.load(folder / "base", model)
+    model, optimizer = adapted(model)
+    train(model, optimizer, 0, 2)
+    ckptmap.save(folder / "step-2", model, optimizer, step=2, only="trainable").wait()
+    return folder, train(model, optimizer, 2, 4)
+
+
+def nbytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def test_a_lora_run_saves_its_lora(run: tuple[Path, list[float]]) -> None:
+    folder, losses = run
+    with ckptmap.open(folder / "step-2") as ckpt:
+        assert ckpt and all(".lora_" in fqn for fqn in ckpt)
+        assert f"the others are those of {folder / 'base'}" in ckpt.notes[-1]
+        weights = sum(info.nbytes for info in ckpt.infos().values())
+    assert weights < 0.1 * nbytes(folder / "base")
+    model, optimizer = adapted(llama(3))
+    report = ckptmap.load(folder / "step-2", model, optimizer, exact=True)
+    assert report.inexact == () and report.missing == report.left == ()
+    assert train(model, optimizer, 2, 4) == losses
+
+
+def test_the_next_save_records_the_same_base(run: tuple[Path, list[float]], tmp_path: Path) -> None:
+    """Also one of a base that was moved: its new place is recorded, and the digest stays."""
+    folder, _ = run
+    shutil.copytree(folder / "base", tmp_path / "moved")
+    model, optimizer = adapted(llama(3))
+    ckptmap.load(folder / "step-2", model, optimizer, base=tmp_path / "moved")
+    ckptmap.save(tmp_path / "step-3", model, optimizer, only=["*.lora_*"]).wait()
+    records = []
+    for path in (folder / "step-2", tmp_path / "step-3"):
+        with ckptmap.open(path) as ckpt:
+            settings: Any = ckpt.extra["ckptmap"]
+            records.append(settings["base"][""])
+    assert records[0]["digest"] == records[1]["digest"] and len(records[0]["digest"]) > 30
+    assert records[1]["path"] == str(tmp_path / "moved")
+
+
+def test_another_base_is_refused(run: tuple[Path, list[float]], tmp_path: Path) -> None:
+    """One of the same headers with other values, one that is gone, one with a flipped byte."""
+    folder, _ = run
+    llama(5).save_pretrained(tmp_path / "other")
+    model, _ = adapted(llama(3))
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(LoadError, match=r"is not the base of .*expected files:\w+, got files:\w+"):
+        ckptmap.load(folder / "step-2", model, base=tmp_path / "other")
+    with pytest.raises(LoadError, match="its base cannot be opened") as gone:
+        ckptmap.load(folder / "step-2", model, base=tmp_path / "gone")
+    assert gone.value.code == "CKM521" and "base=PATH" in gone.value.hint
+    shutil.copytree(folder / "base", tmp_path / "flipped")
+    flip_byte_of(tmp_path / "flipped", "model.norm.weight")
+    with pytest.raises(LoadError, match="is not the base of"):
+        ckptmap.load(folder / "step-2", model, base=tmp_path / "flipped")
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with pytest.raises(ArgumentError, match="records 0 bases"):
+        ckptmap.load(folder / "base", llama(3), base=tmp_path / "other")
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    made = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    made[0].requires_grad_(False)
+    return made
+
+
+def test_a_base_that_nobody_knows(tmp_path: Path) -> None:
+    """Weights that `load` did not load; a base that was written anew since."""
+    model = net(0)
+    with pytest.raises(ArgumentError, match=r"no one checkpoint is known.*0\.weight, 0\.bias"):
+        ckptmap.save(tmp_path / "c", model, only="trainable")
+    with pytest.raises(ArgumentError, match=r"only='\*\.lora': no tensor"):
+        ckptmap.save(tmp_path / "c", model, only="*.lora")
+    with pytest.raises(ArgumentError, match="base: expected only= with it"):
+        ckptmap.save(tmp_path / "c", model, base=tmp_path / "base")
+    ckptmap.save(tmp_path / "base", model).wait()
+    ckptmap.load(tmp_path / "base", model)
+    ckptmap.save(tmp_path / "base", net(1), overwrite=True).wait()
+    with pytest.raises(RunError, match="changed while it was read"):
+        ckptmap.save(tmp_path / "c", model, only="trainable")
+    assert not (tmp_path / "c").exists()
+
+
+def test_buffers_and_several_models(tmp_path: Path) -> None:
+    """Buffers are saved with what is trained. Each of several models has a base of its own."""
+    for seed in (0, 1):
+        ckptmap.save(tmp_path / f"base{seed}", net(seed)).wait()
+    models = {"a": net(5), "b": net(6)}
+    for seed, model in enumerate(models.values()):
+        ckptmap.load(tmp_path / f"base{seed}", model)
+        model(torch.randn(8, 4))
+        with torch.no_grad():
+            model[2].bias.fill_(seed + 3)  # type: ignore[index, union-attr, operator]
+    ckptmap.save(tmp_path / "c", models, only="trainable").wait()
+    with ckptmap.open(tmp_path / "c") as ckpt:
+        assert "a.1.running_mean" in ckpt and "a.0.weight" not in ckpt
+    again = {"a": net(8), "b": net(9)}
+    ckptmap.load(tmp_path / "c", again)
+    for name, model in models.items():
+        theirs = again[name].state_dict()
+        assert all(torch.equal(one, theirs[key]) for key, one in model.state_dict().items())
+
+
+def test_a_given_base(tmp_path: Path) -> None:
+    """A model that something else has loaded: its base is named, and recorded with its digest."""
+    model = net(0)
+    ckptmap.save(tmp_path / "base", model).wait()
+    with ckptmap.CheckpointManager(tmp_path / "runs") as manager:
+        manager.save(1, model, only="trainable", base=tmp_path / "base")
+    again = net(2)
+    report = ckptmap.CheckpointManager(tmp_path / "runs").restore(again)
+    assert report is not None and report.step == 1
+    assert torch.equal(again[0].weight, model[0].weight)  # type: ignore[index, arg-type]
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(CkptmapError, match="its base cannot be opened"):
+        ckptmap.CheckpointManager(tmp_path / "runs").restore(again)
+
+
+def test_ranks(tmp_path: Path) -> None:
+    """Two ranks save the trained layer of an FSDP2 model, and load it: tests/ranks/only_trained.py; one
+    process loads it, too."""
+    run_ranks("tests.ranks.only_trained", 2, [str(tmp_path)], timeout=240)
+    again = net(4)
+    report = ckptmap.load(tmp_path / "c", again)
+    assert report.missing == ()
+    assert torch.equal(again[0].weight, net(0)[0].weight)  # type: ignore[index, arg-type]
