@@ -57,6 +57,12 @@ def write(folder: Path) -> None:
     quantize_(model, Int8WeightOnlyConfig(granularity=PerTensor()),
               lambda module, name: name in ("0", "2", "3"))  # fmt: skip
     torch.save(model.state_dict(), folder / "int8-tensor.pt")
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig
+
+    model = net()
+    quantize_(model, Int8DynamicActivationInt8WeightConfig(),
+              lambda module, name: name in ("0", "2"))  # fmt: skip
+    torch.save(model.state_dict(), folder / "dynamic.pt")
 
 
 def truth(path: Path) -> Any:
@@ -142,6 +148,30 @@ def fsdp2(path: Path, mesh: DeviceMesh | None = None) -> None:
             assert torch.equal(ours[key].read_scales(), original[key].read_scales()), key
 
 
+def dynamic(folder: Path) -> None:
+    """Activations in int8, as the checkpoint of torchao's states them: under FSDP2 as in one process."""
+    reference, model = net(), net()
+    state = torch.load(folder / "dynamic.pt", weights_only=True)
+    reference.load_state_dict(state, assign=True)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    report = load(folder / "dynamic.pt", model)
+    assert {str(e) for e in report.encoded} == {
+        f"{name}.weight: int8, activations in int8" for name in ("0", "2")
+    }
+    x = batch()
+    for _ in range(2):
+        assert torch.equal(model(x), reference(x))
+    saved = folder / f"dynamic-{dist.get_world_size()}"
+    save(saved, model).wait()
+    dist.barrier()
+    again = net()
+    load(saved, again)
+    assert again[0].weight.act_quant_kwargs == reference[0].weight.act_quant_kwargs is not None
+    assert torch.equal(again(x), reference(x))
+
+
 def ddp(path: Path) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -206,7 +236,11 @@ def training(folder: Path, sharded: bool) -> None:
         assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
         if sharded and config == TRAINED[3]:
             continue  # gloo gathers no float8
-        other(batch()).float().square().mean().backward()
+        plain = trained(config, 3)
+        load(path, plain)
+        output = other(batch())
+        assert torch.equal(output, plain(batch())), config
+        output.float().square().mean().backward()
         assert other[0].weight.grad is not None, "it still trains"
 
 
@@ -222,8 +256,8 @@ def main(folder: Path) -> None:
         for name in SOURCES:
             fsdp2(folder / f"{name}.pt")
             ddp(folder / f"{name}.pt")
-        if dist.get_world_size() > 1:  # torch 2.13 gives a subclass one of its tensors on one rank
-            training(folder, sharded=True)
+        training(folder, sharded=True)
+        dynamic(folder)
     finally:
         dist.destroy_process_group()
 

@@ -94,17 +94,26 @@ def adopt_replaced(fsdp_param: FSDPParam) -> None:
     info = fsdp_param._module_info
     param = getattr(info.module, info.param_name)
     local = param.to_local()
-    fsdp_param.__dict__.pop("init_unsharded_param", None)
     if hasattr(local, "fsdp_pre_all_gather"):
         fsdp_param._sharded_param_data = local.view(-1)
-        if local.shape == param.shape:
-            own = partial(_unsharded_is_sharded, fsdp_param)
-            fsdp_param.__dict__["init_unsharded_param"] = own
+    unshard_alone(fsdp_param)
     fsdp_param.reset_sharded_param()  # type: ignore[no-untyped-call]
     fsdp_param._init_extensions()
     fsdp_param.all_gather_outputs = []
     if hasattr(fsdp_param, "_unsharded_param"):
         del fsdp_param._unsharded_param
+
+
+def unshard_alone(fsdp_param: FSDPParam) -> None:
+    """Make FSDP2 unshard a tensor subclass of which this rank alone holds all, as torch 2.13 cannot: its
+    forward fails in `fsdp_post_all_gather`, which gets the first of several inner tensors."""
+    fsdp_param.__dict__.pop("init_unsharded_param", None)
+    info = fsdp_param._module_info
+    param = getattr(info.module, info.param_name)
+    local = param.to_local()
+    if hasattr(local, "fsdp_pre_all_gather") and local.shape == param.shape:
+        own = partial(_unsharded_is_sharded, fsdp_param)
+        fsdp_param.__dict__["init_unsharded_param"] = own
 
 
 def _unsharded_is_sharded(fsdp_param: FSDPParam) -> None:
@@ -127,7 +136,8 @@ def _unsharded_is_sharded(fsdp_param: FSDPParam) -> None:
     if is_apart:
         local = local.to(fsdp_param.device)
         fsdp_param._unsharded_inner_tensors = list(_inner_tensors(local))
-    fsdp_param._unsharded_param = nn.Parameter(local, requires_grad=False)
+    is_trained = fsdp_param.sharded_param.requires_grad
+    fsdp_param._unsharded_param = nn.Parameter(local, requires_grad=is_trained)
 
 
 def _copy_again(local: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from ckptmap.core.quantized_codes import Coded, CodeGrid
 from ckptmap.errors import LoadError, RunError
@@ -28,6 +28,7 @@ from ckptmap.live.model.live_tensor import LiveTensor, device_for, is_dtensor
 from ckptmap.live.model.load_report import Encoded
 from ckptmap.live.model.row_sharding import row_shard
 from ckptmap.live.model.tensor_reader import TensorReader
+from ckptmap.live.quantized import int8_activations
 from ckptmap.live.quantized.int8_sharded import sharded_class, torchao_class
 from ckptmap.live.quantized.int8_stored import stored_int8
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -62,7 +63,9 @@ class Int8Form(LiveForm):
         device = device_for(target, context.fallback)
         if is_int8(source):
             rows = rows_of(target, source)
-            return Decode(rows) if isinstance(rows, str) else _kept(target, source, rows, device)
+            if isinstance(rows, str):
+                return Decode(rows)
+            return _kept(target, source, rows, device, self.is_live(target))
         if not self.is_live(target):
             return None
 
@@ -100,17 +103,21 @@ class Int8Form(LiveForm):
         return stored_int8(target, fqn, *_plain_parts(target)) if self.is_live(target) else None
 
 
-def _kept(target: LiveTensor, source: LazyTensor, rows: Int8Rows, device: torch.device) -> LoadStep:
+def _kept(
+    target: LiveTensor, source: LazyTensor, rows: Int8Rows, device: torch.device, is_live: bool
+) -> LoadStep:
     """Return the step that puts the checkpoint's codes into the model."""
+    activations, said = int8_activations.decide(target.local, is_live, source)
 
     def run(reader: TensorReader) -> None:
         with reader.meter.hold(rows.nbytes, device):
-            made = read_rows(reader, source, rows, device)
-            target.put(_computing_as(target.local, made))
+            made: Any = _computing_as(target.local, read_rows(reader, source, rows, device))
+            made.act_quant_kwargs = activations
+            target.put(made)
 
     return LoadStep(
         run,
-        encoded=Encoded(target.fqn, ENCODING, 0, 0, rows.nbytes),
+        encoded=Encoded(target.fqn, f"{ENCODING}, {said}" if said else ENCODING, 0, 0, rows.nbytes),
         becomes=(LIVE_CLASSES[rows.sharded], target.dtype),
     )
 

@@ -44,8 +44,7 @@ def sharded_class() -> Any:
 
         def __reduce_ex__(self, protocol: object) -> Any:
             """Pickle as torchao's own class, so that no file needs this one."""
-            plain = base(self.qdata, self.scale, self.block_size, self.dtype)
-            return plain.__reduce_ex__(protocol)
+            return _as(base, self).__reduce_ex__(protocol)
 
         def fsdp_pre_all_gather(
             self, mesh: object, outer_size: Any = None, outer_stride: object = None, module: Any = None,
@@ -54,16 +53,16 @@ def sharded_class() -> Any:
             whole = self.scale.shape[0] == 1 and self.qdata.shape[0] == self.block_size[0]
             block = [outer_size[0] if whole else self.block_size[0], self.block_size[1]]
             inner = (self.qdata,) if whole else (self.qdata, self.scale)
-            return inner, (block, self.scale if whole else None, self.dtype)
+            return inner, (block, self.scale if whole else None, self)
 
         def fsdp_post_all_gather(
             self, outputs: Any, metadata: Any, param_dtype: object, *, out: Any = None
         ) -> object:
-            block, scale, dtype = metadata
+            block, scale, shard = metadata
             if out is not None:
                 return None
             scale = outputs[1] if scale is None else scale
-            return type(self)(outputs[0], scale, block, dtype), outputs
+            return _computing_as(shard, type(self)(outputs[0], scale, block, shard.dtype)), outputs
 
         @classmethod
         def __torch_dispatch__(
@@ -71,12 +70,23 @@ def sharded_class() -> Any:
         ) -> object:
             first = args[0] if args else None
             if func in same and isinstance(first, cls):
-                return cls(first.qdata, first.scale, first.block_size, first.dtype)
+                return _as(cls, first)
             if func is aten.slice.Tensor and isinstance(first, cls) and _is_all(first, args[1:]):
-                return cls(first.qdata, first.scale, first.block_size, first.dtype)
+                return _as(cls, first)
             return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     return ShardedInt8
+
+
+def _as(cls: Any, shard: Any) -> Any:
+    """Return the same shard as an object of `cls`."""
+    return _computing_as(shard, cls(shard.qdata, shard.scale, shard.block_size, shard.dtype))
+
+
+def _computing_as(shard: Any, made: Any) -> Any:
+    """Return `made` with the settings of `shard` for quantizing activations."""
+    made.act_quant_kwargs, made.reduce_range = shard.act_quant_kwargs, shard.reduce_range
+    return made
 
 
 def _is_all(tensor: torch.Tensor, args: Any) -> bool:

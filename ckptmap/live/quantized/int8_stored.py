@@ -12,6 +12,7 @@ from ckptmap import registry
 from ckptmap.core.quantized_codes import CodeGrid, KeepsCodes
 from ckptmap.live.model.live_form import StoredForm, StoredPart
 from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor, local_boxes
+from ckptmap.live.quantized.int8_activations import attributes_of
 from ckptmap.protocols import Encoding, Refusal, part_key
 from ckptmap.tensors import TensorInfo
 
@@ -32,7 +33,7 @@ def stored_int8(
     whole = TensorInfo(tuple(target.tensor.shape), dtype)
     everywhere = scale.shape[0] == 1 and block[0] == codes.shape[0]
     rows = whole.shape[0] if everywhere else block[0]
-    encoding = _encoding(fqn, whole, (rows, *block[1:]), scale.dtype)
+    encoding = _encoding(fqn, whole, (rows, *block[1:]), scale.dtype, attributes_of(target.local))
     expected = encoding.parts(whole)
     assert not isinstance(expected, Refusal), expected.reason
     ((box, _),) = local_boxes(target)
@@ -46,11 +47,18 @@ def stored_int8(
     return StoredForm(parts, encoding.record(whole))
 
 
-def _encoding(fqn: str, info: TensorInfo, block: tuple[int, ...], scale: torch.dtype) -> Encoding:
-    """Return the encoding that stores torchao's int8 of such blocks and scales."""
+def _encoding(
+    fqn: str,
+    info: TensorInfo,
+    block: tuple[int, ...],
+    scale: torch.dtype,
+    attributes: str | None,
+) -> Encoding:
+    """Return the encoding that stores torchao's int8 of such blocks, scales and settings."""
     grid = CodeGrid("int8", TensorInfo(info.shape, "int8"), block)
     scheme = next(scheme for scheme in registry.schemes() if scheme.name == "int8")
     made: Any = scheme.keeping(info, grid, exact=True) if isinstance(scheme, KeepsCodes) else None
     assert made is not None, f"{fqn}: {info} in blocks of {block}"
-    encoding: Encoding = replace(made, scale_dtype=str(scale).removeprefix("torch."))
+    changed = {} if attributes is None else {"attributes": attributes}
+    encoding: Encoding = replace(made, scale_dtype=str(scale).removeprefix("torch."), **changed)
     return encoding

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from ckptmap.core.quantized_codes import Coded
 from ckptmap.errors import LoadError, RunError
+from ckptmap.live.model import fsdp2_params
 from ckptmap.live.model.live_form import LiveForm, LoadContext, LoadStep, StoredForm
 from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
 from ckptmap.live.model.load_report import Encoded
@@ -49,6 +50,8 @@ class TrainedInt8Form(LiveForm):
 
         def run(reader: TensorReader) -> None:
             fill(reader, source, target, scales)
+            if target.fsdp_param is not None:
+                fsdp2_params.unshard_alone(target.fsdp_param)
 
         if scales is None:
             return LoadStep(run, quantizes=True)

@@ -101,10 +101,10 @@ FIXES = (
         fsdp2_params.problem,
     ),
     Fix(
-        "unshard NF4 on one rank",
+        "unshard a tensor subclass on one rank",
         "torch",
         ("2.13", "2.13"),
-        "FSDP2 on a mesh of one rank hands an NF4Tensor one of its three tensors",
+        "FSDP2 on a mesh of one rank hands NF4 and int8 training weights one of their tensors",
         fsdp2_params.problem,
     ),
     Fix(
