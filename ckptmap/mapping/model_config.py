@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ckptmap.errors import PlanError
+from ckptmap.formats.gguf.reader import config_at
 from ckptmap.formats.meta.params_json import PARAMS, read_params
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import locate
@@ -35,10 +36,10 @@ def read_config(path: str | os.PathLike[str], mounts: Mounts) -> dict[str, objec
 
 
 def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[str, object] | None:
-    """Return the config at `asked`, else the one beside a checkpoint, else Meta's params.json there.
+    """Return the config at `asked`, else the one beside a checkpoint, else Meta's params.json there, else
+    what a GGUF file says.
 
-    The sizes of a params.json are returned under the names of config.json. Returns None where there is
-    neither.
+    Their sizes are returned under the names of config.json. Returns None where there is none of them.
     """
     if asked is not None:
         return read_config(asked, mounts)
@@ -47,7 +48,7 @@ def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[s
     if (folder / CONFIG).is_file():
         return read_config(folder / CONFIG, mounts)
     params = read_params(folder / PARAMS, mounts) if (folder / PARAMS).is_file() else None
-    return None if params is None else params.config
+    return config_at(place, mounts) if params is None else params.config
 
 
 def as_config(config: object) -> dict[str, object] | None:

@@ -24,21 +24,26 @@ READERS = "transformers 5 loads them; transformers 4, vLLM and SGLang do not fin
 
 
 def wants_disk_names(ckpt: Checkpoint, options: Options, setup: Setup) -> bool:
-    """Return whether the output is a Hugging Face directory whose names nobody has chosen yet."""
+    """Return whether nobody has chosen names, and the output is a Hugging Face directory, or the source is of
+    a format that has names of its own."""
     chosen = options.names is not None or options.names_like is not None
     done = ckpt.translation is not None or ckpt.merged is not None
-    return setup.carrier is not None and not setup.holds_extra and not chosen and not done
+    hub = setup.carrier is not None and not setup.holds_extra
+    return (hub or bool(ckpt.index.naming)) and not chosen and not done
 
 
 def in_disk_names(
-    ckpt: Checkpoint, options: Options, leave: Callable[[str], str | None]
+    ckpt: Checkpoint, options: Options, leave: Callable[[str], str | None], casts: bool
 ) -> tuple[Checkpoint, Sequence[str]]:
     """Return the checkpoint under its names on disk, and what to tell the user.
 
     It stays as it is where its names are no model's in memory, where a rule does not fit it, and where
-    a quantized tensor would have to be decoded. Then the notes say who can load it.
+    a quantized tensor would have to be decoded. Then the notes say who can load it. `casts`: an encoding is
+    asked for, in which a tensor is written whether it has to be decoded or not.
     """
     config = _config(ckpt, options)
+    if ckpt.index.naming:
+        return _from_format(ckpt, options, leave, casts)
     try:
         scheme = memory_scheme(list(ckpt), config)
     except CkptmapError:  # a mapping file of the user's that cannot be read; nobody asked for names
@@ -57,6 +62,24 @@ def in_disk_names(
         return ckpt, [_in_memory(scheme, reason)]
     notes = [*on_disk.notes, "names as save_pretrained writes them; as they are: --names hf-memory"]
     return replace(on_disk, notes=notes), []
+
+
+def _from_format(
+    ckpt: Checkpoint, options: Options, leave: Callable[[str], str | None], casts: bool
+) -> tuple[Checkpoint, Sequence[str]]:
+    """Return the checkpoint of a format that has names of its own under those on disk, and notes."""
+    naming = ckpt.index.naming
+    try:
+        on_disk = translated(ckpt, HUB, naming, options.config_from, leave)
+    except CkptmapError as error:
+        return ckpt, [f"the names stay those of {naming}, which no Hugging Face library loads: {error.message}"]  # fmt: skip
+    reason = _hindrance(on_disk)
+    if reason is None or (casts and on_disk.translation and not on_disk.translation.unmapped):
+        return on_disk, []
+    return ckpt, [
+        f"the names stay those of {naming}, which no Hugging Face library loads: {reason}; with --to hf-bf16"
+        " it is decoded"
+    ]
 
 
 def _config(ckpt: Checkpoint, options: Options) -> Mapping[str, object] | None:

@@ -75,7 +75,7 @@ def _plan_with(
     located = options.located(files.mounts)
     with errors_by_given_path(files.mounts):
         resolved = with_units(located, aim.setup, files.mounts)
-        opened = open_source(source, resolved, aim.setup, files)
+        opened = open_source(source, resolved, aim, files)
         with paused_gc():
             new_plan = _plan_stages(opened, Request(opened.ckpt, aim, resolved))
     if located is options:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.name_globs import matches, matches_any
 from ckptmap.planning.options import Options
-from ckptmap.protocols import Carrier, Setup, through
+from ckptmap.protocols import Carrier, Setup, TakesMadeFiles, through
 from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.setups import Aim
 
@@ -35,7 +35,12 @@ class Request:
     def carrier(self) -> Carrier | None:
         """The setup's carrier of files beside the weights, reading through the mounts of the source."""
         carrier = self.setup.carrier
-        return None if carrier is None else through(carrier, self.ckpt.files.mounts)
+        if carrier is None:
+            return None
+        carrier, made = through(carrier, self.ckpt.files.mounts), self.ckpt.index.made_files
+        if made is None or not isinstance(carrier, TakesMadeFiles):
+            return carrier
+        return carrier.with_made(made())
 
     @cached_property
     def fingerprints(self) -> dict[str, Fingerprint]:

@@ -20,6 +20,7 @@ from ckptmap.planning.file_plan import Compare
 from ckptmap.planning.options import Options
 from ckptmap.planning.restored_scales import restored
 from ckptmap.protocols import Setup
+from ckptmap.setups import Aim
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import errors_by_given_path, refuse_elsewhere
 
@@ -39,11 +40,11 @@ class PlanSource:
 
 
 def open_source(
-    source: str | os.PathLike[str] | Checkpoint, options: Options, setup: Setup, files: Files
+    source: str | os.PathLike[str] | Checkpoint, options: Options, aim: Aim, files: Files
 ) -> PlanSource:
     """Return the checkpoint at `source`, or derived from it; an opened one stays as it is.
 
-    setup  what is written: a Hugging Face directory has names of its own
+    aim    what is written: a Hugging Face directory has names of its own
     files  those of the opened one, else the ones that will read it
 
     Prefixes come off first: the scales of a base and the schemes of names go by what is below them.
@@ -61,12 +62,12 @@ def open_source(
         if options.base is not None:
             source, compares, notes = restored(source, options.base)
         leave = partial(_left_behind, options)
-        names = options.names or _names_by_setup(options, setup)
+        names = options.names or _names_by_setup(options, aim.setup)
         if names is not None:
             config = options.config_from
             source = translated(source, names, options.names_from, config, leave)
-        elif wants_disk_names(source, options, setup):
-            source, told = in_disk_names(source, options, leave)
+        elif wants_disk_names(source, options, aim.setup):
+            source, told = in_disk_names(source, options, leave, aim.scheme is not None)
             notes = [*notes, *told]
     if names is None and options.names_from is not None:
         notes = [*notes, f"--names-from {options.names_from}: {UNNAMED}"]

@@ -27,7 +27,15 @@ from ckptmap.protocols.reading import (
     Members,
     Place,
 )
-from ckptmap.protocols.setups import CarriedFile, Carrier, Declared, Filing, Grouping, Setup
+from ckptmap.protocols.setups import (
+    CarriedFile,
+    Carrier,
+    Declared,
+    Filing,
+    Grouping,
+    Setup,
+    TakesMadeFiles,
+)
 from ckptmap.protocols.writing import OutFile, OutState, OutTensor, Slot, Writer
 from ckptmap.tensors import Index, in_saved_order
 
@@ -64,6 +72,7 @@ __all__ = [
     "Scheme",
     "Setup",
     "Slot",
+    "TakesMadeFiles",
     "Write",
     "Writer",
     "in_saved_order",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ckptmap.tensors import Path, TensorInfo
 
@@ -78,6 +78,14 @@ class Carrier(Protocol):
     def stem(self, carried: Mapping[str, CarriedFile]) -> str | None:
         """Return how names of weight files must begin for the library that loads them beside these
         files; None: as the writer names them."""
+
+
+@runtime_checkable
+class TakesMadeFiles(Protocol):
+    """A carrier that also takes files made of a container's own metadata: see `Index.made_files`."""
+
+    def with_made(self, files: Mapping[str, bytes]) -> Carrier:
+        """Return the carrier, which uses these files where there are none of their names."""
 
 
 class Filing(Protocol):

@@ -241,6 +241,9 @@ class Index:
                      keeps no order
     about            what the container says of the model, in one line; "" where it says nothing
     metadata         what it says besides tensors that is no leaf: key -> value, long ones cut short
+    naming           the naming scheme of all containers of the format; "": they have any names
+    made_files       returns files that lie beside the weights elsewhere (config.json), made of the
+                     container's own metadata: name -> content
     """
 
     container: str
@@ -259,6 +262,8 @@ class Index:
     keeps_order: Callable[[StoredTensor], bool] | None = None
     about: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    naming: str = ""
+    made_files: Callable[[], Mapping[str, bytes]] | None = None
 
 
 def in_saved_order(stored: StoredTensor) -> bool:

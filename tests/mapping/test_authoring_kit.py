@@ -253,8 +253,8 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        ("phi3", {"phi3/hf", "phi3/megatron", "phi3/torchtune"}),
-        ("gemma3_text", {"gemma3_text/hf", "gemma3_text/megatron"}),
+        ("phi3", {"phi3/gguf", "phi3/hf", "phi3/megatron", "phi3/torchtune"}),
+        ("gemma3_text", {"gemma3_text/gguf", "gemma3_text/hf", "gemma3_text/megatron"}),
         ("meta", {"llama/meta", "mixtral/meta"}),
         ("mixtral/gpt-fast", {"mixtral/gpt-fast"}),
         ("llama/torchtitan@2026-04a", {"llama/torchtitan@2026-04a"}),

@@ -7,7 +7,7 @@ on the code that moves bytes; `tests/mapping/test_convert.py` runs that on files
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -93,11 +93,20 @@ def _made(made: MappedTensor, state: State) -> Tensor:
     import torch
 
     if made.source is not None:
-        return state[made.source]
+        return _changed(state[made.source], made.ops)
     result = torch.zeros(made.info.shape, dtype=getattr(torch, made.info.dtype))
     for piece in made.pieces:
         _view(result, piece.dst).copy_(_view(state[piece.source], piece.src))
-    return result
+    return _changed(result, made.ops)
+
+
+def _changed(values: Tensor, ops: Sequence[tuple[str, bool]]) -> Tensor:
+    """The values after operations, of which shipped files have `add` only."""
+    for text, inverse in ops:
+        op, number = text.split()
+        assert op == "add", text
+        values = values - float(number) if inverse else values + float(number)
+    return values
 
 
 def _view(tensor: Tensor, strided: StridedBox) -> Tensor:

@@ -7,10 +7,13 @@ A tensor of codes and scales is stored bytes and a record, `{"scheme": "gguf", "
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path as FilePath
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.tensor_columns import Extents, PlainTensors
+from ckptmap.formats.gguf.config_json import Config, config_of, made_files
 from ckptmap.formats.gguf.header import MAGIC, GgufHeader, GgufTensor, parse
 from ckptmap.formats.gguf.metadata import about, listed
 from ckptmap.formats.gguf.splits import check_splits, files_of, is_split_set
@@ -52,6 +55,8 @@ class GgufFile:
                 },
                 about=about(headers[0]),
                 metadata=listed(headers[0]),
+                naming="gguf",
+                made_files=partial(made_files, whole(headers)),
             )
 
 
@@ -67,6 +72,27 @@ def headers_of(path: str, is_dir: bool, names: Sequence[str], mounts: Mounts) ->
         files.close()
     check_splits(headers)
     return headers
+
+
+def whole(headers: Sequence[GgufHeader]) -> GgufHeader:
+    """Return the header of a split model's first file, with the tensors of all."""
+    tensors = tuple(tensor for header in headers for tensor in header.tensors)
+    return replace(headers[0], tensors=tensors)
+
+
+def config_at(path: FilePath, mounts: Mounts) -> Config | None:
+    """Return the config.json made of the GGUF files at a path; None where there are none.
+
+    Raise as `GgufFile.index` does.
+    """
+    names: list[str] = []
+    if path.is_dir():
+        names = sorted(entry.name for entry in path.iterdir() if entry.suffix == ".gguf")
+        if not is_split_set(names):
+            return None
+    elif not path.is_file() or mounts.read_head(path, len(MAGIC)) != MAGIC:
+        return None
+    return config_of(whole(headers_of(str(path), path.is_dir(), names, mounts)))
 
 
 def _leaves(headers: Sequence[GgufHeader]) -> PlainTensors | dict[Path, Leaf]:

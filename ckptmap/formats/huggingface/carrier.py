@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 
 from ckptmap.core.json_text import parse_json
@@ -85,11 +86,20 @@ class HfCarrier(ReadsFiles):
     beside     the value of `--config-from`: a directory to copy from instead, or a config.json
     """
 
+    made: Mapping[str, bytes] = {}
+    """Files made of the source's own metadata, by name, for what lies not beside it."""
+
+    def with_made(self, files: Mapping[str, bytes]) -> HfCarrier:
+        """Return the carrier, which uses these files where there are none of their names."""
+        carrier = copy(self)
+        carrier.made = files
+        return carrier
+
     def ties(
         self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
     ) -> dict[str, str]:
         """Return output embedding -> input embedding, if config.json ties them and both are stored."""
-        if not states_tied(_config(_files(siblings, beside, self.mounts), self.mounts)):
+        if not states_tied(self._config(_files(siblings, beside, self.mounts))):
             return {}
         outputs = [fqn for fqn in infos if fqn.endswith(OUTPUT_EMBEDDINGS)]
         inputs = [fqn for fqn in infos if fqn.endswith(INPUT_EMBEDDINGS)]
@@ -112,7 +122,8 @@ class HfCarrier(ReadsFiles):
         untied      output embeddings that are no longer tied to the input embedding
         """
         copied = _files(siblings, beside, self.mounts)
-        carried = {name: Sidecar.at(file, self.mounts) for name, file in copied.items()}
+        carried = {name: Sidecar.made(content) for name, content in self.made.items()}
+        carried |= {name: Sidecar.at(file, self.mounts) for name, file in copied.items()}
         notes = [f"copied unchanged: {n}" for n in copied if "/" in n and n.endswith(WEIGHTS)]
         notes += [
             f"{name}: is a Git LFS pointer, not the file itself, and is copied unchanged; fetch it in the"
@@ -125,7 +136,7 @@ class HfCarrier(ReadsFiles):
         if CONFIG not in carried:
             notes.append("the weights have no config.json; give one with --config-from PATH")
             return carried, notes
-        content, before = carried[CONFIG].read(), _config(copied, self.mounts)
+        content, before = carried[CONFIG].read(), self._config(copied)
         after = _declaring(before, dtypes, quantized, bool(untied))
         if after != before:
             content = (json.dumps(after, indent=2) + "\n").encode()
@@ -137,6 +148,13 @@ class HfCarrier(ReadsFiles):
             notes.append(f"{MODELOPT_CONFIG} is left out: it states a quantization that is no more")
         notes += quantized.undeclared(*(_quantization(config) for config in (before, after)))
         return carried, notes
+
+    def _config(self, files: Mapping[str, str]) -> dict[str, object]:
+        """Return the config among the files, or the one that is made; {} where there is neither."""
+        if CONFIG in files or CONFIG not in self.made:
+            return _config(files, self.mounts)
+        made = parse_json(self.made[CONFIG], allow_nan=True)
+        return made if isinstance(made, dict) else {}
 
     def stem(self, carried: Mapping[str, CarriedFile]) -> str | None:
         """Return the only name of weight files that diffusers or open_clip loads; None for any name."""

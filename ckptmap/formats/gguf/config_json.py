@@ -1,0 +1,191 @@
+"""Make the config.json of a model from the metadata of its GGUF file.
+
+    llama.embedding_length = 4096                       ->  "hidden_size": 4096
+    llama.attention.layer_norm_rms_epsilon = f32 1e-5   ->  "rms_norm_eps": 1e-05
+    no tensor output.weight                             ->  "tie_word_embeddings": true
+
+Keys: ggml's docs/gguf.md and gguf-py/gguf/constants.py. What llama.cpp knows by the architecture and does not
+write (the scale of Gemma's queries, the routing of Qwen's experts) is that of its src/llama-model.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ckptmap.formats.gguf.header import GgufHeader
+
+Config: TypeAlias = dict[str, object]
+SIZES: Mapping[str, str] = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "attention.sliding_window": "sliding_window",
+    "expert_used_count": "num_experts_per_tok",
+}
+NEEDED = ("embedding_length", "block_count", "attention.head_count")
+"""Without these, a file describes no model: a part of one, a vocabulary, an adapter."""
+TOKENS: Mapping[str, str] = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "padding": "pad_token_id",
+}
+EXPERTS: Mapping[str, str] = {
+    "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+SOFTCAPS: Mapping[str, str] = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of transformers: its type, class, the keys of its own, and what the metadata leave out."""
+
+    model_type: str
+    model: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    fixed: Callable[[GgufHeader, Config], Mapping[str, object]] = lambda header, config: {}
+
+
+def config_of(header: GgufHeader) -> Config | None:
+    """Return the config; None where the architecture is not known here, or its sizes are not stated."""
+    name = header.text("general.architecture")
+    known = ARCHITECTURES.get(name)
+    if known is None or any(header.count(f"{name}.{key}") is None for key in NEEDED):
+        return None
+    config: Config = {"architectures": [known.model], "model_type": known.model_type}
+    for key, named in {**SIZES, **known.keys}.items():
+        value = header.metadata.get(f"{name}.{key}")
+        if isinstance(value, int | float):
+            config[named] = shortest(value)
+    config |= _tokens(header)
+    names = {tensor.name: tensor for tensor in header.tensors}
+    embedding = names.get("token_embd.weight")
+    if embedding is not None and embedding.shape:
+        config["vocab_size"] = embedding.shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in names
+    scaling = _rope_scaling(header, name)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    config |= known.fixed(header, config)
+    return {**config, "torch_dtype": "float32"}
+
+
+def made_files(header: GgufHeader) -> dict[str, bytes]:
+    """Return the files that lie beside the weights of a Hugging Face model, by name."""
+    config = config_of(header)
+    return {} if config is None else {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+
+
+def shortest(value: int | float) -> int | float:
+    """Return the shortest number that is the same in fp32, in which GGUF states numbers: 1e-05."""
+    if not isinstance(value, float):
+        return value
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if struct.pack("<f", short) == struct.pack("<f", value):
+            return short
+    return value
+
+
+def _tokens(header: GgufHeader) -> Config:
+    found = {named: header.count(f"tokenizer.ggml.{key}_token_id") for key, named in TOKENS.items()}
+    return {named: token for named, token in found.items() if token is not None}
+
+
+def _rope_scaling(header: GgufHeader, name: str) -> Config | None:
+    """Return how positions are scaled; None where they are not, or the metadata do not say it."""
+    kind = header.text(f"{name}.rope.scaling.type")
+    factor = header.metadata.get(f"{name}.rope.scaling.factor")
+    if kind not in ("linear", "yarn") or not isinstance(factor, float):
+        return None
+    scaling: Config = {"rope_type": kind, "factor": shortest(factor)}
+    before = header.count(f"{name}.rope.scaling.original_context_length")
+    return scaling if before is None else scaling | {"original_max_position_embeddings": before}
+
+
+# -------------------------------------------------------------------------------- architectures
+
+
+def _llama(header: GgufHeader, config: Config) -> Config:
+    names = {tensor.name for tensor in header.tensors}
+    rotary = header.count("llama.rope.dimension_count")
+    found: Config = {"attention_bias": "blk.0.attn_q.bias" in names}
+    if rotary is not None and "head_dim" not in config:
+        found["head_dim"] = rotary
+    return found
+
+
+def _qwen2_moe(header: GgufHeader, config: Config) -> Config:
+    return {"norm_topk_prob": False, "decoder_sparse_step": 1}
+
+
+def _qwen3_moe(header: GgufHeader, config: Config) -> Config:
+    return {"norm_topk_prob": True, "decoder_sparse_step": 1}
+
+
+def _per_head(config: Config) -> int:
+    """Return how many numbers of the hidden size each head has; 0 where that is not stated."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
+
+
+def _gemma2(header: GgufHeader, config: Config) -> Config:
+    of_27b = config["num_hidden_layers"] == 46
+    return {"query_pre_attn_scalar": _per_head(config) if of_27b else config.get("head_dim", 256)}
+
+
+def _gemma3(header: GgufHeader, config: Config) -> Config:
+    of_27b = config["num_hidden_layers"] == 62
+    return {"query_pre_attn_scalar": _per_head(config) if of_27b else config.get("head_dim", 256)}
+
+
+def _phi3(header: GgufHeader, config: Config) -> Config:
+    rotary, per_head = header.count("phi3.rope.dimension_count"), _per_head(config)
+    before = header.count("phi3.rope.scaling.original_context_length")
+    found: Config = {}
+    if rotary and per_head:
+        found["partial_rotary_factor"] = rotary / per_head
+    if before is not None:
+        found["original_max_position_embeddings"] = before
+    if "pad_token_id" not in config:  # its default is 32000, whatever the vocabulary
+        found["pad_token_id"] = None
+    return found
+
+
+def _gpt_oss(header: GgufHeader, config: Config) -> Config:
+    scaling = config.get("rope_scaling")
+    whole = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    return {"rope_scaling": scaling | whole} if isinstance(scaling, dict) else {}
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", "LlamaForCausalLM", fixed=_llama),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", EXPERTS, _qwen2_moe),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", EXPERTS, _qwen3_moe),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", SOFTCAPS, _gemma2),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", SOFTCAPS, _gemma3),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", fixed=_phi3),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
+        _gpt_oss,
+    ),
+}
+"""`general.architecture` -> the model of transformers."""

@@ -1,0 +1,123 @@
+"""GGUF files of models become what transformers loads, with the same logits.
+
+The files are written by the `gguf` package with the changes of values that llama.cpp publishes
+(`tests/support/gguf_models.py`), because its converter is no package.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ckptmap
+from ckptmap.operations.inspect import InspectReport
+from tests.support.gguf_files import write
+from tests.support.gguf_models import MODELS, build, logits, named, write_model
+
+BY_TRANSFORMERS = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+"""Those that transformers 5.23 loads from GGUF itself. It leaves out biases of Llama and the sizes of the experts
+of Qwen, and fails for gpt-oss."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_logits_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    built = build(model)
+    path = write_model(model, built, tmp_path / "m.gguf")
+    report = ckptmap.convert(path, tmp_path / "out", to="hf-fp32", strict=True)
+    loaded, told = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert np.array_equal(logits(loaded.eval()), logits(built))
+    assert any("/gguf -> hf" in note for note in report.notes)
+    (scheme,) = InspectReport(ckptmap.open(path)).to_json()["names"]  # type: ignore[misc]
+    assert scheme.endswith("/gguf")
+
+
+@pytest.mark.parametrize("name", BY_TRANSFORMERS)
+def test_the_logits_are_those_of_transformers_own_load(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    path = write_model(model, build(model), tmp_path / "m.gguf", "Q8_0")
+    ckptmap.convert(path, tmp_path / "out", to="hf-bf16")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.bfloat16
+    ).eval()
+    assert np.array_equal(logits(ours), logits(theirs))
+
+
+def test_the_config(tmp_path: Path) -> None:
+    model = MODELS["gpt_oss"]
+    path = write_model(model, build(model), tmp_path / "m.gguf")
+    ckptmap.convert(path, tmp_path / "out", to="hf-bf16")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config == {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 64,
+        "num_hidden_layers": 2, "intermediate_size": 96, "max_position_embeddings": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-06,
+        "rope_theta": 150000.0, "sliding_window": 32, "num_experts_per_tok": 2, "num_local_experts": 4,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": 96,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        },
+    }  # fmt: skip
+
+
+def test_a_config_beside_the_file_goes_first(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    built = build(model)
+    path = write_model(model, built, tmp_path / "m.gguf")
+    built.config.save_pretrained(tmp_path)
+    ckptmap.convert(path, tmp_path / "out", to="hf-bf16")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["transformers_version"]
+
+
+def test_codes_are_kept_where_only_rows_change_their_order(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    path = write_model(model, build(model), tmp_path / "m.gguf", "Q8_0")
+    report = ckptmap.convert(path, tmp_path / "out.pt", to="full")
+    assert report.fidelity == {"bytes": 17, "exact": 4}  # q and k of two layers
+    ckptmap.convert(path, tmp_path / "fp32.pt", to="full-fp32")
+    found, expected = ckptmap.open(tmp_path / "out.pt"), ckptmap.open(tmp_path / "fp32.pt")
+    assert found["model.layers.0.self_attn.q_proj.weight"].encoding == "gguf-q8_0"
+    assert all(torch.equal(found[fqn].read(), expected[fqn].read()) for fqn in expected)
+
+
+def test_names_stay_where_values_would_change_unasked(tmp_path: Path) -> None:
+    model = MODELS["gemma2"]
+    path = write_model(model, build(model), tmp_path / "m.gguf", "Q8_0")
+    report = ckptmap.convert(path, tmp_path / "out.pt", to="full")
+    assert set(report.fidelity) == {"bytes"}
+    assert any("the names stay those of gguf" in note for note in report.notes)
+    assert set(ckptmap.open(tmp_path / "out.pt")) == set(ckptmap.open(path))
+
+
+def test_into_training(tmp_path: Path) -> None:
+    """A sharded checkpoint has Hugging Face's names, too, and the values of `gguf`'s own decoder."""
+    model = MODELS["llama"]
+    built = build(model)
+    path = write_model(model, built, tmp_path / "m.gguf")
+    ckptmap.convert(path, tmp_path / "out", to="fsdp2-bf16", world_size=3)
+    found = ckptmap.open(tmp_path / "out")
+    for name, w in built.state_dict().items():
+        assert torch.equal(found[name].read(), w.bfloat16()), name
+
+
+def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
+    """Names and metadata stay as they are, and a note says so; nothing is guessed."""
+    tensors = {
+        n: ("F32", w.numpy()) for n, w in named(MODELS["phi3"], build(MODELS["phi3"])).items()
+    }
+    path = write(tmp_path / "m.gguf", tensors, arch="nemesis")
+    report = ckptmap.convert(path, tmp_path / "out", to="hf-bf16", names="gguf")
+    assert not (tmp_path / "out/config.json").exists()
+    assert "the weights have no config.json; give one with --config-from PATH" in report.notes
