@@ -78,6 +78,8 @@ def _ours(encoding: Any, w: Any) -> Kernel:
     """
     import torch
 
+    from ckptmap.protocols import LooksFirst
+
     info = _info(w)
     out = {
         name: torch.zeros(part.numel, dtype=getattr(torch, part.dtype))
@@ -87,6 +89,9 @@ def _ours(encoding: Any, w: Any) -> Kernel:
 
     def run() -> Any:
         encoder = encoding.encoder(info, "cpu")
+        if isinstance(encoder, LooksFirst):
+            for at in range(0, flat.numel(), step):
+                encoder.look(flat[at : at + step])
         for at in range(0, flat.numel(), step):
             for write in encoder.feed(at, flat[at : at + step]):
                 _take(out, write)

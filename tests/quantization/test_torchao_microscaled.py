@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import ckptmap
 from ckptmap.errors import SourceError
 from tests.support.bnb_cases import same
 from tests.support.int8_models import QUERY, dense, loaded, logits, plain, weights
+from tests.support.paths import ROOT
 
 Tensors = dict[str, torch.Tensor]
 RCEIL = ScaleCalculationMode.RCEIL
@@ -202,3 +205,11 @@ def test_bad_parts_are_refused(
     with pytest.raises(SourceError, match=said) as caught:
         ckptmap.convert(tmp_path / "m.safetensors", tmp_path / "out.pt", to="full-bf16")
     assert caught.value.code == "CKM115" and caught.value.message.startswith("fc.weight")
+
+
+def test_the_kernels_that_are_timed_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    timed = importlib.import_module("kernels_microscaled")
+    timed.check(timed.kernels._weight(256, "bfloat16"))
+    assert all(getattr(timed, name) for c in timed.CONTESTS for name in (c.mine, *c.peers))
+    sys.modules.pop("kernels_microscaled"), sys.modules.pop("kernels_4bit")
