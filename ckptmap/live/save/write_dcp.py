@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -247,7 +247,7 @@ def _write_file(
     """Write a file, and wait until it is on the disk: where ranks run on several machines, only that
     of the rank can see to it."""
     digests, crcs = [], []
-    try:
+    with _failures_named(path):
         write_new(path, [])
         fd = open_plain(path, os.O_WRONLY)
         try:
@@ -262,13 +262,20 @@ def _write_file(
             os.fsync(fd)
         finally:
             os.close(fd)
+    return WrittenFile(file.name, tuple(digests))
+
+
+@contextmanager
+def _failures_named(path: FilePath) -> Iterator[None]:
+    """Raise RunError CKM306 with the path where the system fails to write."""
+    try:
+        yield
     except DestinationError:
         raise
     except OSError as error:
         raise RunError(
             "CKM306", f"{path}: write failed: {error.strerror}", "free some space and save again"
         ) from error
-    return WrittenFile(file.name, tuple(digests))
 
 
 def _write_values(
@@ -297,7 +304,8 @@ def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile
     """Write the manifest, then open the directory and check that every tensor is where it was put."""
     around = _around(layout, out_dir)
     document = _document(layout, {one.name: one.digests for one in written}, around)
-    write_new(out_dir / manifest.NAME, [manifest.emit(document)])
+    with _failures_named(out_dir / manifest.NAME):
+        write_new(out_dir / manifest.NAME, [manifest.emit(document)])
     with open_checkpoint(out_dir) as ckpt:
         problems = check_structure(ckpt, parse(manifest.emit(document), str(out_dir)))
     if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ import ckptmap
 from ckptmap.errors import RunError
 from ckptmap.live.save import write_dcp
 from ckptmap.live.save.write_dcp import snapshot
-from ckptmap.storage import pinned_memory
+from ckptmap.storage import own_files, pinned_memory
 from ckptmap.tensors import Box
 from ckptmap.tensors import Path as StatePath
 from tests.support.examples import examples
@@ -267,6 +268,20 @@ def test_a_save_in_the_background_copies_into_the_memory_of_the_one_before(
     assert next(iter(again.values.values())).data_ptr() == copies[0].data_ptr()
     while_training_waits = snapshot(values(a=live.t()), copied=False)
     assert next(iter(while_training_waits.values.values())).data_ptr() == live.data_ptr()
+
+
+def test_a_manifest_that_cannot_be_written_is_an_error_of_the_save(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(path: Path, pieces: object) -> None:
+        if path.name == "ckptmap.manifest.json":
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        own_files.write_new(path, [])
+
+    monkeypatch.setattr("ckptmap.live.save.write_dcp.write_new", fails)
+    with pytest.raises(RunError, match=r"manifest.json: write failed: Stale file handle"):
+        ckptmap.save(tmp_path / "out", net(0), background=False)
+    assert not (tmp_path / "out").exists()
 
 
 @given(sizes=st.lists(st.integers(0, 5000), max_size=30))
