@@ -100,6 +100,20 @@ def read_safetensors(path: Path) -> Named:
     return load_file(path)
 
 
+def read_gguf(path: Path) -> Named:
+    """A GGUF file, decoded by the `gguf` package."""
+    import numpy as np
+    from gguf import GGUFReader, dequantize
+
+    found = {}
+    for each in GGUFReader(str(path)).tensors:
+        plain = each.data.dtype != np.uint8
+        with np.errstate(all="ignore"):
+            values = each.data if plain else dequantize(each.data, each.tensor_type)
+        found[each.name] = torch.from_numpy(np.array(values))
+    return found
+
+
 def read_hf(path: Path) -> Named:
     """A directory of safetensors, as transformers reads it: all of each file that the index names."""
     index = path / "model.safetensors.index.json"

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ckptmap
@@ -19,6 +20,8 @@ from ckptmap.planning.saved_plan import replan
 from ckptmap.storage.locks import Owner
 from ckptmap.storage.publish import WorkDirectory
 from tests.corpus import CASES, Corpus
+from tests.support.gguf_files import blocks
+from tests.support.gguf_files import write as write_gguf
 from tests.torture import mutators as m
 from tests.torture import readers as r
 from tests.torture import torch_mutators as t
@@ -120,6 +123,20 @@ FROM_CORPUS: Mapping[str, tuple[Sequence[m.Mutator], Callable[[Path], r.Named]]]
 }
 
 
+def gguf_file(folder: Path) -> Path:
+    """A GGUF file of few types, with metadata of each kind."""
+    tensors = {f"{kind}.w": (kind, blocks(kind, (3, 512))) for kind in ("Q4_K", "Q8_0", "IQ3_S")}
+    tensors |= {
+        "norm": ("F32", np.ones(7, np.float32)),
+        "half": ("F16", np.ones((2, 3), np.float16)),
+    }
+    return write_gguf(
+        folder / "some.gguf", tensors, llama__block_count=2, llama__embedding_length=256,
+        llama__attention__head_count=4, llama__rope__freq_base=10000.0, general__name="some",
+        tokenizer__ggml__tokens=["a", "b"], llama__list=[1, 2, 3],
+    )  # fmt: skip
+
+
 def subjects(corpus: Corpus, folder: Path, worlds: Sequence[int]) -> list[Subject]:
     """Return all subjects that as many ranks wrote; those beside the corpus are written to `folder`."""
     found = []
@@ -127,6 +144,7 @@ def subjects(corpus: Corpus, folder: Path, worlds: Sequence[int]) -> list[Subjec
         if CASES[name].world_size in worlds:
             to = "full" if CASES[name].encoding == "dense" else "full-fp32"
             found.append(converted(name, corpus[name].path, mutators, read, to))
+    found.append(converted("gguf", gguf_file(folder), BYTES, r.read_gguf, "full-fp32"))
     found += bitsandbytes(folder)
     found += compressed(folder)
     found += eight_bits(folder)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ckptmap.formats.gguf.header import GgufHeader
+from ckptmap.formats.gguf.rope_factors import rope_scaling
 
 Config: TypeAlias = dict[str, object]
 SIZES: Mapping[str, str] = {
@@ -61,7 +62,7 @@ class Architecture:
 
 
 def config_of(header: GgufHeader) -> Config | None:
-    """Return the config; None where the architecture is not known here, or its sizes are not stated."""
+    """Return the config; None where the architecture is not known here, its sizes are not stated, or layers differ."""
     name = header.text("general.architecture")
     known = ARCHITECTURES.get(name)
     if known is None or any(header.count(f"{name}.{key}") is None for key in NEEDED):
@@ -69,6 +70,10 @@ def config_of(header: GgufHeader) -> Config | None:
     config: Config = {"architectures": [known.model], "model_type": known.model_type}
     for key, named in {**SIZES, **known.keys}.items():
         value = header.metadata.get(f"{name}.{key}")
+        if isinstance(value, tuple):  # one number a layer
+            if len(set(value)) != 1:
+                return None
+            value = value[0]
         if isinstance(value, int | float):
             config[named] = shortest(value)
     config |= _tokens(header)
@@ -77,11 +82,25 @@ def config_of(header: GgufHeader) -> Config | None:
     if embedding is not None and embedding.shape:
         config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in names
-    scaling = _rope_scaling(header, name)
+    theta = config.get("rope_theta", 10000.0)
+    scaling, _ = rope_scaling(header.factors, theta if isinstance(theta, float) else 10000.0)
+    scaling = scaling or _rope_scaling(header, name)
     if scaling is not None:
         config["rope_scaling"] = scaling
     config |= known.fixed(header, config)
     return {**config, "torch_dtype": "float32"}
+
+
+def untold(header: GgufHeader) -> list[str]:
+    """Return notes on what the file holds and a config.json made of it does not say."""
+    theta = header.metadata.get(f"{header.text('general.architecture')}.rope.freq_base", 10000.0)
+    _, tensor = rope_scaling(header.factors, theta if isinstance(theta, float) else 10000.0)
+    if not tensor:
+        return []
+    return [
+        f"{tensor}: its factors of rotary frequencies are of no rope_scaling that is known, and a config.json made"
+        " of this file has none: give the model's own with --config-from PATH"
+    ]
 
 
 def made_files(header: GgufHeader) -> dict[str, bytes]:
@@ -96,8 +115,11 @@ def shortest(value: int | float) -> int | float:
         return value
     for digits in range(1, 10):
         short = float(f"{value:.{digits}g}")
-        if struct.pack("<f", short) == struct.pack("<f", value):
-            return short
+        try:
+            if struct.pack("<f", short) == struct.pack("<f", value):
+                return short
+        except OverflowError:  # it is no fp32
+            return value
     return value
 
 

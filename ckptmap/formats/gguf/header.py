@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TypeAlias
 
@@ -28,6 +28,8 @@ VERSIONS = (2, 3)
 MAX_DIMS = 4
 KEPT_NUMBERS = 4096
 """An array of at most so many numbers is kept: sizes of layers, for one."""
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors of factors of the rotary frequencies, which transformers states in config.json."""
 MAX_ALIGNMENT = 1 << 20
 ALIGNMENT = "general.alignment"
 _NUMBERS: Mapping[int, str] = {
@@ -67,13 +69,18 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says of itself. `data` is where its tensors begin."""
+    """What a GGUF file says of itself.
+
+    data     where its tensors begin
+    factors  values of the tensors in FACTORS, which belong to the config of other libraries
+    """
 
     file: str
     version: int
     metadata: Mapping[str, Value]
     tensors: tuple[GgufTensor, ...]
     data: int
+    factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def text(self, key: str) -> str:
         """Return a text of the metadata, "" where there is none."""
@@ -104,7 +111,17 @@ def parse(files: Files, file: str) -> GgufHeader:
     entries = _entries(cursor, tensors)
     data = -(-cursor.offset // alignment) * alignment
     placed = _placed(cursor, entries, data, alignment)
-    return GgufHeader(file, version, metadata, placed, data)
+    factors = {each.name: _floats(files, file, each) for each in placed if _is_factors(each)}
+    return GgufHeader(file, version, metadata, placed, data, factors)
+
+
+def _is_factors(tensor: GgufTensor) -> bool:
+    plain = tensor.type.name == "F32" and len(tensor.shape) == 1
+    return tensor.name in FACTORS and plain and tensor.shape[0] <= KEPT_NUMBERS
+
+
+def _floats(files: Files, file: str, tensor: GgufTensor) -> tuple[float, ...]:
+    return struct.unpack(f"<{tensor.shape[0]}f", files.read(file, tensor.offset, tensor.nbytes))
 
 
 def _version(cursor: Cursor) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path as FilePath
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.tensor_columns import Extents, PlainTensors
-from ckptmap.formats.gguf.config_json import Config, config_of, made_files
+from ckptmap.formats.gguf.config_json import Config, config_of, made_files, untold
 from ckptmap.formats.gguf.header import MAGIC, GgufHeader, GgufTensor, parse
 from ckptmap.formats.gguf.metadata import about, listed
 from ckptmap.formats.gguf.splits import check_splits, files_of, is_split_set
@@ -53,6 +53,7 @@ class GgufFile:
                 records={
                     e.name: _record(e) for e in entries if not e.type.dtype and e.type.decoded
                 },
+                notes=tuple(untold(whole(headers))),
                 about=about(headers[0]),
                 metadata=listed(headers[0]),
                 naming="gguf",
@@ -77,7 +78,8 @@ def headers_of(path: str, is_dir: bool, names: Sequence[str], mounts: Mounts) ->
 def whole(headers: Sequence[GgufHeader]) -> GgufHeader:
     """Return the header of a split model's first file, with the tensors of all."""
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
-    return replace(headers[0], tensors=tensors)
+    factors = {name: values for header in headers for name, values in header.factors.items()}
+    return replace(headers[0], tensors=tensors, factors=factors)
 
 
 def config_at(path: FilePath, mounts: Mounts) -> Config | None:

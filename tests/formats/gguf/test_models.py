@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ckptmap
 from ckptmap.operations.inspect import InspectReport
@@ -121,3 +122,49 @@ def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
     report = ckptmap.convert(path, tmp_path / "out", to="hf-bf16", names="gguf")
     assert not (tmp_path / "out/config.json").exists()
     assert "the weights have no config.json; give one with --config-from PATH" in report.notes
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0, None])
+def test_factors_of_llama_3_become_rope_scaling(factor: float | None, tmp_path: Path) -> None:
+    """The factors are those that transformers divides its frequencies by; others are told in a note."""
+    model = MODELS["llama"]
+    scaled = LlamaConfig(
+        head_dim=64, rope_theta=500000.0, rope_scaling={**LLAMA3, "factor": factor or 8.0}
+    )
+    plain = LlamaConfig(head_dim=64, rope_theta=500000.0)
+    factors = LlamaRotaryEmbedding(plain).inv_freq / LlamaRotaryEmbedding(scaled).inv_freq
+    tensors = {name: ("F32", w.numpy()) for name, w in named(model, build(model)).items()}
+    tensors["rope_freqs.weight"] = ("F32", (factors if factor else factors * 2).numpy())
+    sizes = {"embedding_length": 64, "block_count": 2, "attention__head_count": 4,
+             "attention__head_count_kv": 2, "attention__key_length": 16, "rope__freq_base": 500000.0}  # fmt: skip
+    path = write(tmp_path / "m.gguf", tensors, **{f"llama__{k}": v for k, v in sizes.items()})
+    report = ckptmap.convert(path, tmp_path / "out", to="hf-bf16")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config.get("rope_scaling") == (factor and {**LLAMA3, "factor": factor})
+    assert any(note.startswith("rope_freqs.weight: ") for note in report.notes) == (factor is None)
+
+
+def test_factors_of_phi_3_become_rope_scaling(tmp_path: Path) -> None:
+    model = MODELS["phi3"]
+    tensors = {name: ("F32", w.numpy()) for name, w in named(model, build(model)).items()}
+    for name, first in (("long", 4.0), ("short", 1.0)):
+        tensors[f"rope_factors_{name}.weight"] = ("F32", np.arange(8, dtype=np.float32) + first)
+    sizes = {"embedding_length": 64, "block_count": 2, "attention__head_count": 4, "attention__head_count_kv": 2,
+             "feed_forward_length": 96, "rope__scaling__original_context_length": 4096}  # fmt: skip
+    path = write(
+        tmp_path / "m.gguf", tensors, arch="phi3", **{f"phi3__{k}": v for k, v in sizes.items()}
+    )
+    ckptmap.convert(path, tmp_path / "out", to="hf-bf16")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["original_max_position_embeddings"] == 4096
+    assert config["rope_scaling"] == {
+        "rope_type": "longrope", "long_factor": [4.0 + n for n in range(8)],
+        "short_factor": [1.0 + n for n in range(8)],
+    }  # fmt: skip
+    AutoConfig.from_pretrained(tmp_path / "out")
