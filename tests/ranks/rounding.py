@@ -8,6 +8,8 @@ bfloat16 add up exactly, in any order.
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,17 +140,36 @@ def in_other_meshes(folder: Path, name: str) -> None:
         _keep(folder / f"{name}-{names[0]}", *with_rounding(name, model))
 
 
+def one_weight(folder: Path, name: str) -> None:
+    """Of one weight: a compiled optimizer step has one shape to compile."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(128, 64, bias=False).to(torch.bfloat16)
+    if dist.is_initialized():
+        model = fully_shard(model)
+    path = folder / f"{name}-of-{dist.get_world_size() if dist.is_initialized() else 1}"
+    _keep(path, *with_rounding(name, model))
+
+
 def _keep(path: Path, model: Any, optimizer: Any) -> None:
     given_gradients(model, optimizer)
     ckptmap.save(path, model, optimizer).wait()
 
 
-PARTS = {"without_stop": without_stop, "goes_on": goes_on, "in_other_meshes": in_other_meshes}
+PARTS = {
+    "without_stop": without_stop,
+    "goes_on": goes_on,
+    "in_other_meshes": in_other_meshes,
+    "one_weight": one_weight,
+}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    torch.compiler.set_stance("force_eager")
+    if "CKPTMAP_TEST_BACKEND" in os.environ:  # torchao's step says none
+        backend = os.environ["CKPTMAP_TEST_BACKEND"]
+        torch.compile = functools.partial(torch.compile, backend=backend)  # type: ignore[assignment]
+    else:
+        torch.compiler.set_stance("force_eager")
     dist.init_process_group("gloo")
     for optimizer_name in sys.argv[3].split(","):
         PARTS[sys.argv[2]](Path(sys.argv[1]), optimizer_name)

@@ -81,7 +81,10 @@ def _step(
     if not local.numel():
         return
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    moments = [state[STEP], *(local_of(state[name]) if name in state else None for name in names)]
+    moments = [
+        state[STEP],
+        *(_local_moment(state[name]) if name in state else None for name in names),
+    ]
     numbers = (
         _tensor_lr(group), *group["betas"], group["weight_decay"], group["eps"], optimizer.is_adamw
     )  # fmt: skip
@@ -106,6 +109,18 @@ def _state(optimizer: Any, group: dict[str, Any], param: torch.Tensor) -> dict[s
     if state[STEP].dtype in (torch.bfloat16, torch.float16):
         state[STEP] = state[STEP].float()
     return state
+
+
+def _local_moment(moment: Any) -> Any:
+    """Return this rank's shard of a moment. One that is quantized is wrapped anew, around the same codes: in
+    a DTensor it is a view, of which torchao lost the dtype (see `torchao_lowbit_fix`), and torch.compile
+    asks for it."""
+    local: Any = local_of(moment)
+    if local is moment or not hasattr(local, "__tensor_flatten__"):
+        return local
+    names, context = local.__tensor_flatten__()
+    parts = {name: getattr(local, name) for name in names}
+    return type(local).__tensor_unflatten__(parts, context)
 
 
 def _tensor_lr(group: dict[str, Any]) -> torch.Tensor:

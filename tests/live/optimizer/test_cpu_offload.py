@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ckptmap
+from ckptmap.live.rounding import install
 from tests.support.resume_model import net, train
 
 
@@ -78,6 +79,32 @@ def test_it_goes_on_bit_for_bit(inner: Any, tmp_path: Path) -> None:
     train(again, theirs, 3, 5)
     for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_rounding_by_position_is_that_of_an_ordinary_one(tmp_path: Path) -> None:
+    """Where a weight is stepped does not matter: the copies in host memory have the names of the model's
+    parameters. Ten steps, also with a save after four."""
+    plain = net(0, torch.bfloat16)
+    cls, options = rounding()
+    ordinary = cls(plain.parameters(), lr=1e-2, **options)
+    install(ordinary, seed=3, model=plain)
+    train(plain, ordinary, 0, 10)
+    model, optimizer = run(0, rounding)
+    installed = install(optimizer, seed=3, model=model)
+    train(model, optimizer, 0, 4)
+    ckptmap.save(tmp_path / "four", model, optimizer).wait()
+    train(model, optimizer, 4, 10)
+    again, theirs = run(1, rounding)
+    other = install(theirs, seed=5, model=again)
+    report = ckptmap.load(tmp_path / "four", again, theirs, exact=True)
+    assert report.rounding == "by position, seed 3, was 5" and other.seed == 3
+    train(again, theirs, 4, 10)
+    for name, want in plain.named_parameters():
+        for one in (model, again):
+            assert torch.equal(one.get_parameter(name), want), name
+    for one in (installed, other):
+        one.uninstall()
+    assert all("step" not in vars(inner) for inner in optimizer.optim_dict.values())
 
 
 def test_from_and_into_an_ordinary_one(tmp_path: Path) -> None:

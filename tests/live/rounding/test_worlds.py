@@ -48,7 +48,7 @@ def parts(path: Path) -> dict[str, torch.Tensor]:
         lazies = {(name, ""): checkpoint[name] for name in checkpoint}
         for fqn, state in checkpoint.optimizer.items():
             lazies |= {(fqn, name): lazy for name, lazy in state.items()}
-        assert len({fqn for fqn, name in lazies if name}) > 10
+        assert {fqn for fqn, name in lazies if name} == {*checkpoint} - {"head.weight"}  # tied
         return {
             f"{fqn} {name} {lazy.encoding_} {part}": bits(
                 lazy.read_part(part, Box.whole(stored.info.shape))
@@ -78,6 +78,15 @@ def test_ten_steps_on_any_ranks_in_one_go_or_two(tmp_path: Path, eager: None) ->
         assert differing(tmp_path / f"{name}-ten", whole) == []
         assert differing(tmp_path / f"{name}-continued", whole) == []
         assert differing(alone(tmp_path, name, 4, tmp_path / f"{name}-four"), whole) == []
+
+
+def test_steps_of_shards_can_be_compiled(tmp_path: Path, eager: None) -> None:
+    """Traced and functionalised, as for every compiler, by one that leaves the kernels alone; without the
+    repair of torchao's moments in DTensors."""
+    env = {"CKPTMAP_TEST_BACKEND": "aot_eager"}
+    run_ranks(MODULE, 2, [str(tmp_path), "one_weight", "ao8"], timeout=400, env=env)
+    runs.one_weight(tmp_path, "ao8")
+    assert differing(tmp_path / "ao8-of-2", tmp_path / "ao8-of-1") == []
 
 
 def test_other_meshes_give_the_same_bits(tmp_path: Path, eager: None) -> None:
