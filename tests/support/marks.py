@@ -71,6 +71,7 @@ SLOW = frozenset(
         "live/save/test_pending_gradients.py",
         "live/manager/test_manager_faults.py::test_two_processes_on_one_root",
         "live/rounding/test_position_bits.py::test_compiled_bits_are_those_of_operations_one_by_one",
+        "live/rounding/test_position_bits.py::test_the_kernels_that_are_timed_are_right",
         "live/rounding/test_worlds.py",
         "live/save/test_save_handle.py::test_the_end_of_the_process_warns_and_logs",
         "live/save/test_sweep_saves.py",

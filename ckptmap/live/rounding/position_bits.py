@@ -130,4 +130,5 @@ def rounded(values: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     low = (words & LOW_HALF).view(values.shape)
     bits = (values.view(torch.int32) + low).bitwise_and_(HIGH_HALF)
     near = bits.view(torch.float32).to(torch.bfloat16)
-    return torch.where(values.isnan(), values.to(torch.bfloat16), near)
+    is_number = values == values  # kernels of `isnan` are not vectorized
+    return torch.where(is_number, near, values.to(torch.bfloat16))

@@ -5,6 +5,8 @@ All is deterministic: a bound of five standard deviations is missed by none of t
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +22,7 @@ from ckptmap.live.rounding.position_bits import (
     signed,
     words_at,
 )
+from tests.support.paths import ROOT
 
 COUNT = 1 << 18
 """Draws of a statistic: a correlation of independent ones has a standard deviation of 0.002."""
@@ -143,11 +146,24 @@ def compiler() -> Iterator[None]:
 def test_compiled_bits_are_those_of_operations_one_by_one(compiler: None) -> None:
     """By inductor, at positions in one and in two words, and of a length that is no whole vector."""
     values, key = torch.randn(3, 1003), key_of(5, 2, "a").tensors()
+    values[:, ::50] = float("nan")
     compiled = torch.compile(round_at, fullgraph=True, dynamic=False)
     low = torch.tensor([5, 2**31 - 7, -9], dtype=torch.int32)
     for rows in (low, torch.tensor([2**32 - 5, 2**31 - 7, 2**40])):
         made, want = compiled(values, rows, 1003, key), round_at(values, rows, 1003, key)
         assert torch.equal(made.view(torch.int16), want.view(torch.int16))
+
+
+def test_the_kernels_that_are_timed_are_right(
+    compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    timed = importlib.import_module("kernels_rounding")
+    torch.manual_seed(0)
+    try:
+        timed.check(torch.randn(96, 64))
+    finally:
+        sys.modules.pop("kernels_rounding"), sys.modules.pop("kernels_4bit")
 
 
 # ------------------------------------------------------------------------------- statistics
