@@ -68,6 +68,7 @@ SLOW = frozenset(
         "live/optimizer/test_optimizer_pairs.py",
         "live/optimizer/test_lbfgs.py::test_it_goes_on_bit_for_bit",
         "live/optimizer/test_resume_exact.py",
+        "live/optimizer/test_resume_odd.py",
         "live/save/test_pending_gradients.py",
         "live/manager/test_manager_faults.py::test_two_processes_on_one_root",
         "live/rounding/test_position_bits.py::test_compiled_bits_are_those_of_operations_one_by_one",

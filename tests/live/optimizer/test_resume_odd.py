@@ -1,0 +1,18 @@
+"""Optimizers and schedulers that few tests use go on bit for bit, on one rank and on two, and from two on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.corpus.ranks import run_alone, run_ranks
+
+MODULE = "tests.ranks.resume_odd"
+
+
+def test_alone(tmp_path: Path) -> None:
+    run_alone(MODULE, [str(tmp_path), "plain"], timeout=120)
+
+
+def test_on_two_ranks_and_then_on_one(tmp_path: Path) -> None:
+    run_ranks(MODULE, 2, [str(tmp_path), "fsdp2", "ddp"], timeout=240)
+    run_alone(MODULE, [str(tmp_path), "from", "fsdp2"], timeout=120)
