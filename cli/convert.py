@@ -28,6 +28,7 @@ EXAMPLES = (
     "ckptmap convert model.pt out.pt --to compiled --wrap ddp,compile",
     "ckptmap convert ema.pt out.pt --to full --strip-prefix module --drop n_averaged",
     "ckptmap convert model.pt out/ --plan plan.json",
+    "ckptmap convert runs/step-2000 out/ --as low-bit-release/",
     "ckptmap convert hf://org/name out/ --to fsdp2-nf4 --low-disk",
 )
 
@@ -116,8 +117,8 @@ def _carried_out(
 def _check_usage(options: Options, plan_file: str | None) -> None:
     from ckptmap.planning.options import Options
 
-    if plan_file is None and not options.to:
-        raise typer.BadParameter("give --to SETUP, or --plan FILE")
+    if plan_file is None and not options.to and options.as_ is None:
+        raise typer.BadParameter("give --to SETUP, --as PATH, or --plan FILE")
     if plan_file is not None and options != Options(to=""):
         raise typer.BadParameter("--plan holds the options of the conversion; give none beside it")
 

@@ -218,6 +218,12 @@ TABLE: Mapping[str, CliOption] = {
     "config_from": CliOption(
         "A config.json, or a directory with one and a tokenizer, to copy into DST.", "PATH"
     ),
+    "as_": CliOption(
+        "A checkpoint of the same model that DST is like, in place of --to: its setup, names, encodings"
+        " and files. Weights that it decodes to, bit for bit, are its bytes again.",
+        "PATH",
+        names=("--as",),
+    ),
     "low_disk": CliOption(
         "With hf://: keep one file of SRC at a time, beside DST, instead of all in the cache."
     ),

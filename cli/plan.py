@@ -9,7 +9,7 @@ import typer
 
 from .printer import Printer
 from .progress import shown_while_reading
-from .shared_parameters import Json, NoProgress, RequiredTo, Src
+from .shared_parameters import Json, NoProgress, Src, To
 from .typed_options import PLAN_OPTIONS, TypedOptions, takes_options
 
 EXAMPLES = (
@@ -23,7 +23,7 @@ EXAMPLES = (
 @takes_options(*PLAN_OPTIONS)
 def command(
     src: Src,
-    to: RequiredTo,
+    to: To = None,
     *,
     typed: TypedOptions,
     save: Annotated[
@@ -42,9 +42,12 @@ def command(
     """
     import ckptmap
 
+    options = typed.options(to or "")
+    if not options.to and options.as_ is None:
+        raise typer.BadParameter("give --to SETUP, or --as PATH")
     out = Printer(json)
     with shown_while_reading(quiet):
-        plan = ckptmap.plan(src, to, options=typed.options(to))
+        plan = ckptmap.plan(src, options.to, options=options)
         show_plan = out.prepared(plan)
     with plan.ckpt:
         if save is not None:

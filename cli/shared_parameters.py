@@ -36,7 +36,6 @@ _TO = typer.Option(
     autocompletion=SETUPS,
 )
 To = Annotated[str | None, _TO]
-RequiredTo = Annotated[str, _TO]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")]
 Quiet = Annotated[
     bool,

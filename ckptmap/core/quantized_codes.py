@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ckptmap.errors import RunError
-from ckptmap.protocols import Encoding, Write
+from ckptmap.protocols import Encoding, Refusal, Write
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -126,6 +126,15 @@ class KeepsCodes(Protocol):
 
         With `exact` it stores their scales unchanged, if the scheme has a form for that.
         """
+
+
+@runtime_checkable
+class EncodesSome(Protocol):
+    """An encoding with forms that it decodes and does not make of values. Without this protocol an
+    encoding makes every form that its `parts` describes."""
+
+    def cannot_encode(self, info: TensorInfo) -> Refusal | None:
+        """Return why values cannot be encoded with these parameters; None: they can."""
 
 
 @runtime_checkable

@@ -67,8 +67,7 @@ def _encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]
             return _recode(context, step, step.keeps, buffer)
         device = _device(context, step)
         encoder = step.encoding.encoder(step.tensor.info, device)
-        parts = step.encoding.parts(step.tensor.info)
-        assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
+        parts = _encoded_parts(step)
         alone = encoder.splittable and list(parts) == [""]
         if alone and parts[""].shape == step.tensor.info.shape:
             return _encode_slots(context, step, encoder, device, parts[""].itemsize, buffer)
@@ -80,6 +79,13 @@ def _encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]
     except RunError as error:
         name = step.tensor.fqn
         raise type(error)(error.code, f"{name}: {error.message}", error.hint) from error
+
+
+def _encoded_parts(step: Encode) -> Mapping[str, TensorInfo]:
+    """Return the parts that the step writes; others of the encoding are copied."""
+    parts = step.encoding.parts(step.tensor.info)
+    assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
+    return {part: info for part, info in parts.items() if part in step.targets}
 
 
 def _device(context: Context, step: Encode) -> str:
@@ -155,8 +161,7 @@ def _part_streams(
 
 def _recode(context: Context, step: Encode, grid: CodeGrid, buffer: Buffer) -> Sequence[Written]:
     """Write the tensor with its codes unchanged and its scales encoded anew."""
-    parts = step.encoding.parts(step.tensor.info)
-    assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
+    parts = _encoded_parts(step)
     streams = _part_streams(context, step, parts, buffer)
     limit = max(1, min(RECODED, context.budget // 8))
     for write in writes_keeping_codes(step.tensor, step.encoding, grid, limit):

@@ -22,21 +22,24 @@ from ckptmap.execution import manifest as manifests
 from ckptmap.execution.execute import execute
 from ckptmap.execution.phases import Phases
 from ckptmap.execution.ranks import ALONE, Ranks
-from ckptmap.operations.workspace import Workspace
+from ckptmap.execution.unchanged import unchanged_weights
+from ckptmap.operations.workspace import Workspace, require_place
 from ckptmap.planning.options import ConvertKeywords, Options, RunOptions, separated
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan as make_plan
-from ckptmap.planning.report import Report
+from ckptmap.planning.planner import plan_with_unchanged
+from ckptmap.planning.report import Likeness, Report
 from ckptmap.planning.saved_plan import with_exact_scales
 from ckptmap.protocols.progress import READING
 from ckptmap.storage.hub.resolve import origins_in_errors
+from ckptmap.storage.source_sums import SourceCheck
 
 
 @spelled_out(RunOptions, Options)
 def convert(
     src: str | os.PathLike[str] | Checkpoint,
     dst: str | os.PathLike[str],
-    to: str,
+    to: str = "",
     *,
     ranks: Ranks = ALONE,
     **keywords: Unpack[ConvertKeywords],
@@ -90,6 +93,10 @@ def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks)
     )  # fmt: skip
     plan.require_resolved()
     ranks.agree(plan.digest)
+    compared = SourceCheck()
+    if plan.reference is not None and plan.reference.unchanged is None:
+        require_place(plan, dst, how.overwrite)
+        plan, compared = _with_unchanged(plan, how, ranks)
     workspace = Workspace(plan, dst, how, ranks)
     if workspace.is_published():
         workspace.clear()
@@ -106,8 +113,22 @@ def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks)
     for note in (*plan.notes, *workspace.notes):
         log.warning("%s", one_line(note))
     return replace(
-        _report(plan, workspace, started, done.continued_nbytes, errors), source=done.source
+        _report(plan, workspace, started, done.continued_nbytes, errors),
+        source=done.source + SourceCheck(compared.checked),
     )
+
+
+def _with_unchanged(plan: Plan, how: RunOptions, ranks: Ranks) -> tuple[Plan, SourceCheck]:
+    """Return the plan in which unchanged weights are the bytes of the checkpoint of --as, and what was
+    compared with stated checksums on the way."""
+    files = plan.ckpt.files
+    with check_source.compared(plan.ckpt, how.check_source):
+        unchanged = unchanged_weights(plan, how, ranks)
+        done = check_source.settle(files, ranks, resumed=(), whole=False)
+    plan = plan_with_unchanged(plan, unchanged)
+    plan.require_resolved()
+    ranks.agree(plan.digest)
+    return plan, done
 
 
 def _report(
@@ -129,4 +150,5 @@ def _report(
         tied=plan.tied,
         notes=[*plan.notes, *workspace.notes],
         errors=errors,
+        likeness=None if plan.reference is None else Likeness.of(plan.reference, plan.steps),
     )

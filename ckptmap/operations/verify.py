@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.checkpoint.cast_tensor import cast_to
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import difference, holds, same_bytes, same_parts, worst
 from ckptmap.checkpoint.compare_values import (
@@ -45,6 +46,7 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.manifest_file import parse
 from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.storage.resource_limits import SHORT
+from ckptmap.tensors import FLOATING
 
 if TYPE_CHECKING:
     pass
@@ -247,7 +249,7 @@ def _compare_with_source(
             problems += _payload_problems(name, theirs, mine)
         else:
             try:
-                wrong = CHECKS[entry["fidelity"]](theirs, mine, errors)
+                wrong = CHECKS[entry["fidelity"]](_as_encoded(theirs, entry), mine, errors)
             except CkptmapError as error:
                 if error.code == SHORT:  # this process is short of memory or files: no verdict
                     raise
@@ -258,6 +260,14 @@ def _compare_with_source(
     known |= left_out_as_tied(source, document.get("names"), known)
     problems += [f"{fqn}: is in {source.path} only" for fqn in source if fqn not in known]
     return problems, errors
+
+
+def _as_encoded(source: LazyTensor, entry: Mapping[str, str]) -> LazyTensor:
+    """Return the values that were encoded: cast first where the encoding states another dtype."""
+    dtype = entry["target"].partition("(")[2].removesuffix(")")
+    if entry["fidelity"] not in ("quantize", "requantize") or dtype not in FLOATING:
+        return source
+    return cast_to(source, dtype)
 
 
 def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str]) -> Iterator[str]:
@@ -324,6 +334,19 @@ def _moved(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> st
     return _cast(source, mine, errors)
 
 
+def _exact(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
+    """Compare stored bytes, else values: those of the output, in the source's dtype, are the source's.
+
+    An unchanged weight of a conversion with --as is stored as the reference has it.
+    """
+    if _moved(source, mine, errors) is None:
+        return None
+    differ = difference(mine, source)
+    if differ is None:
+        return None
+    return f"{differ.count} values are not the source's, the first at {list(differ.index)}"
+
+
 def _cast(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
     differ = difference(source, mine)
     if differ is None:
@@ -360,6 +383,6 @@ def _measure(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> 
 
 
 CHECKS: Mapping[str, Callable[[LazyTensor, LazyTensor, dict[str, float]], str | None]] = {
-    "bytes": _moved, "exact": _moved, "codes": _recoded, "cast": _cast,
+    "bytes": _moved, "exact": _exact, "codes": _recoded, "cast": _cast,
     "quantize": _quantized, "requantize": _quantized,
 }  # fmt: skip

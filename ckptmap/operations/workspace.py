@@ -60,7 +60,8 @@ def place_for(plan: Plan, dst: str | os.PathLike[str]) -> Path:
     can have, CKM304, or where it overlaps with the source, CKM302."""
     place = named_place(dst)
     check_kind(dst, plan.one_file, plan.aim.setup.writer)
-    check_overlap([plan.ckpt.path, *plan.fingerprints], place)
+    read = [plan.ckpt.path, *([plan.reference.ckpt.path] if plan.reference else ())]
+    check_overlap([*read, *plan.fingerprints], place)
     return place
 
 
@@ -72,6 +73,14 @@ def check_place(plan: Plan, dst: str | os.PathLike[str], overwrite: bool) -> Non
     place = place_for(plan, dst)
     held = manifest_at(place) if place.exists() else None
     if held is None or held.get("plan") != plan.digest:  # else it is complete, and a run says so
+        check_destination(place, plan.one_file, overwrite)
+
+
+def require_place(plan: Plan, dst: str | os.PathLike[str], overwrite: bool) -> None:
+    """Raise DestinationError as `check_place` does, but for a destination that ckptmap wrote: what it
+    holds can be what a plan will be that is not complete yet."""
+    place = place_for(plan, dst)
+    if not place.exists() or manifest_at(place) is None:
         check_destination(place, plan.one_file, overwrite)
 
 

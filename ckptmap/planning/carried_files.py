@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptmap import registry
@@ -28,6 +28,23 @@ class CarriedFiles:
     remarks: Remarks = field(default_factory=Remarks)
 
 
+class AsItIs:
+    """The weights of the output are stored as those of the config.json that is carried."""
+
+    def config(
+        self, present: Mapping[str, object] | None, heads: Collection[str]
+    ) -> Mapping[str, object] | None:
+        return present
+
+    def undeclared(
+        self, present: Mapping[str, object] | None, wanted: Mapping[str, object] | None
+    ) -> Sequence[str]:
+        return ()
+
+    def check(self, document: Mapping[str, object]) -> None:
+        """Do nothing: the reference is loaded with this config, and the output is like it."""
+
+
 def carried_files(
     request: Request,
     selection: Selection,
@@ -43,6 +60,11 @@ def carried_files(
     copied, carrier = selection.copied.files, request.carrier
     if carrier is None:
         return CarriedFiles(copied, remarks=Remarks(notes=_unused_config(request)))
+    if request.reference is not None:
+        files, notes = carrier.files(
+            request.siblings, request.options.config_from, (), AsItIs(), ()
+        )
+        return CarriedFiles(files, carrier.stem(files), Remarks(notes=notes))
     infos = [form.info for form in distinct(layout.tensors.forms).values()]
     dtypes = {info.dtype for info in infos if info.dtype in FLOATING and len(info.shape) > 1}
     weights = _written_weights(request, names, encodings, layout, so_far)

@@ -54,6 +54,8 @@ def _config(request: Request) -> Mapping[str, object] | None:
     """Return the config.json that goes beside the weights; None: there is none, or it is the carrier's
     to refuse."""
     options, ckpt = request.options, request.ckpt
+    if request.reference is not None:  # its config.json is that of its weights
+        return None
     if request.carrier is None or options.wrap is not None or options.names_like is not None:
         return None
     try:

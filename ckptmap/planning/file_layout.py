@@ -37,6 +37,7 @@ def file_layout(
     state = OutState(
         layout.tensors, _whole_dicts(values, layout.tensors), records, world_size,
         request.options.max_shard_nbytes, stem,
+        {} if request.reference is None else request.reference.places(),
     )  # fmt: skip
     writer = registry.writer(request.setup.writer)
     slot_refs: dict[Path, list[SlotRef]] = {}

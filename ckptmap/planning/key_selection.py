@@ -190,6 +190,8 @@ def _ties(request: Request, weights: Sequence[str]) -> dict[str, str]:
     """Return the tied weights, each with the weight that is written in its place."""
     selected = set(weights)
     ties = {**_ties_of_config(request, selected), **request.ckpt.ties}
+    if request.reference is not None:  # what it stores is written, whatever ties it
+        ties = {fqn: other for fqn, other in ties.items() if fqn not in request.reference.ckpt}
     return {fqn: written for fqn, written in ties.items() if fqn in selected}
 
 

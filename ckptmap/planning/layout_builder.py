@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ckptmap import registry
+from ckptmap.checkpoint.cast_tensor import TensorInDtype
 from ckptmap.core.columns import each
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.rearranged_tensors import Assembled
@@ -34,6 +36,9 @@ UNEQUAL_TIE = (
     "the model's config ties the two, but here they are different weights: write them with a config"
     " that does not (--config-from), or leave the wrong one out with --exclude"
 )
+
+
+NONE_HELD: Mapping[str, StoredTensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -122,8 +127,12 @@ class LayoutBuilder:
 
     # ------------------------------------------------------------------ logical tensors
 
-    def tensor(self, lazy: LazyTensor, role: str, path: Path, encoding: Encoding | None) -> None:
-        """Add a tensor; `encoding` None: it is stored as it is.
+    def tensor(
+        self, lazy: LazyTensor, role: str, path: Path, encoding: Encoding | None,
+        held: Mapping[str, StoredTensor] = NONE_HELD,
+    ) -> None:  # fmt: skip
+        """Add a tensor; `encoding` None: it is stored as it is. Of a new encoding the parts `held` are
+        copied, and the others encoded.
 
         Raises PlanError CKM203 or CKM317 where the setup cannot hold it, SourceError CKM104 or
         CKM112 where the source does not hold all of it.
@@ -134,7 +143,23 @@ class LayoutBuilder:
         if encoding is None or encoding == lazy.encoding_:
             self._copy(lazy, role, path)
         else:
-            self._encode(lazy, role, path, encoding)
+            self._encode(lazy, role, path, encoding, held)
+
+    def returned(self, lazy: LazyTensor, stored_as: LazyTensor, path: Path) -> None:
+        """Add a weight as the stored parts of another tensor, which has its values bit for bit.
+
+        Raises as `tensor` does.
+        """
+        encoding, info = stored_as.encoding_, stored_as.info
+        self._require_holdable(stored_as, None)
+        for stored in (*lazy.beneath, *stored_as.beneath):
+            self._compares += self._coverage.prove(lazy.fqn, stored)
+        for part, stored in stored_as.parts.items():
+            self._store(lazy.fqn, _part_path(encoding, path, part), stored.info, _of_other(stored))
+        self._record(encoding, info, path)
+        alike = lazy.encoding_ == encoding and lazy.info == info
+        fidelity, kind = "bytes" if alike else "exact", _kind(encoding, info)
+        self._steps.extend([lazy.fqn], [_step(lazy, "model", kind, fidelity, stored_as.nbytes)])
 
     def plain(
         self, role: str, fqns: Sequence[str], paths: Sequence[Path],
@@ -205,7 +230,10 @@ class LayoutBuilder:
         kind = _kind(lazy.encoding_, lazy.info)
         self._steps.extend([lazy.fqn], [_step(lazy, role, kind, fidelity, lazy.nbytes)])
 
-    def _encode(self, lazy: LazyTensor, role: str, path: Path, encoding: Encoding) -> None:
+    def _encode(
+        self, lazy: LazyTensor, role: str, path: Path, encoding: Encoding,
+        held: Mapping[str, StoredTensor],
+    ) -> None:  # fmt: skip
         key, target = (role, id(encoding), *lazy.form), None
         if lazy.form:
             target = self._targets.get(key)
@@ -215,7 +243,13 @@ class LayoutBuilder:
         paths = {part: _part_path(encoding, path, part) for part in parts}
         fqns = [lazy.fqn] * len(parts)
         forms = self._forms(fqns, [*parts.values()]) if target.forms is None else target.forms
-        self._store_all(fqns, [*paths.values()], forms, target.sources)
+        sources = target.sources
+        if held:
+            sources = Sources.of([held.get(part) for part in parts])
+            paths = {part: path for part, path in paths.items() if part not in held}
+            for stored in held.values():
+                self._compares += self._coverage.prove(lazy.fqn, stored)
+        self._store_all(fqns, [_part_path(encoding, path, part) for part in parts], forms, sources)
         self._encoded.append(EncodedTensor(lazy, encoding, paths, target.fidelity, target.keeps))
         if target.record is not None:
             self._records[join(path)] = target.record
@@ -307,7 +341,17 @@ def _unchanged(role: str, info: TensorInfo) -> Conversion:
 
 def _step(lazy: LazyTensor, role: str, target: str, fidelity: str, nbytes: int) -> Conversion:
     source = _kind(lazy.encoding_, lazy.info)
+    if isinstance(lazy, TensorInDtype):  # the cast is a part of the encoding
+        source = _kind(lazy.inner.encoding_, lazy.inner.info)
     return Conversion(role, lazy.shape, source, target, fidelity, lazy.nbytes, nbytes)
+
+
+def _of_other(stored: StoredTensor) -> StoredTensor:
+    """Return a stored tensor of another checkpoint, whose storages are none of the source's."""
+    if stored.share is None:
+        return stored
+    share = ("reference", stored.share)
+    return StoredTensor(stored.info, lambda: stored.place, stored.replicas, share)
 
 
 def _is_rearranged(stored: StoredTensor) -> bool:

@@ -32,7 +32,7 @@ Path: TypeAlias = str | os.PathLike[str]
 Patterns: TypeAlias = Sequence[str]
 """One glob over names, or several. A string is one pattern, not a sequence of letters."""
 STRINGS = ("mesh", "optimizer_keys", "root", "source_root", "names", "names_from")
-CHECKPOINT_PATHS = ("like", "names_like", "config_from", "base")
+CHECKPOINT_PATHS = ("like", "names_like", "config_from", "base", "as_")
 """Options that name a checkpoint or a file of one; they may be on the Hub."""
 PATTERNS = ("fsdp_units", "include", "exclude", "drop", "encode", "no_encode")
 CHECKS = ("stored", "full", "none")
@@ -49,7 +49,7 @@ class Options:
     """
 
     to: str
-    """The setup to write: `"hf"`, `"fsdp2-nf4"`."""
+    """The setup to write: `"hf"`, `"fsdp2-nf4"`; empty: that of the checkpoint `as_`."""
     world_size: int | None = None
     """Ranks that the output is cut for; None: as many as wrote the source."""
     mesh: str | None = None
@@ -114,6 +114,9 @@ class Options:
     """Bytes of the largest file of a sharded output."""
     config_from: str | None = None
     """A directory or config.json whose files are carried to the output."""
+    as_: str | None = None
+    """A checkpoint of the same model that the output is like: its setup, names, encodings, dtypes and
+    files. Weights that it decodes to, bit for bit, are its stored bytes again."""
 
     def __post_init__(self) -> None:
         scales = argument_checks.patterns_or_all("exact_scales", self.exact_scales)
@@ -270,6 +273,7 @@ class OptionKeywords(MergeOptionKeywords, total=False):
     keep: Patterns
     strict: bool
     base: Path | None
+    as_: Path | None
 
 
 class RunOptionKeywords(TypedDict, total=False):

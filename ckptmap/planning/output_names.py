@@ -27,9 +27,13 @@ from ckptmap.planning.kept_layout import (
     source_path,
 )
 from ckptmap.planning.key_selection import Selection
+from ckptmap.planning.reference import Reference
 from ckptmap.planning.request import Request
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Path
+
+NAMES_SHOWN = 3
+"""Entries that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,9 @@ def output_names(request: Request, selection: Selection) -> OutputNames:
 
 def _weight_names(request: Request) -> tuple[dict[str, str], list[str]]:
     """Return the name in the output of every weight, by plain FQN, and remarks on them."""
+    if request.reference is not None:
+        theirs = request.reference.ckpt.names
+        return {fqn: theirs.get(fqn, fqn) for fqn in request.ckpt}, []
     if request.options.names_like is not None:
         files = Files(mounts=request.ckpt.files.mounts)
         with open_in(files, request.options.names_like) as like:
@@ -167,6 +174,8 @@ def _module_state(request: Request, weights: Mapping[str, str]) -> States:
 def _root(request: Request, nested: bool) -> Path:
     """Return the path of the dict that holds the weights; `nested`: the output holds more."""
     root_option, setup = request.options.root, request.setup
+    if request.reference is not None and not setup.rooted:
+        return _root_like(request, request.reference, nested)
     if root_option is None:
         return ("model",) if nested or setup.rooted else ()
     if setup.rooted:
@@ -189,6 +198,26 @@ def _root(request: Request, nested: bool) -> Path:
             "choose another name, for example --root model",
         )
     return root
+
+
+def _root_like(request: Request, reference: Reference, nested: bool) -> Path:
+    """Return the path of the dict that holds the weights in the checkpoint of --as.
+
+    Raises PlanError CKM205 where it holds nothing else, and the output would.
+    """
+    root = reference.ckpt.roles.model_root
+    if root or not nested:
+        return root
+    paths = (*request.ckpt.plain, *request.ckpt.other)
+    keys = sorted({str(path[0]) for path in paths if request.dropped_whole(join(path)) is None})
+    if request.ckpt.optimizer_reader.present and request.options.optimizer == "keep":
+        keys.append("the optimizer state")
+    raise PlanError(
+        "CKM205",
+        f"--as {reference.shown}: holds weights at its top level alone, and {request.ckpt.shown} holds"
+        f" {', '.join(keys[:NAMES_SHOWN])}, too",
+        "leave these behind: --drop KEY, --optimizer drop",
+    )
 
 
 def _require_names_unlike_ddp(selection: Selection, added: str | None) -> None:

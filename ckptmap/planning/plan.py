@@ -34,6 +34,7 @@ from ckptmap.planning.options import (
     RunOptions,
     run_options_from,
 )
+from ckptmap.planning.reference import Reference
 from ckptmap.planning.remarks import Unresolved
 from ckptmap.planning.report import Report
 from ckptmap.protocols import CarriedFile
@@ -46,10 +47,10 @@ BATCH = 1000
 """Lines that are hashed at once."""
 OPTIONS_IN_HINT = 12
 """Options that a hint lists at most."""
-PATH_OPTIONS = ("names_like", "config_from", "like", "base", "tp_plan")
+PATH_OPTIONS = ("names_like", "config_from", "like", "base", "tp_plan", "as_")
 """Options that the digest leaves out: a path is not the same on every machine, and what it decides
 shows in the rest of the plan."""
-LATER_OPTIONS = ("strip_prefix", "add_prefix", "rename", "keep_layout")
+LATER_OPTIONS = ("strip_prefix", "add_prefix", "rename", "keep_layout", "as_")
 """Options that the digest leaves out where they are not used: a plan without them has the digest
 that it had before they came."""
 FIDELITIES = ("bytes", "exact", "codes", "cast", "quantize", "requantize")
@@ -91,6 +92,8 @@ class Plan:
     fingerprints: Mapping[str, Fingerprint]
     notes: Sequence[str] = ()
     moved: str = ""
+    reference: Reference | None = None
+    """The checkpoint of --as, which the output is like."""
     digest: str = field(init=False, default="")
 
     def __post_init__(self) -> None:

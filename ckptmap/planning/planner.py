@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Unpack
 
-from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import buffer_notes
 from ckptmap.core.gc_pause import paused_gc
@@ -32,12 +31,17 @@ from ckptmap.planning.output_names import OutputNames, output_names
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.prefix_notes import prefix_notes
+from ckptmap.planning.reference import (
+    aim_of,
+    beside,
+    open_reference,
+    require_one,
+)
 from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.planning.source import PlanSource, open_source
 from ckptmap.planning.tensor_layout import tensor_layout
 from ckptmap.planning.weight_encodings import WeightEncodings, weight_encodings
-from ckptmap.setups import Aim
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import errors_by_given_path
 
@@ -45,7 +49,7 @@ from ckptmap.storage.hub.resolve import errors_by_given_path
 @spelled_out(Options)
 def plan(
     source: str | os.PathLike[str] | Checkpoint,
-    to: str,
+    to: str = "",
     *,
     options: Options | None = None,
     **keywords: Unpack[OptionKeywords],
@@ -57,28 +61,41 @@ def plan(
     is unknown; `Plan.unresolved` has the keys that cannot be accounted for.
     """
     options = options or options_from(to, keywords, "plan()")
-    aim = setups.parse(to)
+    require_one(options)
     if isinstance(source, Checkpoint):
-        return _plan_with(source.files, source, aim, options)
+        return _plan_with(source.files, source, options)
     files = Files()
     try:
-        return _plan_with(files, source, aim, options)
+        return _plan_with(files, source, options)
     except BaseException:
         files.close()
         raise
 
 
-def _plan_with(
-    files: Files, source: str | os.PathLike[str] | Checkpoint, aim: Aim, options: Options
-) -> Plan:
+def plan_with_unchanged(first: Plan, unchanged: frozenset[str]) -> Plan:
+    """Return the plan with these weights as the bytes of the checkpoint of --as."""
+    assert first.reference is not None, "it was made with --as"
+    reference, mounts = replace(first.reference, unchanged=unchanged), first.ckpt.files.mounts
+    with errors_by_given_path(mounts), paused_gc():
+        resolved = reference.options(first.options.located(mounts))
+        request = Request(first.ckpt, first.aim, resolved, reference)
+        return replace(_plan_stages(PlanSource(first.ckpt), request), options=first.options)
+
+
+def _plan_with(files: Files, source: str | os.PathLike[str] | Checkpoint, options: Options) -> Plan:
     """Return the plan; `files` read the source, and what the options name beside it."""
     located = options.located(files.mounts)
     with errors_by_given_path(files.mounts):
-        resolved = with_units(located, aim.setup, files.mounts)
-        opened = open_source(source, resolved, aim, files)
+        reference = open_reference(located, files)
+        aim = aim_of(located, reference)
+        chosen = located if reference is None else reference.options(located)
+        resolved = with_units(chosen, aim.setup, files.mounts)
+        opened = open_source(source, resolved, aim, files, reference)
+        if reference is not None:
+            opened = replace(opened, ckpt=beside(opened.ckpt, reference))
         with paused_gc():
-            new_plan = _plan_stages(opened, Request(opened.ckpt, aim, resolved))
-    if located is options:
+            new_plan = _plan_stages(opened, Request(opened.ckpt, aim, resolved, reference))
+    if resolved is options:
         return new_plan
     return replace(new_plan, options=resolved.with_paths_of(options))
 
@@ -104,6 +121,8 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
     remarks += encoding_remarks(request, layout, encodings, remarks.dropped, layout.tied)
     values = {names.of_extra(path): value for path, value in selection.values.items()}
     records = {**layout.records, **_foreign_records(ckpt, names, encodings)}
+    if request.reference is not None and not request.reference.ckpt.index.records:
+        records = {}  # its config.json tells how it is encoded, and nothing else does
     files, encodes = file_layout(
         request, layout, {**optimizer.values, **values}, records, sharding.world_size, carried.stem
     )
@@ -113,6 +132,7 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
         [*source.compares, *layout.compares], carried.files, remarks.dropped, layout.tied,
         remarks.unresolved, layout.keys, records, request.fingerprints,
         tuple(map(ckpt.files.mounts.with_origins, notes)), _moved(request, selection, names),
+        request.reference,
     )  # fmt: skip
 
 

@@ -11,10 +11,41 @@ from ckptmap.core.formatting import counted, human
 from ckptmap.core.printable import as_lines
 from ckptmap.core.short_repr import ShortRepr
 from ckptmap.core.tensor_table import listed
+from ckptmap.planning.conversion import Steps
+from ckptmap.planning.reference import Reference
 from ckptmap.storage.source_sums import SourceCheck
 
 SAMPLE_NUMEL = 1 << 14
 """Values of a quantized tensor that the error is measured on."""
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """What a conversion with --as found of the weights, compared with the reference.
+
+    reference  the checkpoint that the output is like
+    weights    how many were written
+    identical  how many of them are the bytes of the reference, because they decode to the same bits
+    changed    the others, by FQN, with the fidelity of their conversion
+    """
+
+    reference: str
+    weights: int
+    identical: int
+    changed: Mapping[str, str]
+
+    @classmethod
+    def of(cls, reference: Reference, steps: Steps) -> Likeness:
+        fidelity = {
+            fqn: kind.fidelity
+            for fqn, kind in zip(steps.fqns, steps.conversions, strict=True)
+            if kind.role == "model"
+        }
+        changed = {fqn: how for fqn, how in fidelity.items() if not reference.keeps(fqn)}
+        return cls(reference.shown, len(fidelity), len(fidelity) - len(changed), changed)
+
+    def __str__(self) -> str:
+        return f"{self.identical:,} of {counted(self.weights, 'weight')} byte-identical to {self.reference}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,6 +68,8 @@ class Report(ShortRepr):
     SAMPLE_NUMEL values."""
     source: SourceCheck = field(default_factory=SourceCheck)
     """Bytes of the source that were compared with the checksums that it states."""
+    likeness: Likeness | None = None
+    """With --as: how many weights are the bytes of the reference, and which are not."""
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -45,6 +78,7 @@ class Report(ShortRepr):
             "fidelity": dict(self.fidelity), "continued_nbytes": self.continued_nbytes,
             "dropped": dict(self.dropped), "tied": dict(self.tied), "notes": list(self.notes),
             "errors": dict(self.errors), "source_check": asdict(self.source),
+            **({} if self.likeness is None else {"as": asdict(self.likeness)}),
         }  # fmt: skip
 
     def _repr_html_(self) -> str:
@@ -66,5 +100,7 @@ class Report(ShortRepr):
                 f"lossy: {counted(len(self.errors), 'tensor')}, worst {fqn}:"
                 f" {self.errors[fqn]:.3e} relative rms on a sample"
             )
+        if self.likeness is not None:
+            lines += [str(self.likeness), *listed("changed", self.likeness.changed)]
         lines += listed("dropped", self.dropped)
         return as_lines([*lines, *(f"note: {note}" for note in self.notes)])

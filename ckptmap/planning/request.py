@@ -14,6 +14,7 @@ from pathlib import Path
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.name_globs import matches, matches_any
 from ckptmap.planning.options import Options
+from ckptmap.planning.reference import Reference
 from ckptmap.protocols import Carrier, Setup, TakesMadeFiles, through
 from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.setups import Aim
@@ -21,11 +22,12 @@ from ckptmap.setups import Aim
 
 @dataclass(frozen=True)
 class Request:
-    """A source, what to write, and how."""
+    """A source, what to write, and how; `reference` is the checkpoint of --as."""
 
     ckpt: Checkpoint
     aim: Aim
     options: Options
+    reference: Reference | None = None
 
     @property
     def setup(self) -> Setup:

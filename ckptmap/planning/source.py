@@ -18,6 +18,7 @@ from ckptmap.mapping.rules import HUB
 from ckptmap.planning.disk_names import in_disk_names, wants_disk_names
 from ckptmap.planning.file_plan import Compare
 from ckptmap.planning.options import Options
+from ckptmap.planning.reference import Reference
 from ckptmap.planning.restored_scales import restored
 from ckptmap.protocols import Setup
 from ckptmap.setups import Aim
@@ -40,12 +41,14 @@ class PlanSource:
 
 
 def open_source(
-    source: str | os.PathLike[str] | Checkpoint, options: Options, aim: Aim, files: Files
-) -> PlanSource:
+    source: str | os.PathLike[str] | Checkpoint, options: Options, aim: Aim, files: Files,
+    reference: Reference | None = None,
+) -> PlanSource:  # fmt: skip
     """Return the checkpoint at `source`, or derived from it; an opened one stays as it is.
 
     aim    what is written: a Hugging Face directory has names of its own
     files  those of the opened one, else the ones that will read it
+    reference  the checkpoint of --as, whose names may be those of the source already
 
     Prefixes come off first: the scales of a base and the schemes of names go by what is below them.
     Scales are restored before names are translated: codes without scales have another shape than
@@ -66,6 +69,8 @@ def open_source(
         if names is not None:
             config = options.config_from
             source = translated(source, names, options.names_from, config, leave)
+        elif reference is not None and all(fqn in source for fqn in reference.ckpt):
+            pass
         elif wants_disk_names(source, options, aim.setup):
             source, told = in_disk_names(source, options, leave, aim.scheme is not None)
             notes = [*notes, *told]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptmap.checkpoint.cast_tensor import cast_to
 from ckptmap.core.tensor_columns import Extents
+from ckptmap.planning.kept_codes import code_grid, kept_fidelity
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.layout_builder import LayoutBuilder, TensorLayout
 from ckptmap.planning.optimizer_state import OptimizerState
 from ckptmap.planning.output_names import OutputNames, require_distinct_keys
 from ckptmap.planning.output_sharding import OutputSharding
+from ckptmap.planning.reference import Reference
+from ckptmap.planning.reference_encodings import activation_parts
 from ckptmap.planning.request import Request
 from ckptmap.planning.weight_encodings import WeightEncodings
-from ckptmap.tensors import Extent, Path, TensorInfo
+from ckptmap.tensors import Extent, Path, StoredTensor, TensorInfo
 
 
 def tensor_layout(
@@ -53,7 +57,7 @@ class _Weights:
     def add_in_columns(self) -> bool:
         """Add all weights at once where all go along as they are; return whether they do."""
         request, columns = self._request, self._request.ckpt.columns()
-        if columns is None or self._selection.ties or self._by_order:
+        if columns is None or self._selection.ties or self._by_order or request.reference:
             return False
         if request.aim.scheme is not None or not request.takes_all:
             return False
@@ -66,7 +70,8 @@ class _Weights:
     def add_one_by_one(self) -> None:
         """Add each weight in its order; plain ones that follow each other are added together."""
         ckpt, ties = self._request.ckpt, self._selection.ties
-        dense = {} if self._request.aim.scheme else ckpt.dense()
+        request = self._request
+        dense = {} if request.aim.scheme or request.reference else ckpt.dense()
         plain: list[tuple[str, TensorInfo, Extent]] = []
         for fqn in self._selection.weights:
             path, extent = self._names.of_weight(fqn), None
@@ -79,9 +84,26 @@ class _Weights:
             plain = []
             if fqn in ties:
                 self._builder.tie(fqn, ckpt[fqn], ties[fqn], ckpt[ties[fqn]])
+            elif request.reference is not None:
+                self._add_like(request.reference, fqn, path)
             else:
                 self._builder.tensor(ckpt[fqn], "model", path, self._encodings.anew.get(fqn))
         self._add_run(plain)
+
+    def _add_like(self, reference: Reference, fqn: str, path: Path) -> None:
+        """Add a weight as the checkpoint of --as has it."""
+        mine, theirs = self._request.ckpt[fqn], reference.ckpt[fqn]
+        encoding = self._encodings.anew.get(fqn)
+        if reference.keeps(fqn):
+            self._builder.returned(mine, theirs, path)
+            return
+        held: dict[str, StoredTensor] = {}
+        if encoding is not None and encoding.name != "dense":
+            names = activation_parts(encoding, theirs.parts, fqn)
+            held = {part: theirs.parts[part] for part in names}
+            if kept_fidelity(mine, encoding, code_grid(mine)) is None:
+                mine = cast_to(mine, theirs.dtype)
+        self._builder.tensor(mine, "model", path, encoding, held)
 
     def _add_run(self, plain: Sequence[tuple[str, TensorInfo, Extent]]) -> None:
         if plain:

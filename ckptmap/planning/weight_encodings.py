@@ -14,6 +14,7 @@ from ckptmap.core.quantized_codes import ScalesActivations
 from ckptmap.planning.encoding_choice import beside_ties, encoding_for
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.options import Options
+from ckptmap.planning.reference_encodings import reference_encodings
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
 from ckptmap.protocols import Encoding, Refusal, Scheme
@@ -56,8 +57,17 @@ class WeightEncodings:
 def weight_encodings(request: Request, selection: Selection) -> WeightEncodings:
     """Choose the encoding of each weight that is written.
 
-    Raises PlanError CKM203 where --encode names a weight that the scheme cannot hold.
+    Raises PlanError CKM203 where --encode names a weight that the scheme cannot hold, CKM212 where the
+    checkpoint of --as is of another model.
     """
+    if request.reference is not None:
+        anew, written, remarks = reference_encodings(request, selection, request.reference)
+        return WeightEncodings(anew, written, {}, {}, {}, remarks)
+    return _by_scheme(request, selection)
+
+
+def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
+    """Choose the encodings as `--to` says."""
     ckpt, scheme = request.ckpt, request.aim.scheme
     stored_dense = _stored_dense(ckpt) if scheme is None else {}
     foreign = foreign_tensors(ckpt.infos()) if scheme is not None else {}

@@ -42,6 +42,9 @@ class OutState:
     max_shard_nbytes: int = 5_000_000_000
     stem: str | None = None
     """How names of weight files begin, where the library that loads them looks for one of its own."""
+    places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Dotted key -> (file, offset) in another checkpoint, whose split into files and order in them a
+    writer of several files keeps; empty: as the writer has it."""
 
 
 class Slot(NamedTuple):

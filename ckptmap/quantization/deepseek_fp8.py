@@ -97,7 +97,7 @@ class Fp8(ScaledEncoding):
     def rule(self, info: TensorInfo) -> RoundingRule:
         if self.scale_dtype in EXPONENTS:
             return FinegrainedExponents(self.scale_dtype)
-        return FinegrainedFloat8()
+        return FinegrainedFloat8(self.scale_dtype)
 
     def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
         """Return the recoder, for exponents only where the scales of the grid are powers of two."""

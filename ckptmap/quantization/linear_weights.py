@@ -49,6 +49,9 @@ CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
 """Modules that GPT-2 and its relatives in transformers build as `Conv1D`, with weights [in, out]."""
 
 
+ACROSS = "bitsandbytes quantizes the transpose of a Conv1D, which is read, and not made anew"
+
+
 def is_linear_module(fqn: str, info: TensorInfo) -> bool:
     """Return whether a tensor is the weight of an `nn.Linear` that libraries quantize.
 

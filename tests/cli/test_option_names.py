@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import keyword
 from collections.abc import Callable
 from typing import get_args
 
@@ -52,7 +53,8 @@ def option_names(command: str) -> set[str]:
             given = [name for name in typed if isinstance(name, str)]
             given = given or [f"--{parameter.name.replace('_', '-')}"]
             long = [text.partition("/")[0] for text in given if text.startswith("--")]
-            names |= {text.lstrip("-").replace("-", "_") for text in long or given}
+            written = {text.lstrip("-").replace("-", "_") for text in long or given}
+            names |= {f"{name}_" if keyword.iskeyword(name) else name for name in written}
     return names
 
 

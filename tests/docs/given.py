@@ -114,6 +114,7 @@ GIVEN: Mapping[str, Mapping[str, Make]] = {
     "recipes/another-world-size.md": {"step-100": partial(case, "fsdp2_dcp_optimizer_w2")},
     "recipes/report.md": BASE,
     "recipes/dequantize.md": {"quantized": four_bit},
+    "recipes/low-bit-and-back.md": {"release": four_bit},
     "recipes/meta-and-megatron.md": BASE,
     "recipes/merge-lora.md": {"adapter": lora},
     "recipes/checkpoint-manager.md": {},

@@ -192,6 +192,11 @@ def saved() -> None:
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
+def same_as_given() -> None:
+    for file in ("model.safetensors", "config.json"):
+        assert (Path("out") / file).read_bytes() == (Path("quantized") / file).read_bytes()
+
+
 def index_names_files() -> None:
     index = json.loads(Path("out/model.safetensors.index.json").read_text())["weight_map"]
     assert len({*index.values()}) > 2
@@ -289,6 +294,9 @@ TASKS = (
          check=lambda: starts_with("out.pt", "module._orig_mod.")),
     task("files of at most 50 KB", f"{C} base out --to hf --max-shard-size 50KB",
          check=index_names_files),
+    task("give a low-bit model back as I got it", f"{C} quantized work --to fsdp2-bf16",
+         f"{C} work out --as quantized", check=same_as_given,
+         printed="12 of 12 weights byte-identical to quantized"),
     task("the optimizer for optimizer.load_state_dict",
          f"{C} model.pt out.pt --to full --optimizer-keys index",
          check=lambda: optimizer_state("out.pt")),

@@ -109,7 +109,7 @@ UNKNOWN: dict[str, tuple[Callable[[], object], str]] = {
     },
     "not at all": (
         lambda: ckptmap.plan("x", "hf", zzz=3),
-        r"zzz: is not an argument of plan\(\), expected one of add_prefix, base, ",
+        r"zzz: is not an argument of plan\(\), expected one of add_prefix, as_, base, ",
     ),
 }
 

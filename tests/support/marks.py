@@ -108,6 +108,8 @@ SLOW = frozenset(
         "operations/hub/test_push.py::test_what_was_damaged_on_the_way_is_not_published",
         "operations/report/test_in_browser.py",
         "operations/report/test_page.py::test_many_tensors_take_little",
+        "operations/test_as.py::test_trained_under_fsdp2_and_given_back",
+        "operations/test_as.py::test_unchanged_weights_are_the_bytes_of_the_release",
         "operations/test_check_source.py::test_a_continued_run_compares_what_the_killed_one_read",
         "operations/test_check_source.py::test_a_flipped_byte_of_a_writers_checkpoint_is_refused",
         "operations/test_check_source.py::test_a_kill_before_the_damage_is_known_keeps_nothing_for_a_good_copy",

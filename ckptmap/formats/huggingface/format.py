@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
 from shlex import quote
 
@@ -21,13 +21,21 @@ from ckptmap.core.tensor_columns import PlainTensors, nbytes_of
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface.carrier import MODULES, HfCarrier, weights_of_modules
 from ckptmap.formats.huggingface.shard_index import (
+    SHARD,
     emit_index,
     parse_index,
     shard_name,
+    split_alike,
     split_shards,
 )
 from ckptmap.formats.safetensors import torchao_metadata
-from ckptmap.formats.safetensors.file import RECORDS, records_of, refuse_text, stored_tensors
+from ckptmap.formats.safetensors.file import (
+    RECORDS,
+    held_records,
+    records_of,
+    refuse_text,
+    stored_tensors,
+)
 from ckptmap.formats.safetensors.header import Header, emit, parse
 from ckptmap.protocols import Index, Mounts, OutFile, OutState, OutTensor, Place, Setup, Slot
 from ckptmap.storage.files import Files
@@ -38,7 +46,6 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 ONE_FILE = "model.safetensors"
 """The file that transformers prefers to any index beside it."""
-SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 DCP_SHARD = re.compile(r"shard-\d+-.+\.safetensors")
 """A file of torch's HuggingFaceStorageWriter: it holds one rank's chunks, under the names of whole
 tensors (`formats.dcp.safetensors_reader`)."""
@@ -329,16 +336,20 @@ class HfWriter:
         tensors = [tensor for tensor in state.tensors if tensor.alias_of is None]
         keys = _unique_keys(tensors)
         sizes = [tensor.info.nbytes for tensor in tensors]
-        shards = split_shards(sizes, state.max_shard_nbytes) or [[]]
+        named = split_alike(keys, state.places)
+        kept_order = bool(named)
+        if not named:
+            shards = split_shards(sizes, state.max_shard_nbytes) or [[]]
+            named = [(shard_name(stem, n, len(shards)), s) for n, s in enumerate(shards, 1)]
         weight_map: dict[str, str] = {}
         about = torchao_metadata.write(state.records, keys)
         files = []
-        for number, shard in enumerate(shards, 1):
-            file = shard_name(stem, number, len(shards))
+        for file, shard in named:
             weight_map |= dict.fromkeys((keys[i] for i in shard), file)
             entries = [(keys[i], tensors[i]) for i in shard]
-            files.append(_shard_file(file, entries, state.records, about))
-        if len(shards) > 1:
+            files.append(_shard_file(file, entries, state.records, about, kept_order))
+        if len(named) > 1:
+            stem = numbered["stem"] if (numbered := SHARD.fullmatch(named[0][0])) else stem
             index = emit_index(weight_map, sum(sizes))
             files.append(OutFile(stem + INDEX_SUFFIX, len(index), (), _sealed(index)))
         return files
@@ -359,12 +370,15 @@ def _shard_file(
     entries: list[tuple[str, OutTensor]],
     records: Mapping[str, Mapping[str, object]],
     about: Mapping[str, str],
+    kept_order: bool,
 ) -> OutFile:
     """Return one shard. Its tensors come by falling element size, so that each is aligned in a file that
-    is mapped into memory. `about` is metadata that a library expects in every shard."""
-    entries = sorted(entries, key=lambda entry: -entry[1].info.itemsize)
+    is mapped into memory, unless their order is kept. `about` is metadata that a library expects in
+    every shard."""
+    if not kept_order:
+        entries = sorted(entries, key=lambda entry: -entry[1].info.itemsize)
     metadata = {"format": "pt", **about}
-    held = _held(records, [key for key, _ in entries]) if records else {}
+    held = held_records(records, [key for key, _ in entries]) if records else {}
     if held:
         metadata[RECORDS] = json.dumps(held, sort_keys=True, separators=(",", ":"))
     header = emit([(key, tensor.info) for key, tensor in entries], metadata)
@@ -375,25 +389,6 @@ def _shard_file(
         slots.append(Slot(tensor.path, Box.whole(tensor.info.shape), offset, nbytes))
         offset += nbytes
     return OutFile(name, offset, slots, _sealed(header))
-
-
-def _held(
-    records: Mapping[str, Mapping[str, object]], keys: Sequence[str]
-) -> dict[str, Mapping[str, object]]:
-    """Return the records of tensors that have a part among the keys: that of `a.b.weight` for the key
-    `a.b.weight.nf4` or `a.b.SCB`."""
-    paths = {path for key in keys for path in _paths(key)}
-    return {
-        fqn: record
-        for fqn, record in records.items()
-        if fqn in paths or fqn.rpartition(".")[0] in paths
-    }
-
-
-def _paths(key: str) -> Iterator[str]:
-    """Yield a key and its parent: `a.b.c` -> `a.b.c`, `a.b`."""
-    yield key
-    yield key.rpartition(".")[0]
 
 
 def _sealed(start: bytes) -> Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]:

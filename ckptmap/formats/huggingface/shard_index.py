@@ -10,6 +10,7 @@ Source: transformers `save_pretrained`, and the split of huggingface_hub
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_json
 
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 MAX_INDEX_NBYTES = 100_000_000
 HINT = "download the repository again, or save the model again"
 
@@ -83,6 +85,29 @@ def split_shards(nbytes: Sequence[int], limit: int) -> list[list[int]]:
     if current:
         shards.append(current)
     return shards
+
+
+def split_alike(
+    keys: Sequence[str], places: Mapping[str, tuple[str, int]]
+) -> list[tuple[str, list[int]]]:
+    """Return each file of `places`, by its name, with the positions of its tensors in their order there.
+
+    Return an empty list if a key has no place, or the files are not of one directory of safetensors.
+    """
+    if not keys or not places.keys() >= set(keys):
+        return []
+    files: dict[str, list[int]] = {}
+    for position, key in enumerate(keys):
+        files.setdefault(places[key][0], []).append(position)
+    names = {file: Path(file).name for file in files}
+    numbered = [SHARD.fullmatch(name) for name in names.values()]
+    alike = len(names) == 1 or (all(numbered) and len({m and m["stem"] for m in numbered}) == 1)
+    if not alike or not all(name.endswith(".safetensors") for name in names.values()):
+        return []
+    return [
+        (names[file], sorted(files[file], key=lambda i: places[keys[i]][1]))
+        for file in sorted(files, key=lambda file: names[file])
+    ]
 
 
 def shard_name(stem: str, number: int, count: int) -> str:

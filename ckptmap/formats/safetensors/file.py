@@ -7,7 +7,7 @@ An encoding record tells how a quantized tensor is stored: its scheme, shape, dt
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ckptmap.core.json_text import parse_json
 from ckptmap.core.tensor_columns import Extents, PlainTensors
@@ -121,3 +121,22 @@ def not_weights(head: bytes, file: str, nbytes: int) -> SourceError | None:
         "the download may have saved an error page, or this is a file that lies beside the weights; "
         "download it again, or give the path of the directory",
     )
+
+
+def held_records(
+    records: Mapping[str, Mapping[str, object]], keys: Sequence[str]
+) -> dict[str, Mapping[str, object]]:
+    """Return the records of tensors that have a part among the keys: that of `a.b.weight` for the key
+    `a.b.weight.nf4` or `a.b.SCB`."""
+    paths = {path for key in keys for path in _paths(key)}
+    return {
+        fqn: record
+        for fqn, record in records.items()
+        if fqn in paths or fqn.rpartition(".")[0] in paths
+    }
+
+
+def _paths(key: str) -> Iterator[str]:
+    """Yield a key and its parent: `a.b.c` -> `a.b.c`, `a.b`."""
+    yield key
+    yield key.rpartition(".")[0]

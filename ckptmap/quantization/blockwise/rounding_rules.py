@@ -105,18 +105,25 @@ class TorchaoFloat8:
 class FinegrainedFloat8:
     """transformers' `Fp8Quantize`: code = x * (448 / absmax) in fp32, `weight_scale_inv` =
     1 / (448 / absmax), and 1 for a block of zeros (transformers 5, finegrained_fp8.py). Where that
-    quotient overflows, and zeros would become NaN, it is the largest finite number."""
+    quotient overflows, and zeros would become NaN, it is the largest finite number.
+
+    A `scale_dtype` of 16 bits stores the rounded scale, and codes are of the scale as it is stored."""
 
     codes_dtype: ClassVar[str] = "float8_e4m3fn"
     takes: ClassVar[str] = "float32"
     reach: ClassVar[float] = 448.0
+    scale_dtype: str = "float32"
 
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
         forward = 448.0 / absmax.masked_fill(absmax == 0, 448.0)
         forward.clamp_(max=torch.finfo(torch.float32).max)
-        return 1.0 / forward, forward
+        scale = 1.0 / forward
+        if self.scale_dtype == "float32":
+            return scale, forward
+        stored = scale.to(getattr(torch, self.scale_dtype))
+        return stored, 1.0 / stored.to(torch.float32)
 
     def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
         values.mul_(operand).clamp_(-448.0, 448.0)

@@ -134,6 +134,22 @@ class ScaledEncoding:
             self.constants(info),
         )  # fmt: skip
 
+    def cannot_encode(self, info: TensorInfo) -> Refusal | None:
+        """Return why values cannot be encoded so: zero points, or parts that values do not determine.
+
+        Scales of activations are no reason: they are carried over from where they are known.
+        """
+        if self.zero_dtype and not self.is_symmetric:
+            return Refusal("its zero points are read, and none are made anew")
+        for name, _, _ in self.extra:
+            if name not in self.constants(info) and name not in self.activations:
+                return Refusal(f"its part {name} is read, and not made anew")
+        block = self.block_of(info)
+        in_rows = all(n == 1 for n in block[:-1]) and info.shape[-1] % block[-1] == 0
+        if len(block) != 2 and not in_rows:
+            return Refusal(f"tiles of matrices are made anew, found shape {list(info.shape)}")
+        return None
+
     def constants(self, info: TensorInfo) -> Constants:
         """Return the parts that do not depend on the values, with their contents."""
         return {}

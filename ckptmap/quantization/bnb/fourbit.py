@@ -29,6 +29,7 @@ from ckptmap.protocols import Encoder, Refusal
 from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.bnb import double_quant
 from ckptmap.quantization.bnb.fourbit_encoder import FourBitEncoder, FourBitRecoder
+from ckptmap.quantization.linear_weights import ACROSS
 from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -278,6 +279,16 @@ class FourBit:
         out.copy_(parts[""].view(-1).view(torch.uint8)[skip : skip + box.sizes[0]])
 
     # ------------------------------------------------------------------ writing
+
+    def cannot_encode(self, info: TensorInfo) -> Refusal | None:
+        """Return why values are not encoded so: codes that lie across, double quantization of others."""
+        if self.transposed:
+            return Refusal(ACROSS)
+        if self.nested not in (None, Nested()):
+            return Refusal(
+                f"its double quantization is {self.nested}, and bitsandbytes makes {Nested()}"
+            )
+        return None
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
         return FourBitEncoder(self, info, device)

@@ -25,6 +25,8 @@ class FourBitForm(Protocol):
     @property
     def block(self) -> int: ...
     @property
+    def storage(self) -> str: ...
+    @property
     def nested(self) -> object | None: ...
     @property
     def state(self) -> str: ...
@@ -134,7 +136,9 @@ class FourBitEncoder:
         absmax = self._absmax.narrow(0, first, -(-numel // self.step))
         self._quantizer.run(values, absmax, packed)
         self._missing -= numel
-        return (Write("", flat(offset // 2, packed.numel()), packed),)
+        held = packed.view(getattr(torch, self._form.storage))
+        start = offset // 2 // held.element_size()
+        return (Write("", flat(start, held.numel()), held),)
 
     def finish(self) -> Iterable[Write]:
         """Yield the other parts.

@@ -41,7 +41,7 @@ from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.bnb.config_agreement import kept_modules, require_bits
 from ckptmap.quantization.bnb.fourbit_reader import Conv1DModels
-from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert, is_wide
+from ckptmap.quantization.linear_weights import ACROSS, LinearLayerScheme, is_expert, is_wide
 from ckptmap.quantization.weight_forms import Found, WeightForms, one_of_each_form
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
@@ -111,6 +111,10 @@ class BnbInt8(ScaledEncoding):
 
     def rule(self, info: TensorInfo) -> RoundingRule:
         return BitsandbytesInt8()
+
+    def cannot_encode(self, info: TensorInfo) -> Refusal | None:
+        """Return that the codes of a `Conv1D`, which lie across, are not made anew."""
+        return Refusal(ACROSS) if self.transposed else super().cannot_encode(info)
 
     def constants(self, info: TensorInfo) -> Constants:
         return {name: (dtype, (0,)) for name, dtype, _ in self.extra}

@@ -33,6 +33,7 @@ from ckptmap.quantization.blockwise.scaled_encoder import (
     ScaledRecoder,
 )
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
+from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncoder, IntegerForm
 from ckptmap.quantization.dense import flat
 from ckptmap.tensors import Box, TensorInfo
 
@@ -46,7 +47,7 @@ PACKED_ZERO = "int32"
 
 @dataclass(frozen=True)
 class Packed(ScaledEncoding):
-    """Packed integer codes: written with 8 bits, read with 1 to 8.
+    """Packed integer codes: 1 to 8 bits. As a target of --to they have 8.
 
     ordered  `weight_g_idx` gives the group of each column
     aligned  no code spans two words
@@ -172,15 +173,22 @@ class Packed(ScaledEncoding):
         along = part.transpose(0, 1).contiguous()
         return self.packing.unpacked(along, grid.offsets[0], grid.sizes[0]).transpose(0, 1)
 
-    # ------------------------------------------------------------------ written, 8 bits
+    # ------------------------------------------------------------------ written
 
     def rule(self, info: TensorInfo) -> RoundingRule:
         return TorchaoInt8(self.scale_dtype)
+
+    def cannot_encode(self, info: TensorInfo) -> Refusal | None:
+        if self.ordered:
+            return Refusal("its columns are in an order of groups that calibration has chosen")
+        return None
 
     def constants(self, info: TensorInfo) -> Constants:
         return {"shape": ("int64", info.shape)}
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        if self.bits != 8 or self.zero_dtype:
+            return self._integer_encoder(info)
         inner = ScaledEncoder(
             info,
             self.block_of(info),
@@ -190,6 +198,20 @@ class Packed(ScaledEncoding):
             self.constants(info),
         )
         return PackedEncoder(inner, info.shape[1])
+
+    def _integer_encoder(self, info: TensorInfo) -> Encoder:
+        rows, columns = self.block_of(info)
+        zero_rows = self.zero_dtype == PACKED_ZERO
+        form = IntegerForm(
+            self.bits,
+            (rows, columns),
+            bool(self.zero_dtype),
+            "packed",
+            True,
+            self.aligned,
+            zero_rows,
+        )
+        return IntegerEncoder((info.shape[0], info.shape[1]), form, self.constants(info))
 
     def grid(self, info: TensorInfo) -> CodeGrid | None:
         if self.zero_dtype or self.ordered:

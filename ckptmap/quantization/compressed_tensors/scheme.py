@@ -18,7 +18,7 @@ from functools import partial
 from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
-from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols import Encoder, Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
@@ -43,6 +43,7 @@ from ckptmap.quantization.compressed_tensors.config_json import (
     block_found,
     declared,
 )
+from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncoder, IntegerForm
 from ckptmap.quantization.compressed_tensors.packed import Packed
 from ckptmap.quantization.compressed_tensors.packed_reader import find_packed
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
@@ -96,6 +97,16 @@ class Plain(ScaledEncoding):
 class PlainInt8(Plain):
     name: ClassVar[str] = "ct-int8"
     scheme: ClassVar[str] = "ct-int8-plain"
+
+    def cannot_encode(self, info: TensorInfo) -> Refusal | None:
+        if len(info.shape) != 2:
+            return Refusal(f"matrices are quantized, found shape {list(info.shape)}")
+        return None
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        rows, columns = self.block_of(info)
+        form = IntegerForm(8, (rows, columns), bool(self.zero_dtype), "", False)
+        return IntegerEncoder((info.shape[0], info.shape[1]), form, self.constants(info))
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoInt8
+from ckptmap.quantization.blockwise.scaled_encoder import Constants
 from ckptmap.quantization.torchao import config_json as torchao_config
 from ckptmap.quantization.torchao.scheme import TorchaoEncoding, TorchaoScheme
 from ckptmap.quantization.torchao.subclass_reader import TRAINED
@@ -36,6 +38,12 @@ class Int8(TorchaoEncoding):
 
     def rule(self, info: TensorInfo) -> RoundingRule:
         return TorchaoInt8(self.scale_dtype)
+
+    def constants(self, info: TensorInfo) -> Constants:
+        if not (self.zero_dtype and self.is_symmetric):
+            return super().constants(info)
+        zeros = [0] * prod(self.scale_shape(info))
+        return {**super().constants(info), self.zero_part: (self.zero_dtype, zeros)}
 
 
 class Int8Scheme(TorchaoScheme):

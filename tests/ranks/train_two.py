@@ -1,0 +1,43 @@
+"""What each of 2 ranks does in `tests.operations.test_as`, by `run_ranks("tests.ranks.train_two", 2, [DIR])`.
+
+For each directory of DIR that holds `work`: loads it into an FSDP2 model of the config beside it, trains
+two weights for one step, saves it as `trained`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ckptmap
+
+TRAINED = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight")
+
+
+def train(folder: Path) -> None:
+    config = AutoConfig.from_pretrained(folder / "release")
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    ckptmap.load(folder / "work", model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in TRAINED)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=5.0)
+    tokens = torch.arange(12)[None] + dist.get_rank()
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    ckptmap.save(folder / "trained", model).wait()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    for given in sorted(Path(sys.argv[1]).glob("*/work")):
+        train(given.parent)
+    dist.destroy_process_group()
