@@ -697,9 +697,8 @@ def test_swapped_arguments_are_answered_with_the_line_that_works(
 def test_what_the_hint_on_an_entry_of_the_base_says_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = llama()
-    saved(tmp_path, model, target_modules=["q_proj"])
-    run = {"model": model.state_dict(), "args": argparse.Namespace(lr=1)}
+    saved(tmp_path, llama(), target_modules=["q_proj"])
+    run = {"model": llama().state_dict(), "args": argparse.Namespace(lr=1)}
     torch.save(run, tmp_path / "base.pt")
     monkeypatch.chdir(tmp_path)
     assert main(["merge", "base.pt", "adapter", "out.pt"]) == 2
