@@ -176,7 +176,7 @@ def show(plan: Plan, report: Report | None, out: Printer) -> None:
     else:
         out.show(report)
         if not out.json and "--plan" not in out.args and _lacks_config(plan):
-            out.text(f"add its config.json with: {_with_config(out.args)}")
+            out.text(f"add its config.json with: {_with_config(plan, out.args)}")
 
 
 def _lacks_config(plan: Plan) -> bool:
@@ -185,7 +185,13 @@ def _lacks_config(plan: Plan) -> bool:
     return carries and not any(name.endswith("config.json") for name in plan.carried)
 
 
-def _with_config(args: Sequence[str]) -> str:
-    """Return the same command with a config; MODEL is a directory, a config.json or a place on the Hub."""
+def _with_config(plan: Plan, args: Sequence[str]) -> str:
+    """Return the same command with a config, and with the prefix off that keeps names from fitting it; MODEL
+    is a directory, a config.json or a place on the Hub."""
+    from ckptmap.planning.prefix_notes import prefix_change
+
+    change = prefix_change(plan.ckpt, plan.aim.setup, plan.options)
     added = ["--config-from", "MODEL", *(["--overwrite"] if "--overwrite" not in args else [])]
+    if change is not None:
+        added = [*shlex.split(change.options), *added]
     return shlex.join(["ckptmap", *args, *added])

@@ -7,6 +7,7 @@ instead.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -153,20 +154,19 @@ def refuse_place(place: Place, is_checkpoint: Callable[[Place], bool]) -> Source
 
 _PYTORCH = "give a PyTorch checkpoint; ckptmap reads no other framework's files"
 _ORIGINAL = "convert from the original safetensors instead"
-_UNPACK = "unpack it first"
 _BARE = "if you trust it, load it with its own program and torch.save a dict of tensors"
 FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (b"ggjt", "a GGML file of llama.cpp", _ORIGINAL),
     (b"tjgg", "a GGML file of llama.cpp", _ORIGINAL),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it", _PYTORCH),
     (b"\x93NUMPY", "a numpy array", "save a state dict with safetensors or torch.save"),
-    (b"\x1f\x8b", "packed with gzip", _UNPACK),
-    (b"\x28\xb5\x2f\xfd", "packed with zstd", _UNPACK),
-    (b"\xfd7zXZ", "packed with xz", _UNPACK),
-    (b"BZh", "packed with bzip2", _UNPACK),
+    (b"\x1f\x8b", "packed with gzip", "unpack it first: gunzip -k {}"),
+    (b"\x28\xb5\x2f\xfd", "packed with zstd", "unpack it first: zstd -d {}"),
+    (b"\xfd7zXZ", "packed with xz", "unpack it first: xz -dk {}"),
+    (b"BZh", "packed with bzip2", "unpack it first: bunzip2 -k {}"),
     *((b"\x80" + bytes([n]), "a bare pickle", _BARE) for n in range(2, 6)),
 )
-"""The first bytes of a file, what such a file is, and the next step."""
+"""The first bytes of a file, what such a file is, and the next step, in which {} becomes the path."""
 
 
 LEGACY_MAGIC = re.compile(
@@ -189,9 +189,9 @@ def _foreign(place: Place) -> tuple[str, str] | None:
     """Return what a file of another program is, and a hint; None if its program is not known."""
     for magic, what, hint in FOREIGN:
         if place.head.startswith(magic):
-            return what, hint
+            return what, hint.replace("{}", shlex.quote(place.path))
     if place.head[TAR_MAGIC:].startswith(b"ustar"):
-        return "a tar archive", _UNPACK
+        return "a tar archive", f"unpack it first: tar -xf {shlex.quote(place.path)}"
     if re.fullmatch(OTHER_FRAMEWORKS, Path(place.path).name):
         return "by its name a file of another framework", _PYTORCH
     return None
@@ -202,8 +202,17 @@ def legacy(path: str) -> SourceError:
     return SourceError(
         "CKM117",
         f"{path}: is in the torch.save format from before torch 1.6",
-        "load it and save it again with a current torch: torch.save(torch.load(PATH), OUT)",
+        "save it again with a current torch: " + _saved_again(path),
     )
+
+
+def _saved_again(path: str) -> str:
+    """Return the command that loads the tensors of a file, and no other object, and saves them."""
+    place = Path(path)
+    old, new = (json.dumps(str(p)) for p in (place, place.with_suffix(f".new{place.suffix}")))
+    load = f'torch.load({old}, map_location="cpu", weights_only=True)'
+    code = f"import torch; torch.save({load}, {new})"
+    return shlex.join(["python", "-c", code])
 
 
 def _of_file(place: Place) -> SourceError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from shlex import quote
 
+from ckptmap.checkpoint.lora.adapter_files import HEAD
 from ckptmap.core.formatting import counted
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.config_fit import Family, family_of, other_scheme
@@ -14,6 +16,8 @@ from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.tensors import TensorInfo
 
+BASE_LAYER, ADAPTER = ".base_layer.", ".lora_"
+"""Parts of names that peft gives the weights of a wrapped layer, and those of its adapter."""
 FITTING = 0.1
 """Share of the names below which they are taken for those of another model: the last norm has one name
 in many schemes."""
@@ -27,11 +31,13 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
     weights at random. It is a note only where names were chosen by an option, where the source is a
     Hugging Face directory with these names already, and where the config names code of its own.
     """
-    config = _config(request)
-    if config is None:
-        return Remarks()
     infos = request.ckpt.infos()
     written = {names.weights[fqn]: infos[fqn] for fqn in selection.weights}
+    config = _config(request)
+    if request.carrier is not None and not _is_in_place(request):
+        _refuse_adapter(request, written)
+    if config is None:
+        return Remarks()
     left_out = len(infos) - len(written)
     family = _family(config)
     if family is None:
@@ -104,6 +110,25 @@ def _stranger(
     else:
         hint = "give the config.json of this model with --config-from, or rename its weights: --rename 'OLD.{x}=NEW.{x}'"
     return PlanError("CKM619", f"{request.ckpt.shown}: {message}", hint)
+
+
+def _refuse_adapter(request: Request, names: Collection[str]) -> None:
+    """Raise PlanError CKM619 for what a model saved that peft has wrapped: its base and an adapter."""
+    below = next((name for name in names if BASE_LAYER in name), None)
+    if below is None or not any(ADAPTER in name for name in names):
+        return
+    head, _, rest = next(iter(names)).partition(HEAD)
+    path, source = "WRAPPED.pt", quote(request.ckpt.shown)
+    before = (
+        f"ckptmap convert {source} {path} --to full --strip-prefix {quote(head.rstrip('.'))}, then "
+    )
+    merge = f"ckptmap merge BASE {path if head and rest else source} DST --to {request.aim.text}"
+    raise PlanError(
+        "CKM619",
+        f"{request.ckpt.shown}: {below}: is a weight below peft's adapter; {AT_RANDOM}",
+        f"merge the adapter into its base: {before if head and rest else ''}{merge} --adapter-config"
+        " adapter_config.json",
+    )
 
 
 def _left_out(count: int) -> list[str]:
