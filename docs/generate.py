@@ -1,6 +1,6 @@
 """Write the pages of the reference that come from the code: options of the commands, and error codes.
 
-python docs/generate.py            writes docs/reference/options.md and errors.md
+python docs/generate.py            writes docs/reference/options.md, errors.md and forms.md
 python docs/generate.py --check    fails where they are not what the code says
 """
 
@@ -38,9 +38,35 @@ def errors() -> str:
     return "\n".join(parts)
 
 
+def forms() -> str:
+    """Return the page of the forms of quantized weights, and of what can be done with each."""
+    from ckptmap.planning.encoding_forms import encoding_forms
+    from ckptmap.quantization.unsupported_schemes import SCHEMES
+
+    parts = [
+        "# Forms of quantized weights\n",
+        "Every form below is read: it is decoded, or moved as it is. `ckptmap merge` merges a LoRA adapter into it, and"
+        " writes bfloat16, or any form that is written, with `--force`. *Loaded* says what `ckptmap.load` puts into a"
+        " live model of its library, or into any other: codes, or their values. *Codes kept* names the forms that take"
+        " the codes unchanged where blocks are of equal size.\n",
+        "| form | read | written | merged | loaded | codes kept |",
+        "|---|---|---|---|---|---|",
+    ]
+    for form in encoding_forms():
+        kept = " ".join(f"`-{suffix}`" for suffix in form.kept_in) or "none"
+        loaded = "codes" if form.is_live else "values"
+        written = f"`-{form.suffix}`" if form.suffix else "no"
+        parts.append(f"| {form.name} | yes | {written} | yes | {loaded} | {kept} |")
+    names = sorted({scheme.name for scheme in SCHEMES}, key=str.lower)
+    parts.append(
+        f"\nRecognized where they are not of a form above, and moved as bytes: {', '.join(names)}.\n"
+    )
+    return "\n".join(parts)
+
+
 def pages() -> Mapping[str, str]:
     """Return file name -> content of every generated page."""
-    return {"options.md": options(), "errors.md": errors()}
+    return {"options.md": options(), "errors.md": errors(), "forms.md": forms()}
 
 
 def main() -> int:

@@ -108,6 +108,10 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
             "it is read only: ModelOpt calibrates what it writes; choose -ct-nvfp4, -fp8"
         )
 
+    def example(self, info: TensorInfo) -> Encoding:
+        """Return an encoding of this form: see `planning.encoding_forms`."""
+        raise NotImplementedError
+
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
     ) -> Mapping[str, object]:
@@ -225,6 +229,9 @@ class ModeloptNvfp4(_Scheme):
             if scale.info.dtype == "float8_e4m3fn" and not _is_smoothed(fqn, stored):
                 yield fqn
 
+    def example(self, info: TensorInfo) -> Encoding:
+        return ModeloptFp4()
+
     def _logical(self, codes: TensorInfo, dtype: str) -> TensorInfo:
         *rows, width = codes.shape
         return TensorInfo((*rows, width * 2), dtype)
@@ -260,6 +267,9 @@ class ModeloptFp8(_Scheme):
         config = _own_config(codes, mounts)
         producer = config.get("producer")
         return isinstance(producer, Mapping) and producer.get("name") == METHOD
+
+    def example(self, info: TensorInfo) -> Encoding:
+        return ModeloptE4m3(info.shape)
 
     def _logical(self, codes: TensorInfo, dtype: str) -> TensorInfo:
         return TensorInfo(codes.shape, dtype)

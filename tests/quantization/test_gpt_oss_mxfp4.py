@@ -111,6 +111,15 @@ def test_codes_of_the_reference(dtype: torch.dtype, tmp_path: Path) -> None:
     same(after["mlp.experts.gate_up_proj_blocks"].flatten(-2), codes)
 
 
+def test_the_codes_of_a_square_matrix_are_not_taken_for_its_transpose(tmp_path: Path) -> None:
+    """compressed-tensors has blocks along rows, gpt-oss along columns: the shapes alone do not tell."""
+    weight = torch.randn(64, 64).bfloat16()
+    save_file({"fc.weight": weight}, tmp_path / "in.safetensors")
+    ckptmap.convert(tmp_path / "in.safetensors", tmp_path / "ct", to="hf-ct-mxfp4")
+    plan = ckptmap.plan(tmp_path / "ct", "full-mxfp4", encode=("fc.weight",))
+    assert plan.fidelities() == {"requantize": 1}
+
+
 def test_what_it_cannot_hold_stays(tmp_path: Path) -> None:
     """transformers loads MXFP4 into gpt-oss alone; 33 rows are no blocks of 32; NaN has no code."""
     save_file({"mlp.experts.down_proj": torch.randn(2, 33, 8)}, tmp_path / "odd.safetensors")

@@ -218,6 +218,27 @@ def read_fp8(path: Path) -> Named:
     return stored
 
 
+def read_mxfp4(path: Path) -> Named:
+    """gpt-oss' experts as transformers decodes them to bfloat16; an exponent of 255 is NaN."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    if config["quant_method"] != "mxfp4":
+        raise ValueError(str(config))
+    stored = dict(read_hf(path))
+    for key in [key for key in stored if key.endswith("_blocks")]:
+        name = key.removesuffix("_blocks")
+        blocks, scales = stored.pop(key), stored.pop(f"{name}_scales")
+        if (
+            blocks.dtype != torch.uint8
+            or scales.dtype != torch.uint8
+            or bool((scales == 255).any())
+        ):
+            raise ValueError(f"{name}: {blocks.dtype}, {scales.dtype}")
+        stored[name] = convert_moe_packed_tensors(blocks, scales)
+    return stored
+
+
 def read_adapter(base: Path, path: Path) -> Named:
     """A LoRA adapter, merged into its base by peft, which must find every weight of it."""
     import warnings

@@ -181,6 +181,20 @@ def compressed(folder: Path) -> list[Subject]:
         ),
         "ct-w8": ({"num_bits": 8, "strategy": "channel"}, "pack-quantized"),
         "ct-fp8": ({"num_bits": 8, "type": "float", "strategy": "tensor"}, "float-quantized"),
+        "ct-nvfp4": (
+            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+            "nvfp4-pack-quantized",
+        ),
+        "ct-mxfp4": (
+            {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "group",
+                "group_size": 32,
+                "scale_dtype": "torch.uint8",
+            },
+            "mxfp4-pack-quantized",
+        ),
     }
     for name, (args, form) in forms.items():
         write(folder / name, QuantizationArgs(**args), form)
@@ -190,9 +204,10 @@ def compressed(folder: Path) -> list[Subject]:
 
 
 def eight_bits(folder: Path) -> list[Subject]:
-    """LLM.int8 as bitsandbytes saves it, and FP8 by blocks, which needs a GPU to be written: ours."""
+    """LLM.int8 as bitsandbytes saves it, FP8 by blocks, which needs a GPU to be written: ours, and gpt-oss."""
     import torch
 
+    from tests.support.gpt_oss import write as gpt_oss
     from tests.support.int8_models import bnb_int8, dense
 
     bnb_int8(folder / "bnb-int8", torch.float16)
@@ -202,6 +217,7 @@ def eight_bits(folder: Path) -> list[Subject]:
     return [
         converted("bnb-int8", folder / "bnb-int8", CONFIGURED, r.read_int8, "full-fp32"),
         converted("fp8", place, CONFIGURED, r.read_fp8, "full-fp32"),
+        converted("mxfp4", gpt_oss(folder / "mxfp4"), CONFIGURED, r.read_mxfp4, "full-fp32"),
     ]
 
 

@@ -67,6 +67,10 @@ class DeepseekFp4Scheme(LinearLayerScheme):
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         return Refusal("it is read only; choose -ct-mxfp4")
 
+    def example(self, info: TensorInfo) -> Encoding:
+        """Return an encoding of this form: see `planning.encoding_forms`."""
+        return DeepseekFp4()
+
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[Found]:

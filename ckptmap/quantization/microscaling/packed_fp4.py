@@ -199,7 +199,8 @@ class PackedFp4:
         *rows, width = self._turned(info.shape)
         codes = TensorInfo((*rows, width // 2), "uint8")
         block = (*(1 for _ in rows), self.block // 2)
-        return CodeGrid("e2m1", codes, block, self.values_name)
+        name = "e2m1 transposed" if self.transposed else "e2m1"  # a square shape does not tell
+        return CodeGrid(name, codes, block, self.values_name)
 
     def scale_parts(self, info: TensorInfo) -> Sequence[str]:
         return ("scale", *self.more_parts(info))

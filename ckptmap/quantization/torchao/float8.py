@@ -81,3 +81,7 @@ class Float8E5m2Scheme(Float8Scheme):
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         return Refusal("it is read only; choose -float8, which is more exact")
+
+    def example(self, info: TensorInfo) -> Encoding:
+        """Return an encoding of this form: see `planning.encoding_forms`."""
+        return Float8E5m2((1, info.shape[1]))

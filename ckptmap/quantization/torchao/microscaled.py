@@ -174,6 +174,10 @@ class AoMxE5m2Scheme(_Scheme):
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         return Refusal("it is read only; choose -torchao-mxfp8, which is more exact")
 
+    def example(self, info: TensorInfo) -> Encoding:
+        """Return an encoding of this form: see `planning.encoding_forms`."""
+        return AoMxE5m2(self._block(info))
+
 
 class AoNvfp4Scheme(_Scheme):
     """NVFP4Tensor, with or without a scale of the tensor."""
