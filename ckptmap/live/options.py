@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
     from ckptmap.live.optimizer.optimizer_types import Scheduler
 
-    Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
-    Schedulers: TypeAlias = Scheduler | Mapping[str, Scheduler]
+Optimizers: TypeAlias = "torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]"
+"""An optimizer, or several by name."""
+Schedulers: TypeAlias = "Scheduler | Mapping[str, Scheduler]"
+"""A scheduler, or several by name."""
 
 MAX_MEMORY = 64 << 20
 """Bytes of host buffers by default."""

@@ -23,6 +23,7 @@ from ckptmap.core.log import log
 from ckptmap.errors import ArgumentError, CkptmapError, SourceError
 from ckptmap.live.load.load import load
 from ckptmap.live.manager import root_directory
+from ckptmap.live.manager.numbered_state import named_by_live
 from ckptmap.live.manager.preemption import Preemption
 from ckptmap.live.manager.retention import Mode, Retention
 from ckptmap.live.model.load_report import LoadReport
@@ -288,6 +289,8 @@ class CheckpointManager:
         the report's `skipped` says which and why. Where none is left the last error is raised. A
         checkpoint that does not fit the model is an error at once.
         """
+        if self._last is not None:
+            self._last.settle()  # this manager's own save in the background may be the newest
         ranks = self._ranks()
         wanted: list[StepDirectory] = []
         skipped: list[str] = []
@@ -297,8 +300,8 @@ class CheckpointManager:
         wanted = ranks.all(wanted)[0]
         for number, found in enumerate(wanted, 1):
             try:
-                with ranks.together():
-                    report = load(found.path, model, optimizer, scheduler, **keywords)
+                with ranks.together(), named_by_live(found.path, model, optimizer) as place:
+                    report = load(place, model, optimizer, scheduler, **keywords)
             except CkptmapError as error:
                 if not error.code.startswith(_UNUSABLE) or number == len(wanted):
                     raise

@@ -17,7 +17,8 @@ from ckptmap.mapping.wrappers import SEGMENTS, strip_wrappers
 if TYPE_CHECKING:
     import torch
 
-    Models: TypeAlias = torch.nn.Module | Mapping[str, torch.nn.Module]
+Models: TypeAlias = "torch.nn.Module | Mapping[str, torch.nn.Module]"
+"""A model, or several by name."""
 
 KEY = "models"
 """Key of the names among the settings of a run."""

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core import argument_checks
+from ckptmap.core.state_paths import nest
 from ckptmap.errors import ArgumentError, LoadError
+from ckptmap.live.model.rank_group import rank_and_world
+from ckptmap.storage.lazy_tensor import LazyTensor
 
 KEY = "stateful"
 """Key of these states among the extra values."""
@@ -58,6 +62,26 @@ def shared_names(digests_of: Sequence[Mapping[str, str]]) -> frozenset[str]:
     return frozenset(
         name for name in first if all(theirs.get(name) == first[name] for theirs in digests_of)
     )
+
+
+def state_of(ckpt: Checkpoint, name: str) -> object:
+    """Return the state that an object of this name had on this rank, or on all; None: there is none.
+
+    That of a rank is returned where as many ranks as now have saved."""
+    rank, world = rank_and_world()
+    values = {**ckpt.plain, **ckpt.other}
+    heads = [
+        (KEY, SHARED, name),
+        *([(KEY, f"rank{rank}", name)] if ckpt.world_size == world else []),
+    ]
+    for head in heads:
+        inside = {path[3:]: value for path, value in values.items() if path[:3] == head}
+        if () in inside:
+            return inside[()]
+        if inside:
+            read = {p: v.read() if isinstance(v, LazyTensor) else v for p, v in inside.items()}
+            return nest(read)
+    return None
 
 
 class SavedStates:

@@ -1,0 +1,35 @@
+"""Directories of frameworks whose optimizer state is keyed by number: accelerate's, Trainer's.
+
+The program that restores one built the optimizer as the program that saved it, so that the order of the
+live parameters names the numbers, as the framework's own load takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.open import open as open_checkpoint
+from ckptmap.live.model.several_models import Models
+from ckptmap.live.options import Optimizers
+from ckptmap.live.state_dict.hooks import name_by_live
+
+
+@contextmanager
+def named_by_live(
+    path: Path, model: Models, optimizer: Optimizers | None
+) -> Iterator[Path | Checkpoint]:
+    """Yield the path of a checkpoint; where its optimizer state is keyed by number and nothing in it
+    names the numbers, the opened checkpoint with names in the live optimizer's order.
+
+    Raises SourceError CKM207 where shapes refute the order."""
+    if optimizer is None or isinstance(model, Mapping) or isinstance(optimizer, Mapping):
+        yield path
+        return
+    with open_checkpoint(path) as checkpoint:
+        if checkpoint.optimizer_reader.present and checkpoint.optimizer_by_index:
+            yield name_by_live(checkpoint, model, optimizer)
+            return
+    yield path
