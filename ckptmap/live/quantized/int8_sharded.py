@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.live.quantized import int8_linear
 from ckptmap.storage.process_guards import quiet_torchao
 
 if TYPE_CHECKING:
@@ -63,6 +64,14 @@ def sharded_class() -> Any:
                 return None
             scale = outputs[1] if scale is None else scale
             return _computing_as(shard, type(self)(outputs[0], scale, block, shard.dtype)), outputs
+
+        @classmethod
+        def __torch_function__(
+            cls, func: object, types: Any, args: Any = (), kwargs: object = None
+        ) -> object:
+            if func is torch.nn.functional.linear and int8_linear.applies(args, kwargs):
+                return int8_linear.linear(*args)
+            return super().__torch_function__(func, types, args, kwargs or {})
 
         @classmethod
         def __torch_dispatch__(
