@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptmap
+from ckptmap.errors import RunError
 from ckptmap.live.rounding import install
 from tests.support.cpu_sharding import fully_shard
 from tests.support.resume_model import Layer
@@ -32,7 +33,8 @@ SEED = 11
 
 
 class Model(nn.Module):
-    """Words [B, S] -> logits [B, S, WORDS]. One weight is tied, one has 79 rows, which ranks cut unevenly.
+    """Words [B, S] -> logits [B, S, WORDS]. One weight is tied, one has 79 rows, which ranks cut unevenly, and
+    of one with two rows some ranks hold nothing.
     All shards of quantized moments are whole blocks on 1, 2 and 4 ranks, some of fewer than 4096 elements."""
 
     def __init__(self) -> None:
@@ -40,6 +42,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(WORDS, 128)
         self.layers = nn.ModuleList([Layer(128), Layer(72)])
         self.uneven = nn.Linear(128, 79)
+        self.tiny = nn.Linear(128, 2)
         self.head = nn.Linear(128, WORDS, bias=False)
         self.head.weight = self.embed.weight
 
@@ -47,7 +50,8 @@ class Model(nn.Module):
         x = self.embed(words)
         for layer in self.layers:
             x = layer(x)
-        x = x + torch.tanh(self.uneven(x)).mean(-1, keepdim=True)
+        for some in (self.uneven, self.tiny):
+            x = x + torch.tanh(some(x)).mean(-1, keepdim=True)
         logits: torch.Tensor = self.head(x)
         return logits
 
@@ -140,6 +144,17 @@ def in_other_meshes(folder: Path, name: str) -> None:
         _keep(folder / f"{name}-{names[0]}", *with_rounding(name, model))
 
 
+def other_seeds(folder: Path, name: str) -> None:
+    """A save where each rank has another seed, of a model whose ranks hold nothing in common."""
+    model, optimizer = run(name, rounding_seed=dist.get_rank())
+    try:
+        ckptmap.save(folder / "refused", model, optimizer)
+    except RunError as error:
+        assert error.code == "CKM509" and "rank 1 has seed 1, rank 0 0" in str(error), error
+    else:
+        raise AssertionError("saved")
+
+
 def one_weight(folder: Path, name: str) -> None:
     """Of one weight: a compiled optimizer step has one shape to compile."""
     torch.manual_seed(0)
@@ -160,6 +175,7 @@ PARTS = {
     "goes_on": goes_on,
     "in_other_meshes": in_other_meshes,
     "one_weight": one_weight,
+    "other_seeds": other_seeds,
 }
 
 

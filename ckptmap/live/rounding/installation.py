@@ -19,7 +19,7 @@ from ckptmap.live.optimizer.family import is_a
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
 from ckptmap.live.optimizer.unwrap import inner_optimizers, is_offloaded, unwrapped
 from ckptmap.live.rounding import moments, stepping, torchao_source
-from ckptmap.live.rounding.record import ATTRIBUTE, RoundingRecord, record_of
+from ckptmap.live.rounding.record import ATTRIBUTE, LOWEST, RoundingRecord, record_of
 from ckptmap.mapping.wrappers import strip_wrappers
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def install(
     Raises ArgumentError CKM516, and LoadError CKM520 for an optimizer, a parameter or a release of torchao
     that it cannot be put into. Nothing is changed then.
     """
-    argument_checks.integer("seed", seed, -(1 << 63))
+    argument_checks.integer("seed", seed, LOWEST)
     inner = _inner(optimizer)
     _require_rounding(optimizer, inner)
     torchao_source.require_known()

@@ -7,10 +7,11 @@ The step count is not here: it is the parameter's own, in the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.errors import RunError
 from ckptmap.live.rounding.position_bits import VERSION
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from ckptmap.live.rounding.positions import Positions
 
+LOWEST = -(1 << 63)
+"""The lowest seed; the highest is 2^63 - 1."""
 ATTRIBUTE = "_ckptmap_rounding"
 HOW = "by position"
 
@@ -83,4 +86,27 @@ def saved_seed(optimizer: object) -> int | None:
     if not isinstance(saved, Mapping) or (saved.get("how"), saved.get("version")) != (HOW, VERSION):
         return None
     seed = saved.get("seed")
-    return seed if isinstance(seed, int) and not isinstance(seed, bool) else None
+    is_seed = isinstance(seed, int) and not isinstance(seed, bool) and LOWEST <= seed < -LOWEST
+    return seed if is_seed else None
+
+
+def seeds(settings: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Return the seed of each optimizer in the settings of a run; None: it does not round by position."""
+    optimizer = settings.get("optimizer") or {}
+    several = optimizer.get("several") or {"": optimizer}
+    return tuple(map(saved_seed, several.values()))
+
+
+def require_one_seed(seeds_of: Sequence[tuple[int | None, ...]]) -> None:
+    """Raise RunError CKM509 where ranks round with different seeds; `seeds_of` has those of each rank."""
+    for rank, found in enumerate(seeds_of):
+        if found != seeds_of[0]:
+            raise RunError(
+                "CKM509",
+                f"rounding by position: rank {rank} has seed {_text(found)}, rank 0 {_text(seeds_of[0])}",
+                "install it with one seed on all ranks",
+            )
+
+
+def _text(found: Sequence[int | None]) -> str:
+    return ", ".join("none" if seed is None else str(seed) for seed in found)

@@ -39,6 +39,7 @@ from ckptmap.live.optimizer.local_state import (
 from ckptmap.live.optimizer.several_optimizers import check_scheduler, one_scheduler
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.options import SaveOptions
+from ckptmap.live.rounding import record as rounding
 from ckptmap.live.save import extra_values, group_values, only_trained, pending_gradients
 from ckptmap.live.save.assign_writers import Assigner, Offer, drifted_buffers, offers_of
 from ckptmap.live.save.overlapping_meshes import require_alike
@@ -202,6 +203,7 @@ def _share(
     settings_of = peers.all(
         (held.settings["layout"], bool(held.decoded), replicas, held.placements)
     )
+    rounding.require_one_seed(peers.all(rounding.seeds(held.settings)))
     if any(wanted == "check" for _, _, wanted, _ in settings_of):
         require_alike(held, offers, peers)
     with peers.together():

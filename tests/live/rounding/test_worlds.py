@@ -136,6 +136,11 @@ def test_exact_refuses_what_it_cannot_know(tmp_path: Path, eager: None) -> None:
     assert report.rounding == f"by position, seed {runs.SEED}, was 1"
 
 
+def test_ranks_with_different_seeds_are_noticed_by_save(tmp_path: Path) -> None:
+    ranks(2, tmp_path, "other_seeds", "ao")
+    assert not (tmp_path / "refused").exists()
+
+
 # ------------------------------------------------------------------------------- compiled
 
 
