@@ -27,7 +27,25 @@ FEEDS = 8
 INFO = TensorInfo((FEEDS * ROWS, WIDTH), "bfloat16")
 
 
-def targets(dtype: str) -> dict[str, Encoding]:
+COUNTED = frozenset(
+    (
+        "nf4",
+        "bnb-nf4",
+        "bnb-nf4-dq",
+        "bnb-fp4",
+        "bnb-fp4-dq",
+        "int8",
+        "float8",
+        "bnb-int8",
+        "ct-int8",
+        "ct-fp8",
+        "fp8",
+    )
+)
+"""Microscaled forms are not among them: they wait for the device once a box, to refuse a scale that is NaN."""
+
+
+def targets_of_all(dtype: str) -> dict[str, Encoding]:
     """How each scheme that quantizes stores the weight."""
     found: dict[str, Encoding] = {}
     for scheme in registry.schemes():
@@ -35,6 +53,11 @@ def targets(dtype: str) -> dict[str, Encoding]:
         if made is not None and made.name != "dense":
             found[scheme.name] = made
     return found
+
+
+def targets(dtype: str) -> dict[str, Encoding]:
+    """The same of those that are counted."""
+    return {name: made for name, made in targets_of_all(dtype).items() if name in COUNTED}
 
 
 ENCODERS = {name: 17 for name in targets("bfloat16")} | {
@@ -45,8 +68,9 @@ DECODERS = {name: 10 for name in targets("bfloat16")}
 
 
 def test_every_block_wise_scheme_is_counted() -> None:
-    wanted = "nf4 bnb-nf4 bnb-nf4-dq bnb-fp4 bnb-fp4-dq int8 float8 bnb-int8 ct-int8 ct-fp8 fp8"
-    assert set(ENCODERS) == set(DECODERS) == set(wanted.split())
+    waiting = "ct-nvfp4 ct-mxfp4 ct-mxfp8 torchao-mxfp8 torchao-mxfp4 torchao-nvfp4 fp8-ue8m0"
+    encoded = set(targets_of_all("bfloat16"))
+    assert set(ENCODERS) == set(DECODERS) == COUNTED == encoded - set(waiting.split())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
