@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gguf import quants
+from gguf import GGMLQuantizationType, quants
 from gguf.constants import GGML_QUANT_SIZES
 
-from ckptmap.errors import SourceError
+from ckptmap.errors import RunError, SourceError
 from ckptmap.formats.gguf.block_types import BY_NAME
 from ckptmap.protocols import Refusal
 from ckptmap.quantization.blockwise.chunks import smaller_chunks
+from ckptmap.quantization.dense import Dense
+from ckptmap.quantization.gguf.encoders import ENCODERS
 from ckptmap.quantization.gguf.encoding import GgufBlocks, record
 from ckptmap.quantization.gguf.scheme import GgufScheme
 from ckptmap.tensors import Box, Extent, StoredTensor, TensorInfo
@@ -102,3 +104,46 @@ def test_records_that_do_not_fit(change: dict[str, object], match: str) -> None:
     assert (group.info, keys) == (TensorInfo((2, 256), "float32"), ("w",))
     with refused(SourceError, "CKM115", match=match):
         GgufScheme().group(stored, {"w": {**good, **change}})
+
+
+def encoded(kind: str, values: torch.Tensor, feed: int) -> np.ndarray:
+    encoder = GgufBlocks(kind).encoder(TensorInfo(tuple(values.shape), "float32"), "cpu")
+    out = torch.zeros(values.numel() // encoder.step * BY_NAME[kind].nbytes, dtype=torch.uint8)
+    flat = values.reshape(-1)
+    for at in range(0, flat.numel(), feed):
+        for write in encoder.feed(at, flat[at : at + feed]):
+            (start,), (count,) = write.box.offsets, write.box.sizes
+            out[start : start + count] = write.values
+    assert list(encoder.finish()) == []
+    return out.view(values.shape[0], -1).numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_encoded_as_the_gguf_package_does(kind: str, dtype: torch.dtype) -> None:
+    """Blocks of all magnitudes, of zeros, of one value, of ties, and of values that the codes hold already."""
+    torch.manual_seed(0)
+    values = torch.randn(64, 256) * torch.logspace(-6, 3, 64).unsqueeze(1)
+    values[0], values[1], values[2] = 0.0, 3.0, -3.0
+    values[3] = torch.arange(256) / 2 - 64
+    values[4] = (
+        dequantized(kind, blocks(kind, (1, 256))[:1]).nan_to_num(0, 0, 0).clamp(-1e4, 1e4)[0]
+    )
+    values = values.to(dtype)
+    expected = quants.quantize(values.float().numpy(), GGMLQuantizationType[kind])
+    assert np.array_equal(encoded(kind, values, 64 * 256), expected)
+    assert np.array_equal(encoded(kind, values, 96), expected)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_values_that_no_scale_holds(kind: str) -> None:
+    for value in (torch.nan, torch.inf, 1e9 if kind != "MXFP4" else -torch.inf):
+        values = torch.ones(1, 64)
+        values[0, 40] = value
+        with refused(RunError, "CKM309", match="found others"):
+            encoded(kind, values, 64)
+
+
+def test_changed_values_of_other_types_become_dense() -> None:
+    for kind in ENCODED:
+        assert GgufBlocks(kind).afresh() == (GgufBlocks(kind) if kind in ENCODERS else Dense())

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptmap.formats.gguf.block_types import BY_NAME, BlockType
-from ckptmap.protocols import Encoder, Refusal
+from ckptmap.protocols import Encoder, Encoding, Refusal
+from ckptmap.quantization.dense import Dense
 from ckptmap.quantization.gguf import decoders
+from ckptmap.quantization.gguf.encoders import ENCODERS, BlockEncoder
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -92,7 +94,11 @@ class GgufBlocks:
             out.copy_(made.view(out.shape))
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
-        raise NotImplementedError(f"{self.name} is decoded only")
+        return BlockEncoder(self.kind)
+
+    def afresh(self) -> Encoding:
+        """Return the encoding that changed values are written in: fp32 where none are encoded here."""
+        return self if self.kind in ENCODERS else Dense()
 
     def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         return record(self.kind, info.shape)

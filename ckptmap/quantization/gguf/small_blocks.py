@@ -64,15 +64,22 @@ def iq4_nl(blocks: torch.Tensor, out: torch.Tensor) -> None:
 def mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
     import torch
 
-    def powers() -> torch.Tensor:
+    table = powers_halved(blocks.device)
+    scale = table.index_select(0, blocks[:, 0].to(torch.int32)).unsqueeze(-1)
+    codes = nibbles(blocks[:, 1:], 16).flatten(1)
+    out.copy_(looked_up("e2m1", E2M1_DOUBLED, codes)).mul_(scale)
+
+
+def powers_halved(device: torch.device) -> torch.Tensor:
+    """Return half of 2 ** (e - 127) for each byte e, f32 [256]; those of 0 and 1 are subnormal."""
+    import torch
+
+    def made() -> torch.Tensor:
         exponents = torch.arange(256, dtype=torch.int32, device="cpu")
         small = torch.full_like(exponents, 0x00200000) << exponents.clamp(max=1)
         return torch.where(exponents < 2, small, (exponents - 1) << 23).view(torch.float32)
 
-    table = constant("gguf e8m0 halved", blocks.device, powers)
-    scale = table.index_select(0, blocks[:, 0].to(torch.int32)).unsqueeze(-1)
-    codes = nibbles(blocks[:, 1:], 16).flatten(1)
-    out.copy_(looked_up("e2m1", E2M1_DOUBLED, codes)).mul_(scale)
+    return constant("gguf e8m0 halved", device, made)
 
 
 def nvfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
