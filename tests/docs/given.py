@@ -90,6 +90,13 @@ def four_bit(path: Path, writers: Callable[[], Writers]) -> None:
     compressed(path, groups, "pack-quantized")
 
 
+def gguf(path: Path, writers: Callable[[], Writers]) -> None:
+    """A model in Q8_0, as llama.cpp names it."""
+    from tests.support.gguf_models import MODELS, build, write_model
+
+    write_model(MODELS["llama"], build(MODELS["llama"]), path, "Q8_0")
+
+
 def examples(path: Path, writers: Callable[[], Writers]) -> None:
     """The examples of the repository."""
     path.symlink_to(EXAMPLES)
@@ -115,6 +122,7 @@ GIVEN: Mapping[str, Mapping[str, Make]] = {
     "recipes/report.md": BASE,
     "recipes/dequantize.md": {"quantized": four_bit},
     "recipes/low-bit-and-back.md": {"release": four_bit},
+    "recipes/gguf.md": {"model.gguf": gguf},
     "recipes/meta-and-megatron.md": BASE,
     "recipes/merge-lora.md": {"adapter": lora},
     "recipes/checkpoint-manager.md": {},
