@@ -21,6 +21,13 @@ OWN_LAYERS = frozenset({"falcon", "RefinedWeb", "RefinedWebModel"})
 """Model types whose linear layers are a subclass of `nn.Linear` that no library quantizes."""
 
 
+STACKED = ".feed_forward.experts.gate_up_proj"
+"""The experts of a layer of Llama 4, in one tensor."""
+TAKE_APART = frozenset({"bitsandbytes", "compressed-tensors"})
+"""Libraries for which transformers replaces these experts by one module each (5.23, quantizers/base.py
+`MODULES_TO_PATCH_FOR_QUANTIZATION`)."""
+
+
 @runtime_checkable
 class Declares(Protocol):
     """A scheme that transformers loads by `quantization_config`."""
@@ -187,6 +194,7 @@ class WrittenWeights:
         model_types = set(_model_types(document))
         if QUANTIZATION in document:
             _require_torch_linear(*encoded[0], sorted(OWN_LAYERS & model_types))
+            self._require_experts_found(*encoded[0], document[QUANTIZATION])
         self._require_served(encoded, model_types)
         by_loaded_name = [
             (fqn, scheme)
@@ -203,6 +211,20 @@ class WrittenWeights:
                 "choose --to hf-bnb-int8, which it finds by module; or --to full-"
                 f"{scheme}, which ckptmap.load takes",
             )
+
+    def _require_experts_found(self, fqn: str, scheme: str, settings: object) -> None:
+        """Raise PlanError CKM203 where transformers takes the stacked experts of Llama 4 apart for the
+        library, and finds none of them by its new names."""
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        stacked = next((name for name in self.encodings if name.endswith(STACKED)), None)
+        if stacked is None or method not in TAKE_APART:
+            return
+        raise PlanError(
+            "CKM203",
+            f"{fqn}: cannot be {scheme} beside a config.json: transformers takes {stacked} apart for"
+            f" {method}, and would initialize the experts at random",
+            f"choose --to hf-int8, with which they stay; or --to full-{scheme}, which ckptmap.load takes",
+        )
 
     def _require_served(self, encoded: Collection[tuple[str, str]], types: Collection[str]) -> None:
         """Raise PlanError CKM203 where the library does not load an encoding into such a model."""

@@ -11,7 +11,7 @@ from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.columns import each
 from ckptmap.core.name_globs import matches_any
 from ckptmap.core.quantized_codes import ScalesActivations
-from ckptmap.planning.encoding_choice import beside_ties, encoding_for
+from ckptmap.planning.encoding_choice import beside_ties, encoding_for, inside_attention
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.options import Options
 from ckptmap.planning.reference_encodings import reference_encodings
@@ -72,6 +72,7 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
     stored_dense = _stored_dense(ckpt) if scheme is None else {}
     foreign = foreign_tensors(ckpt.infos()) if scheme is not None else {}
     beside = beside_ties(ckpt, scheme, request.options)
+    beside |= inside_attention(ckpt, scheme, request.options)
     anew: dict[str, Encoding] = {}
     dense = _dense(stored_dense, selection)
     if len(dense) == len(selection.written):

@@ -20,6 +20,8 @@ _KEPT_ANYWHERE = frozenset({"router", "pred_layer"})  # `router.layer`, `pred_la
 _KEPT_WITHIN = ("embed", "norm", "lora_", "modules_to_save", "lm_head")
 _KEPT_WORDS = frozenset({"emb", "token", "tokens"})
 """Matched as words between underscores: `tok_emb`, `mask_tokens`."""
+_KEPT_PATHS = (["transformer", "w"], ["w"])
+"""CTRL's embedding, by the whole path of its module."""
 _KEPT_AT_ROOT = frozenset({"proj_out"})
 """Whisper's head; elsewhere it is the name of an ordinary layer."""
 
@@ -33,14 +35,18 @@ def is_linear_weight(fqn: str, info: TensorInfo) -> bool:
     segment of its path. Case does not matter.
 
     The names cover every `nn.Embedding` and output embedding of the 932 model classes of transformers 5.23
-    that build from their default configs, except CTRL's `w`.
+    that build from their default configs.
     """
     *path, last = fqn.lower().split(".")
     if last != "weight" or len(info.shape) != 2 or info.dtype not in DTYPES:
         return False
     if path and (path[-1] in _KEPT or not _KEPT_WORDS.isdisjoint(path[-1].split("_"))):
         return False
-    if _KEPT_ANYWHERE.intersection(path) or (len(path) == 1 and path[0] in _KEPT_AT_ROOT):
+    if (
+        path in _KEPT_PATHS
+        or _KEPT_ANYWHERE.intersection(path)
+        or (len(path) == 1 and path[0] in _KEPT_AT_ROOT)
+    ):
         return False
     return not any(kept in segment for segment in path for kept in _KEPT_WITHIN)
 

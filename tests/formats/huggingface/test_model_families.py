@@ -92,6 +92,35 @@ def qwen2_vl() -> Any:
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
+def aria() -> Any:
+    """Its projector holds torch's MultiheadAttention, whose `out_proj` no library may quantize."""
+    text = dict(
+        TEXT, model_type="aria_text", moe_num_experts=2, moe_topk=1, moe_num_shared_experts=1
+    )
+    vision = dict(VIT, model_type="idefics3_vision", num_hidden_layers=1)
+    config = transformers.AriaConfig(
+        text_config=text, vision_config=vision, projector_patch_to_query_dict={16: 4}
+    )
+    return transformers.AriaForConditionalGeneration(config)
+
+
+def ctrl() -> Any:
+    """Its embedding is called `transformer.w`."""
+    config = transformers.CTRLConfig(
+        vocab_size=128, n_positions=64, n_embd=64, dff=128, n_layer=2, n_head=4
+    )
+    return transformers.CTRLLMHeadModel(config)
+
+
+def llama4() -> Any:
+    config = transformers.Llama4TextConfig(
+        hidden_size=64, intermediate_size=128, intermediate_size_mlp=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=128, num_local_experts=2, head_dim=16,
+        pad_token_id=0,
+    )  # fmt: skip
+    return transformers.Llama4ForCausalLM(config)
+
+
 def saved(make: Any, path: Path) -> Any:
     torch.manual_seed(0)
     model = make().bfloat16().eval()
@@ -120,6 +149,7 @@ def alike(path: Path, model: Any, inputs: dict[str, torch.Tensor]) -> Any:
         (llava, IMAGE, "ct-fp8"), (t5, WORDS, "bnb-nf4"), (t5, WORDS, "bnb-int8"),
         (bart, WORDS, "int8"), (bart, WORDS, "float8"), (llava, IMAGE, "int8"),
         (llava, IMAGE, "float8"), (vit, PICTURE, "int8"), (vit, PICTURE, "float8"),
+        (aria, TEXT_ONLY, "bnb-nf4"), (ctrl, TEXT_ONLY, "bnb-nf4"), (llama4, TEXT_ONLY, "int8"),
         (dinov2, PICTURE, "int8"), (qwen2_vl, TEXT_ONLY, "int8"), (qwen2_vl, TEXT_ONLY, "float8"),
     ],
 )  # fmt: skip
@@ -138,6 +168,13 @@ def test_transformers_loads_and_runs_it(
     for name, value in model.named_parameters():
         if any(part in name for part in kept):
             assert torch.equal(loaded.get_parameter(name).to(value.dtype), value), name
+
+
+@pytest.mark.parametrize("scheme", ["bnb-nf4", "bnb-int8", "ct-int8"])
+def test_experts_that_transformers_takes_apart_are_refused(scheme: str, tmp_path: Path) -> None:
+    saved(llama4, tmp_path / "in")
+    with refused(PlanError, "CKM203", match=r"transformers takes .*experts.gate_up_proj apart"):
+        ckptmap.plan(tmp_path / "in", f"hf-{scheme}")
 
 
 def test_what_is_held_in_fp32_is_refused_where_it_was_asked_for(tmp_path: Path) -> None:
