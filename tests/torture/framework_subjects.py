@@ -39,6 +39,15 @@ def lightning() -> list[Subject]:
     read = f.read_lightning_directory
     return [
         converted("lightning-file", whole, FILE, f.read_lightning, drop=HYPER),
+        converted(
+            "lightning-kept",
+            whole,
+            FILE,
+            f.read_lightning,
+            written=f.read_lightning,
+            keep_layout=True,
+            drop=HYPER,
+        ),
         converted("lightning-ema", average, FILE, f.read_lightning, drop=HYPER),
         converted("lightning-directory", directory, BESIDE, read),
         converted("lightning-fabric", fabric, BESIDE, read),

@@ -80,12 +80,15 @@ def converted(
     read: Callable[[Path], r.Named],
     to: str = "full",
     own: bool = False,
+    written: Callable[[Path], r.Named] = r.read_torch,
     **options: Any,
 ) -> Subject:
     """Return a subject that is converted to one torch.save file, by `options` of `ckptmap.convert`.
 
     `own`: we wrote it, with a digest of every chunk, so that no other values may come out of it.
+    `written` reads the output.
     """
+    options = {"keep_layout": False, **options}
 
     def content(reader: Callable[[Path], r.Named]) -> Callable[[Path], r.Content]:
         return lambda path: r.content(reader(path), wide=to == "full-fp32")
@@ -93,7 +96,7 @@ def converted(
     return Subject(
         name, path, mutators, None if own else content(read),
         lambda path, dst: ckptmap.convert(path, dst, to, sync=False, **options),
-        content(r.read_torch),
+        content(written),
     )  # fmt: skip
 
 
