@@ -98,8 +98,8 @@ def test_load_has_the_names_of_convert() -> None:
     load = inspect.signature(ckptmap.load).parameters
     convert = inspect.signature(ckptmap.convert).parameters
     alike = {"strip_prefix", "rename", "add_prefix", "drop"}
-    # `strict` and `optimizer` are those of torch, `max_memory` states its default.
-    assert load.keys() & convert.keys() == {*alike, "max_memory", "strict", "optimizer"}
+    # `strict` and `optimizer` are those of torch, `max_memory` states its default, `base` lies elsewhere.
+    assert load.keys() & convert.keys() == {*alike, "max_memory", "strict", "optimizer", "base"}
     for name in alike:
         assert load[name].default == convert[name].default, name
     assert {"strip_prefix", "rename", "add_prefix"} <= option_names("diff") & option_names(
