@@ -21,6 +21,7 @@ from ckptmap.live.manager.retention import Retention
 from ckptmap.operations.list_steps import SavedStep, list_steps
 from tests.corpus.ranks import run_ranks
 from tests.support.files import flip_byte_of
+from tests.support.resume_model import net
 
 
 def model(value: float) -> nn.Module:
@@ -194,3 +195,9 @@ def test_a_signal_saves_the_step_and_ends(tmp_path: Path) -> None:
 def test_ranks(tmp_path: Path) -> None:
     """A signal to one rank, a damaged shard of one, rules and pointers: tests/ranks/manager.py."""
     run_ranks("tests.ranks.manager", 2, [str(tmp_path)], timeout=240)
+    again = net(1)  # one process goes on where two have saved
+    optimizer = torch.optim.AdamW(again.parameters())
+    report = ckptmap.CheckpointManager(tmp_path / "kept_and_passed_over").restore(again, optimizer)
+    assert report is not None and report.step == 4 and report.extra_per_rank == {}
+    assert report.skipped[0].startswith("step-6") and report.state is not None
+    assert any(text.startswith("world size: was 2, is 1") for text in report.inexact)

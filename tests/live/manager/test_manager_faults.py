@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -271,3 +272,39 @@ def test_blocked_time_and_bandwidth(tmp_path: Path) -> None:
     assert handle is not None and handle.blocked_s > 0.4 * (time.perf_counter() - begun)
     with pytest.raises(ArgumentError, match="bandwidth='fast', expected a size"):
         ckptmap.CheckpointManager(tmp_path, bandwidth="fast")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip("no tmpfs")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_small_disk_and_a_root_that_cannot_be_written(small_disk: Path) -> None:
+    """A save that does not fit is refused, smaller ones go on; a read-only root is restored from, and a
+    save into it says so."""
+    root = small_disk / "runs"
+    with ckptmap.CheckpointManager(root, keep=1) as manager:
+        manager.save(1, model(1))
+        manager.wait()
+        manager.save(2, nn.Linear(600, 600))
+        with pytest.raises(CkptmapError, match=r"needs .* free"):
+            manager.wait()
+        assert restored(root) == 1
+        manager.save(3, model(3))
+    assert names(root) == ["latest", "step-3"]
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert restored(root) == 3
+    manager = ckptmap.CheckpointManager(root)
+    manager.save(4, model(4))
+    with pytest.raises(CkptmapError, match="runs"):
+        manager.wait()
+    assert restored(root) == 3
