@@ -22,9 +22,9 @@ from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 
 LAYERS = 3
 SHAPES = {"up_proj": (256, 128), "down_proj": (128, 256)}
-# torchao's NF4Tensor is no set of tensors in safetensors.
+# torchao's NF4Tensor is no set of tensors in safetensors; gpt-oss' MXFP4 takes stacks of experts alone.
 SUFFIXES = sorted(
-    {scheme.suffix for scheme in registry.schemes()} - {"", "bf16", "fp16", "fp32", "nf4"}
+    {scheme.suffix for scheme in registry.schemes()} - {"", "bf16", "fp16", "fp32", "nf4", "mxfp4"}
 )
 
 

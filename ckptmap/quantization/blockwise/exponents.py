@@ -24,12 +24,13 @@ NAN = 255
 def powers(exponents: torch.Tensor, name: str) -> torch.Tensor:
     """Return the scales in fp32. Raise SourceError CKM115 where an exponent is NaN.
 
-    name  of the part, for the message
+    name  of the part, for the message. A device is not asked, which would be to wait for it: encodings
+          take their exponents on the CPU
     """
     import torch
 
     raw = exponents.view(torch.uint8)
-    if raw.numel() and int(raw.amax()) == NAN:
+    if raw.is_cpu and raw.numel() and int(raw.amax()) == NAN:
         count = int((raw == NAN).sum())
         raise SourceError(
             "CKM115",

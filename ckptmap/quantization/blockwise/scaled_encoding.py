@@ -16,6 +16,7 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Refusal, part_key
 from ckptmap.quantization.blockwise import block_geometry
+from ckptmap.quantization.blockwise.chunks import sent
 from ckptmap.quantization.blockwise.dequantize import dequantize
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.exponents import powers
@@ -119,7 +120,8 @@ class ScaledEncoding:
             return
         block = self.block_of(info)
         grid = block_geometry.grid_box(box, block)
-        scale = block_geometry.as_grid(self.wide_scales(parts[self.scale_part]), grid)
+        wide = sent(self.wide_scales(parts[self.scale_part]), out.device)
+        scale = block_geometry.as_grid(wide, grid)
         zero = block_geometry.as_grid(parts[self.zero_part], grid) if self.zero_dtype else None
         codes = parts[self.codes_part]
         dequantize(codes, scale, zero, box, block, out, self.factor)
@@ -200,6 +202,11 @@ class ScaledEncoding:
             )
         shape = block_geometry.grid_shape(info.shape, self.block_of(info))
         return self.wide_scales(parts[self.scale_part]).reshape(shape)
+
+    @property
+    def host_parts(self) -> Collection[str]:
+        """Exponents, which are checked before they are sent to a device."""
+        return (self.scale_part,) if self.scale_dtype in EXPONENTS else ()
 
     def wide_scales(self, stored: torch.Tensor) -> torch.Tensor:
         """Return stored scales in fp32. Raises SourceError CKM115 for an exponent that is NaN."""

@@ -9,7 +9,7 @@ Whether the scale of the tensor divides or multiplies differs by library; so doe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -46,6 +46,10 @@ class Nvfp4(PackedFp4):
     scale_dtype: str = "float8_e4m3fn"
     global_shape: tuple[int, ...] = (1,)
 
+    @property
+    def host_parts(self) -> Collection[str]:
+        return ("scale", self.global_part)
+
     def more_parts(self, info: TensorInfo) -> Mapping[str, TensorInfo]:
         return {self.global_part: TensorInfo(self.global_shape, "float32")}
 
@@ -69,7 +73,7 @@ class Nvfp4(PackedFp4):
         scale = parts["scale"].to(torch.float32).view(grid.sizes)
         overall = self.overall(parts, grid)
         factors = scale / overall if self.divides else scale * overall
-        if not bool(factors.isfinite().all()):
+        if factors.is_cpu and not bool(factors.isfinite().all()):
             raise SourceError(
                 "CKM115",
                 f"scale or {self.global_part}: expected finite scales, found NaN or infinity",

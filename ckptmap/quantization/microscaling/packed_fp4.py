@@ -9,14 +9,14 @@ along the second last dim of w, and `rows` is its last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal, part_key
-from ckptmap.quantization.blockwise.chunks import chunk_numel
+from ckptmap.quantization.blockwise.chunks import chunk_numel, sent
 from ckptmap.quantization.blockwise.exponents import ExponentRule, powers
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
 from ckptmap.quantization.microscaling import e2m1
@@ -139,6 +139,11 @@ class PackedFp4:
         """Return the scales of a box of the grid in fp32, in its shape. Raise SourceError CKM115."""
         return powers(parts["scale"], "scale").view(grid.sizes)
 
+    @property
+    def host_parts(self) -> Collection[str]:
+        """The scales, which are checked before they are sent to a device."""
+        return ("scale",)
+
     def exact_in(self, dtype: torch.dtype) -> bool:
         """Return whether every scale is held by T, and its products are those of fp32, rounded."""
         import torch
@@ -154,7 +159,7 @@ class PackedFp4:
         if not box.numel:
             return
         grid = self.grid_box(box)
-        scale = self.decoded_scales(info, parts, grid)
+        scale = sent(self.decoded_scales(info, parts, grid), out.device)
         if self.exact_in(out.dtype):
             scale = scale.to(out.dtype)
         codes = parts["packed"].view(torch.uint8).reshape(*grid.sizes, self.block // 2)
