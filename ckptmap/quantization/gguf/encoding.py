@@ -96,6 +96,14 @@ class GgufBlocks:
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
         return BlockEncoder(self.kind)
 
+    def cannot_encode(self, info: TensorInfo) -> Refusal | None:
+        """Return why values cannot be encoded: only the types of ENCODERS are made here."""
+        if self.kind in ENCODERS:
+            return None
+        return Refusal(
+            f"of GGUF's types, {', '.join(ENCODERS)} are made of values, and {self.kind} is not"
+        )
+
     def afresh(self) -> Encoding:
         """Return the encoding that changed values are written in: fp32 where none are encoded here."""
         return self if self.kind in ENCODERS else Dense()

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ckptmap
+from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.operations.inspect import InspectReport
-from tests.support.gguf_files import write
+from tests.support.gguf_files import blocks, write
 from tests.support.gguf_models import MODELS, build, logits, named, write_model
 
 BY_TRANSFORMERS = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
@@ -168,3 +170,30 @@ def test_factors_of_phi_3_become_rope_scaling(tmp_path: Path) -> None:
         "short_factor": [1.0 + n for n in range(8)],
     }  # fmt: skip
     AutoConfig.from_pretrained(tmp_path / "out")
+
+
+def test_weights_that_did_not_change_come_back_as_their_blocks(tmp_path: Path) -> None:
+    """GGUF -> bf16 -> the form of its blocks in a torch.save file: `--as`. GGUF itself is not written."""
+    model = MODELS["llama"]
+    path = write_model(model, build(model), tmp_path / "m.gguf", "Q8_0")
+    ckptmap.convert(path, tmp_path / "blocks.pt", to="full")
+    ckptmap.convert(path, tmp_path / "work.pt", to="full-bf16")
+    state = torch.load(tmp_path / "work.pt")
+    changed = "model.layers.1.mlp.up_proj.weight"
+    state[changed] += 0.5
+    torch.save(state, tmp_path / "trained.pt")
+    ckptmap.convert(tmp_path / "trained.pt", tmp_path / "back.pt", as_=tmp_path / "blocks.pt")
+    before, after = (torch.load(tmp_path / name) for name in ("blocks.pt", "back.pt"))
+    assert {key for key in before if not torch.equal(before[key], after[key])} == {changed}
+    expected = quants.quantize(state[changed].float().numpy(), GGMLQuantizationType.Q8_0)
+    assert np.array_equal(after[changed].numpy(), expected)
+    with pytest.raises(PlanError, match="is gguf, which ckptmap reads and does not write"):
+        ckptmap.plan(tmp_path / "trained.pt", as_=path)
+
+
+def test_types_that_are_not_encoded_are_refused_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", {"w": ("Q4_K", blocks("Q4_K", (4, 256)) & 0x3B)})
+    ckptmap.convert(path, tmp_path / "blocks.pt", to="full")
+    torch.save({"w": torch.ones(4, 256)}, tmp_path / "trained.pt")
+    with pytest.raises(CkptmapError, match="has changed, and cannot be made gguf-q4_k"):
+        ckptmap.convert(tmp_path / "trained.pt", tmp_path / "back.pt", as_=tmp_path / "blocks.pt")
