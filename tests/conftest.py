@@ -54,8 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what collecting has made out of every later garbage collection: it stays to the end."""
+    """Take what collecting has made out of every later garbage collection: it stays to the end.
+
+    Tests make many objects and little garbage, as the command line does, whose threshold this is.
+    """
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 
