@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ckptmap.protocols import Container, Directory, Layout, Place, Scheme, Setup, Writer
 
@@ -27,27 +27,49 @@ if TYPE_CHECKING:
 __all__ = [
     "BrokenEntryPoint", "broken_entry_points", "card", "container_for", "directory_for", "key_forms", "knows",
     "layout", "layouts", "live_forms", "loaded", "optimizer_families", "runner", "schemes", "setups",
-    "unflatteners", "writer",
+    "setups_of", "unflatteners", "writer",
 ]  # fmt: skip
 
+
+class Known(NamedTuple):
+    """A format of this package: where its class is, and what every place that it claims has.
+
+    directory  a text in the name of an entry; None: it claims no directory
+    file       a text in the absolute path, or the first bytes; None: it claims no file
+    """
+
+    spec: str
+    directory: str | None = None
+    file: str | bytes | None = None
+
+    def may_claim(self, place: Place) -> bool:
+        """Return whether the format must be asked; its module is not imported for that."""
+        if place.is_dir:
+            text = self.directory
+            return text is not None and any(text in name for name in place.names)
+        if isinstance(self.file, bytes):
+            return place.head.startswith(self.file)
+        return self.file is not None and self.file in str(Path(place.path).absolute())
+
+
 CONTAINERS = (  # asked in this order: formats with marks of their own before more general ones
-    "ckptmap.formats.megatron.dcp_reader:DcpMegatron",
-    "ckptmap.formats.dcp.reader:Dcp",
-    "ckptmap.formats.huggingface.format:HfDirectory",
-    "ckptmap.formats.huggingface.bin_format:HfBin",
-    "ckptmap.formats.dcp.safetensors_reader:DcpHf",
-    "ckptmap.formats.meta.reader:Consolidated",
-    "ckptmap.formats.megatron.reader:Megatron",
-    "ckptmap.formats.rank_files.reader:RankFiles",
-    "ckptmap.formats.gguf.reader:GgufFile",
-    "ckptmap.formats.safetensors.format:SafetensorsFile",
-    "ckptmap.formats.torch_save.format:TorchZip",
+    Known("ckptmap.formats.megatron.dcp_reader:DcpMegatron", ".metadata"),
+    Known("ckptmap.formats.dcp.reader:Dcp", ".metadata"),
+    Known("ckptmap.formats.huggingface.format:HfDirectory", ".safetensors"),
+    Known("ckptmap.formats.huggingface.bin_format:HfBin", ".bin"),
+    Known("ckptmap.formats.dcp.safetensors_reader:DcpHf", ".safetensors"),
+    Known("ckptmap.formats.meta.reader:Consolidated", "consolidated", "consolidated"),
+    Known("ckptmap.formats.megatron.reader:Megatron", "mp_rank_", "mp_rank_"),
+    Known("ckptmap.formats.rank_files.reader:RankFiles", ""),
+    Known("ckptmap.formats.gguf.reader:GgufFile", ".gguf", b"GGUF"),
+    Known("ckptmap.formats.safetensors.format:SafetensorsFile", None, ""),
+    Known("ckptmap.formats.torch_save.format:TorchZip", None, b"PK\3\4"),
 )
 DIRECTORIES = (
-    "ckptmap.formats.frameworks.trainer:Trainer",
-    "ckptmap.formats.frameworks.verl:Verl",
-    "ckptmap.formats.frameworks.accelerate:Accelerate",
-    "ckptmap.formats.frameworks.lightning:Lightning",
+    Known("ckptmap.formats.frameworks.trainer:Trainer", "trainer_state.json"),
+    Known("ckptmap.formats.frameworks.verl:Verl", "model_world_size_"),
+    Known("ckptmap.formats.frameworks.accelerate:Accelerate", ""),
+    Known("ckptmap.formats.frameworks.lightning:Lightning", "meta.pt"),
 )
 WRITERS = (
     "ckptmap.formats.huggingface.format:HfWriter",
@@ -112,19 +134,19 @@ SCHEMES = (
     "ckptmap.quantization.dense:CastFp32",
     "ckptmap.quantization.dense:CastFp16",
 )
-SETUPS = (
-    "ckptmap.formats.huggingface.format:HF",
-    "ckptmap.formats.torch_save.format:FULL",
-    "ckptmap.formats.torch_save.format:DDP",
-    "ckptmap.formats.torch_save.format:COMPILED",
-    "ckptmap.formats.dcp.writer:FSDP1",
-    "ckptmap.formats.rank_files.fsdp1_local_writer:FSDP1_LOCAL",
-    "ckptmap.formats.dcp.writer:FSDP2",
-    "ckptmap.formats.rank_files.writer:FSDP2_RANKS",
-    "ckptmap.formats.dcp.safetensors_writer:DCP_HF",
-    "ckptmap.formats.frameworks.directory_writers:ACCELERATE",
-    "ckptmap.formats.frameworks.directory_writers:ACCELERATE_FULL",
-    "ckptmap.formats.frameworks.directory_writers:TRAINER",
+SETUPS = (  # the name of the writer, and the setup
+    ("hf", "ckptmap.formats.huggingface.format:HF"),
+    ("torch-zip", "ckptmap.formats.torch_save.format:FULL"),
+    ("torch-zip", "ckptmap.formats.torch_save.format:DDP"),
+    ("torch-zip", "ckptmap.formats.torch_save.format:COMPILED"),
+    ("dcp", "ckptmap.formats.dcp.writer:FSDP1"),
+    ("fsdp1-local", "ckptmap.formats.rank_files.fsdp1_local_writer:FSDP1_LOCAL"),
+    ("dcp", "ckptmap.formats.dcp.writer:FSDP2"),
+    ("rank-files", "ckptmap.formats.rank_files.writer:FSDP2_RANKS"),
+    ("dcp-hf", "ckptmap.formats.dcp.safetensors_writer:DCP_HF"),
+    ("accelerate", "ckptmap.formats.frameworks.directory_writers:ACCELERATE"),
+    ("accelerate-full", "ckptmap.formats.frameworks.directory_writers:ACCELERATE_FULL"),
+    ("trainer", "ckptmap.formats.frameworks.directory_writers:TRAINER"),
 )
 LIVE_FORMS = (  # of quantized weights in a live model, asked in this order
     "ckptmap.live.quantized.bnb:BnbForm",
@@ -247,9 +269,14 @@ def _all(specs: Iterable[str], group: str) -> Iterator[Any]:
     yield from map(_load, specs)
 
 
+def _asked(known: Iterable[Known], group: str, place: Place) -> Iterator[Any]:
+    """Yield the formats that may claim a place. A module of this package is imported only for these."""
+    return _all((one.spec for one in known if one.may_claim(place)), group)
+
+
 def container_for(place: Place) -> Container | None:
     """Return the file format that claims the place; None if none does."""
-    for container in _all(CONTAINERS, "containers"):
+    for container in _asked(CONTAINERS, "containers", place):
         if container.claims(place):
             return cast(Container, container)
     return None
@@ -260,7 +287,7 @@ def directory_for(place: Place) -> Directory | None:
 
     Frameworks are asked before containers, because their directories hold containers.
     """
-    for directory in _all(DIRECTORIES, "directories"):
+    for directory in _asked(DIRECTORIES, "directories", place):
         if directory.claims(place):
             return cast(Directory, directory)
     return None
@@ -316,7 +343,13 @@ def card(value: object) -> str:
 
 
 def setups() -> tuple[Setup, ...]:
-    return tuple(_all(SETUPS, "setups"))
+    return tuple(_all((spec for _, spec in SETUPS), "setups"))
+
+
+def setups_of(writer: str) -> tuple[Setup, ...]:
+    """Return the setups of a writer. The modules of other writers are not imported."""
+    found = _all((spec for name, spec in SETUPS if name == writer), "setups")
+    return tuple(setup for setup in found if setup.writer == writer)
 
 
 def layout(name: str) -> Layout:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ckptmap
 from ckptmap.core.gc_pause import paused_gc
 from tests.support.paths import ROOT
 
@@ -58,7 +59,9 @@ SHARED = {
 def parsed(package: str) -> dict[Path, ast.Module]:
     """The syntax tree of every file of a folder; read when the first test asks, not at collection."""
     with paused_gc():  # it would take twice as long as parsing
-        return {file: ast.parse(file.read_text()) for file in sorted((ROOT / package).rglob("*.py"))}
+        return {
+            file: ast.parse(file.read_text()) for file in sorted((ROOT / package).rglob("*.py"))
+        }
 
 
 @cache
@@ -350,6 +353,29 @@ def test_inspect_plan_and_help_import_nothing_heavy(source: Path) -> None:
     inspect, plan = ("inspect", str(source)), ("plan", str(source), "--to", "fsdp2-nf4")
     helps = (("--help",), ("plan", "--help"), ("convert", "--help"), ("explain", "CKM101"))
     assert imported_by(inspect, ("--version",), plan, *helps) == set()
+
+
+@pytest.mark.parametrize(("to", "most"), [("", 155), ("hf", 145), ("fsdp2", 165)])
+def test_inspect_imports_few_modules(to: str, most: int, source: Path, tmp_path: Path) -> None:
+    """Formats that cannot claim the path, writers, and what reads values are not imported."""
+    path = tmp_path / "out" if to else source
+    if to:
+        ckptmap.convert(source, path, to, world_size=1, sync=False, drop=["step"])
+    program = (
+        "import sys\n"
+        "from ckptmap_cli.main import main\n"
+        f"code = main(['inspect', {str(path)!r}])\n"
+        "sys.stderr.write('\\n'.join(sys.modules))\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    ours = [name for name in done.stderr.split() if name.startswith("ckptmap")]
+    assert 100 < len(ours) <= most
+    unused = ("meta.reader", "megatron.reader", "rank_files.writer", "frameworks.directory_writers")
+    assert not {f"ckptmap.formats.{name}" for name in unused} & {*ours}
 
 
 def test_report_imports_only_what_renders_it(source: Path, tmp_path: Path) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from ckptmap import registry, setups
 from ckptmap.errors import PlanError
+from ckptmap.formats.detect import look
+from ckptmap.protocols import Place
+from tests.support.paths import GOLDEN
 
 
 @pytest.mark.parametrize(
@@ -35,3 +41,41 @@ def test_a_word_for_a_format_is_answered_with_the_setup_that_is_meant(
 def test_no_word_hides_a_setup() -> None:
     names = {setup.name for setup in registry.setups()}
     assert not names & {*setups.MEANT} and names >= {*setups.MEANT.values()}
+
+
+def test_setups_of_a_writer_are_those_that_name_it() -> None:
+    """The table names each setup's writer, so that no other writer is imported."""
+    for writer in {setup.writer for setup in registry.setups()}:
+        wanted = tuple(setup for setup in registry.setups() if setup.writer == writer)
+        assert registry.setups_of(writer) == wanted
+
+
+def places(folder: Path) -> Iterator[Place]:
+    """Real checkpoints of other programs, and model-parallel files of ours that are cut as theirs."""
+    from tests.support.mapping_state import state_of
+    from tests.support.parallel_writers import (
+        LLAMA_PARAMS,
+        Grid,
+        write_megatron,
+        write_meta,
+        write_torch_dist,
+    )
+
+    state = state_of("llama", "megatron")
+    write_torch_dist(folder / "dist", state)
+    write_megatron(folder / "iter_1", state, Grid(2, (2,)))
+    write_meta(folder / "meta", state_of("llama", "meta"), 2, LLAMA_PARAMS)
+    kept = [GOLDEN / name for name in ("lightning", "composer", "hub")]
+    for path in [at for root in (folder, *kept) for at in root.rglob("*")]:
+        if path.is_dir() or path.suffix in (".pt", ".ckpt", ".pth", ".bin", ".safetensors"):
+            yield look(path)
+
+
+def test_marks_hide_no_format_from_what_it_claims(tmp_path: Path) -> None:
+    found = set()
+    for place in places(tmp_path):
+        for known in (registry.CONTAINERS, registry.DIRECTORIES):
+            claiming = [one for one in known if registry._load(one.spec).claims(place)]
+            assert all(one.may_claim(place) for one in claiming), place.path
+            found |= {one.spec for one in claiming}
+    assert len(found) >= 8

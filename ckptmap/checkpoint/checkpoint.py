@@ -227,7 +227,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def setup(self) -> str:
         """The nearest `--to` name: container and wrappers tell, encodings are appended."""
-        setups = [s for s in registry.setups() if s.writer == self.index.container]
+        setups = registry.setups_of(self.index.container)
         heads = {pattern.split(".")[0] for pattern in self.wrappers}
         with_wrappers = [s for s in setups if s.wrap and s.head in heads]
         fitting = with_wrappers or [s for s in setups if not s.wrap] or setups

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,6 +69,8 @@ def _file(scheme: NamingScheme | None) -> dict[str, str] | None:
 
 def _plain(value: object) -> object:
     """Return a fraction as an int or a float, for JSON; any other value as it is."""
+    from fractions import Fraction
+
     if isinstance(value, Fraction):
         return int(value) if value.denominator == 1 else float(value)
     return value

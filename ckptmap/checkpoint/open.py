@@ -17,9 +17,7 @@ from ckptmap import registry
 from ckptmap.checkpoint import base_record, several_models
 from ckptmap.checkpoint.assemble import assemble, share_of
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.compare_tensors import same_parts
 from ckptmap.checkpoint.framework_members import index_of, merge_members
-from ckptmap.checkpoint.fsdp1_wrapping import LikeUnits
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.split_roles import split_roles
 from ckptmap.checkpoint.stored_order import in_order
@@ -109,7 +107,11 @@ def open_in(
         read_like_or_none = partial(read_like, like, mounts) if like is not None else _own(place)
         index = index_of(place)
         notes = (*located.notes, *notes, *index.notes)
-        units = index.units if like is None else LikeUnits(index.units, str(like), mounts)
+        units = index.units
+        if like is not None:
+            from ckptmap.checkpoint.fsdp1_wrapping import LikeUnits
+
+            units = LikeUnits(units, str(like), mounts)
         ckpt = _opened(
             files, place, replace(index, notes=notes, units=units), root, read_like_or_none
         )
@@ -192,6 +194,8 @@ def read_like(path: str | os.PathLike[str], mounts: Mounts) -> Like:
         share = share_of(ckpt.group(fqn))
         if share is not None and first.setdefault(share, fqn) != fqn:
             ties[fqn] = first[share]
+    from ckptmap.checkpoint.compare_tensors import same_parts
+
     shapes = {fqn: info.shape for fqn, info in infos.items()}
     return Like(str(path), shapes, ordered, ties, lambda a, b: same_parts(ckpt[a], ckpt[b]) is None)
 

@@ -13,7 +13,6 @@ from typing import cast
 
 from ckptmap.core.formatting import human
 from ckptmap.errors import PlanError
-from ckptmap.mapping.axes import parse_axes
 from ckptmap.mapping.expressions import Expr, parse_expr
 from ckptmap.mapping.name_patterns import NamePattern, parse_names
 from ckptmap.mapping.rules import (
@@ -164,6 +163,8 @@ class _Reader:
         texts = list(self._texts(value if isinstance(value, list) else [value], side))
         if not texts:
             raise PlanError("CKM601", f"{where}: {side} is empty", "write the name of a tensor")
+        from ckptmap.mapping.axes import parse_axes  # deferred: recognizing names needs no axes
+
         terms = []
         for text in texts:
             names, _, axes = text.partition("::")

@@ -16,7 +16,6 @@ from pathlib import Path as FilePath
 from ckptmap.core.formatting import counted
 from ckptmap.core.json_text import parse_json
 from ckptmap.errors import SourceError
-from ckptmap.optim.align_order import align_named
 from ckptmap.optim.lowbit_bnb import SCRATCH
 from ckptmap.optim.state import NAMES, PARAMS, Optimizer
 from ckptmap.sharding.reference_model import is_alphabetical
@@ -146,6 +145,8 @@ def from_model(optimizer: Optimizer, weights: Sequence[Weight]) -> list[list[str
     count = sum(map(len, groups))
     if not count or count > len(candidates):
         return f"the optimizer has {count} parameters, the model {len(candidates)}"
+    from ckptmap.optim.align_order import align_named
+
     aligned = align_named(groups, [weight.info.shape for weight in candidates], names, _all_fit)
     if isinstance(aligned, str):
         return aligned

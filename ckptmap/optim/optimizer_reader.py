@@ -31,7 +31,6 @@ from ckptmap.optim.state import (
     plain_names,
 )
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.sharding.transformers_param_order import find_config, from_config
 from ckptmap.tensors import Leaf, Path, StateNote, TensorInfo
 
 Rename: TypeAlias = Callable[[Collection[str]], Mapping[str, str]]
@@ -141,6 +140,8 @@ class OptimizerReader:
     @property
     def config(self) -> FilePath | None:
         """The config.json whose transformers class may name the indices; None: there is none."""
+        from ckptmap.sharding.transformers_param_order import find_config
+
         return find_config(self._config_dir, self._config_like)
 
     @property
@@ -238,6 +239,8 @@ class OptimizerReader:
         return order if isinstance(order, str) else (orders.MODEL_ORDER, order)
 
     def _by_class(self) -> tuple[str, Order] | None:
+        from ckptmap.sharding.transformers_param_order import from_config
+
         config = self.config
         if config is None:
             return None

@@ -15,7 +15,6 @@ from ckptmap import registry
 from ckptmap.core.state_paths import role_and_fqn
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.sharding.transformers_meta_model import on_meta
 from ckptmap.storage.json_file import read_json
 from ckptmap.tensors import Leaf, Path
 
@@ -135,6 +134,8 @@ def like_config(config: FilePath, mounts: Mounts) -> Like:
     code that lies beside the config. Raises SourceError CKM101 if there is no such class, or if
     transformers is not installed.
     """
+    from ckptmap.sharding.transformers_meta_model import on_meta
+
     model = on_meta(config, mounts)
     return _of_module(model, str(config))
 

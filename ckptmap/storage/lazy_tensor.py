@@ -17,10 +17,8 @@ from ckptmap.core.short_repr import short
 from ckptmap.errors import ArgumentError, SourceError
 from ckptmap.protocols import Group
 from ckptmap.protocols.encodings import DecodesOnHost, KeepsOnHost
-from ckptmap.storage.device_copies import fill_tensor
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.files import Files
-from ckptmap.storage.replicas import require_alike
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
@@ -172,6 +170,8 @@ class LazyTensor:
         must be read to compare replicas, only those in `boxes` of a dense tensor are (default:
         all).
         """
+        from ckptmap.storage.replicas import require_alike
+
         for stored in self.beneath:
             within = None
             if stored.replicas and boxes is not None and stored is self.parts.get(""):
@@ -248,6 +248,8 @@ class LazyTensor:
     def read_part(self, part: str, box: Box, device: str | torch.device = "cpu") -> torch.Tensor:
         """Return a box of one stored part, in the stored dtype."""
         import torch
+
+        from ckptmap.storage.device_copies import fill_tensor
 
         stored = self.parts[part]
         out = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype), device=device)

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 READERS = {
     found.name: found
     for specs in (registry.CONTAINERS, registry.DIRECTORIES)
-    for found in map(registry._load, specs)
+    for found in (registry._load(known.spec) for known in specs)
 }
 UNORDERED = "fsdp1-local"
 """Takes no source whose names are sorted, as the kit's are: tests/formats/rank_files/test_fsdp1_local_writer.py."""
@@ -221,7 +221,7 @@ def test_every_reader_is_checked() -> None:
     forms = {"accelerate-full": "accelerate"}  # two forms of what one reader reads
     written = {forms.get(setup.writer, setup.writer) for setup in SETUPS.values()}
     assert written | set(ONLY_READ) | set(DIRECTORIES) == set(READERS)
-    assert set(DIRECTORIES) == {registry._load(spec).name for spec in registry.DIRECTORIES}
+    assert set(DIRECTORIES) == {registry._load(known.spec).name for known in registry.DIRECTORIES}
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
