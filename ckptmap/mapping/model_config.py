@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ckptmap.errors import PlanError
-from ckptmap.formats.gguf.reader import config_at
+from ckptmap.formats.gguf.splits import holds_gguf
 from ckptmap.formats.meta.params_json import PARAMS, read_params
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import locate
@@ -48,7 +48,13 @@ def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[s
     if (folder / CONFIG).is_file():
         return read_config(folder / CONFIG, mounts)
     params = read_params(folder / PARAMS, mounts) if (folder / PARAMS).is_file() else None
-    return config_at(place, mounts) if params is None else params.config
+    if params is not None:
+        return params.config
+    if not holds_gguf(place, mounts):
+        return None
+    from ckptmap.formats.gguf.reader import config_at
+
+    return config_at(place, mounts)
 
 
 def as_config(config: object) -> dict[str, object] | None:

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from ckptmap.errors import PlanError
 from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit
-from ckptmap.optim.lowbit_bnb import FIRST, HIDDEN, ONE_STATE, SCRATCH, SECOND, SLOW, UNNAMED
-from ckptmap.optim.state import PARAMS, Optimizer, ParamGroup, StateLeaf
+from ckptmap.optim.lowbit_bnb import FIRST, HIDDEN, ONE_STATE, SECOND, SLOW, UNNAMED
+from ckptmap.optim.state import PARAMS, SCRATCH, Optimizer, ParamGroup, StateLeaf
 from ckptmap.protocols import Group
 from ckptmap.quantization.dense import Dense
 from ckptmap.sharding.flat_range_boxes import rectangles

@@ -16,8 +16,7 @@ from pathlib import Path as FilePath
 from ckptmap.core.formatting import counted
 from ckptmap.core.json_text import parse_json
 from ckptmap.errors import SourceError
-from ckptmap.optim.lowbit_bnb import SCRATCH
-from ckptmap.optim.state import NAMES, PARAMS, Optimizer
+from ckptmap.optim.state import NAMES, PARAMS, SCRATCH, Optimizer
 from ckptmap.sharding.reference_model import is_alphabetical
 from ckptmap.tensors import BUFFERS, FLOATING, TensorInfo
 

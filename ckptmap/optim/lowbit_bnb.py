@@ -119,8 +119,6 @@ def _without_first(region: Region) -> Region:
 
 ONE_STATE = ("momentum_buffer", "square_avg", "sum", FIRST)
 """Names of a state that stands alone."""
-SCRATCH = frozenset({"unorm_vec", "gnorm_vec"})
-"""Entries that each step computes anew; LAMB and LARS keep the norm of the update, of one element."""
 _ONE = {"SGD": "momentum_buffer", "RMSprop": "square_avg", "Adagrad": "sum", "Lion": FIRST}
 """Algorithm -> the name that torch or others give to its one state."""
 LION_BETA = 0.9

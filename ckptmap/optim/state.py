@@ -24,6 +24,9 @@ _Value = TypeVar("_Value")
 
 STATE, GROUPS, PARAMS, NAMES = "state", "param_groups", "params", "param_names"
 """The words of torch.optim's state dicts."""
+SCRATCH = frozenset({"unorm_vec", "gnorm_vec"})
+"""Entries of bitsandbytes that each step computes anew. LAMB and LARS keep the norm of the update, of one
+element."""
 
 StateValue: TypeAlias = LazyTensor | PlainValue
 """One value of optimizer state: a tensor, or a plain value such as a number."""

@@ -10,6 +10,7 @@ from ckptmap.errors import SourceError
 from ckptmap.storage.files import Files
 
 WINDOW_NBYTES = 1 << 20
+MAGIC = b"GGUF"
 MAX_KEY_NBYTES = 65535
 """Longest key of metadata (docs/gguf.md of ggml)."""
 MAX_TEXT_NBYTES = 16 << 20

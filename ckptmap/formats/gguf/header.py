@@ -19,11 +19,10 @@ from typing import TypeAlias
 
 from ckptmap.errors import SourceError
 from ckptmap.formats.gguf.block_types import BY_NUMBER, REMOVED, BlockType
-from ckptmap.formats.gguf.cursor import MAX_KEY_NBYTES, Cursor, Texts
+from ckptmap.formats.gguf.cursor import MAGIC, MAX_KEY_NBYTES, Cursor, Texts
 from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.storage.files import Files
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMS = 4
 KEPT_NUMBERS = 4096

@@ -14,9 +14,10 @@ from pathlib import Path as FilePath
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.formats.gguf.config_json import Config, config_of, made_files, untold
-from ckptmap.formats.gguf.header import MAGIC, GgufHeader, GgufTensor, parse
+from ckptmap.formats.gguf.cursor import MAGIC
+from ckptmap.formats.gguf.header import GgufHeader, GgufTensor, parse
 from ckptmap.formats.gguf.metadata import about, listed
-from ckptmap.formats.gguf.splits import check_splits, files_of, is_split_set
+from ckptmap.formats.gguf.splits import check_splits, files_of, holds_gguf, is_split_set
 from ckptmap.protocols import Index, Place
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.files import Files
@@ -87,13 +88,11 @@ def config_at(path: FilePath, mounts: Mounts) -> Config | None:
 
     Raise as `GgufFile.index` does.
     """
+    if not holds_gguf(path, mounts):
+        return None
     names: list[str] = []
     if path.is_dir():
         names = sorted(entry.name for entry in path.iterdir() if entry.suffix == ".gguf")
-        if not is_split_set(names):
-            return None
-    elif not path.is_file() or mounts.read_head(path, len(MAGIC)) != MAGIC:
-        return None
     return config_of(whole(headers_of(str(path), path.is_dir(), names, mounts)))
 
 

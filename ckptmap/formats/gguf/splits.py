@@ -9,14 +9,26 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptmap.errors import SourceError
-from ckptmap.formats.gguf.header import GgufHeader
+from ckptmap.formats.gguf.cursor import MAGIC
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.safe_names import blobs_of, inside, is_file
+
+if TYPE_CHECKING:
+    from ckptmap.formats.gguf.header import GgufHeader
 
 NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 COUNT, NUMBER = "split.count", "split.no"
 WHOLE = "copy or download all of its files into one directory"
+
+
+def holds_gguf(path: Path, mounts: Mounts) -> bool:
+    """Return whether a path is a GGUF file, or a directory of the files of one split model."""
+    if path.is_dir():
+        return is_split_set([entry.name for entry in path.iterdir() if entry.suffix == ".gguf"])
+    return path.is_file() and mounts.read_head(path, len(MAGIC)) == MAGIC
 
 
 def is_split_set(names: Sequence[str]) -> bool:
