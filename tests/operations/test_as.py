@@ -178,6 +178,28 @@ def test_trained_under_fsdp2_and_given_back(
         assert float((got - wanted).norm() / wanted.norm()) < 0.1, form
 
 
+@pytest.mark.parametrize("bits", [3, 4])
+def test_codes_on_the_same_grid_are_kept(bits: int, tmp_path: Path) -> None:
+    """From scales in bfloat16 to scales in float16: one grid, and no weight is quantized twice."""
+    form = QuantizationArgs(num_bits=bits, strategy="group", group_size=32)
+    for name, dtype in (("work", torch.bfloat16), ("release", torch.float16)):
+        compressed(tmp_path / name, form, "pack-quantized", dtype=dtype)
+    state = load_file(tmp_path / "release" / FILE)
+    for key, tensor in state.items():  # so that the release is another model of the same form
+        if key.endswith("weight_scale"):
+            tensor *= 1.5
+    save_file(state, tmp_path / "release" / FILE, {"format": "pt"})
+    report = ckptmap.convert(tmp_path / "work", tmp_path / "back", as_=tmp_path / "release")
+    assert report.fidelity["codes"] == 7, report
+    given, got = load_file(tmp_path / "work" / FILE), load_file(tmp_path / "back" / FILE)
+    for key, tensor in given.items():
+        if key.endswith("weight_packed"):
+            assert torch.equal(tensor, got[key]), key
+        elif key.endswith("weight_scale"):
+            assert torch.equal(tensor.to(torch.float16), got[key]), key
+    assert ckptmap.verify(tmp_path / "back", against=tmp_path / "work").ok
+
+
 def test_several_shards_keep_their_names_and_order(tmp_path: Path) -> None:
     """The release of a writer that cut it otherwise than ckptmap would."""
     tiny_llama().save_pretrained(tmp_path / "release", max_shard_size="60KB")

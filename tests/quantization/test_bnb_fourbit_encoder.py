@@ -20,6 +20,7 @@ from ckptmap.quantization.bnb.fourbit import FourBit, Nested
 from ckptmap.quantization.nf4.encoding import NF4
 from ckptmap.tensors import TensorInfo
 from tests.conftest import Device
+from tests.support import bnb_cases
 from tests.support.bnb_cases import decoded_weights, llama, logits, quantized, refused, same, weight
 from tests.support.examples import examples
 from tests.support.library import Library
@@ -223,3 +224,19 @@ def test_float64_cannot_become_bnb_nf4(tmp_path: Path) -> None:
     save_file({"fc.weight": torch.zeros(64, 64, dtype=torch.float64)}, tmp_path / "m.safetensors")
     with refused(PlanError, "CKM203", match="fc.weight: cannot be bnb-nf4: .*found float64"):
         ckptmap.plan(tmp_path / "m.safetensors", "hf-bnb-nf4", encode=("fc.weight",))
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "float32"])
+def test_codes_in_another_storage_are_those_of_bitsandbytes(storage: str) -> None:
+    w = bnb_cases.weight((64, 96), torch.bfloat16)
+    layer = bnb_cases.linear4bit(w, "nf4", False, storage=getattr(torch, storage))
+    encoding, info = FourBit("nf4", storage=storage), TensorInfo((64, 96), "bfloat16")
+    encoder = encoding.encoder(info, "cpu")
+    flat = w.reshape(-1)
+    codes = [
+        write for at in (0, 2048) for write in encoder.feed(at, flat[at : 2048 if not at else None])
+    ]
+    made = torch.cat([write.values for write in codes])
+    assert made.dtype == getattr(torch, storage)
+    assert torch.equal(made.view(torch.uint8), layer.weight.data.view(-1).view(torch.uint8))
+    assert [write.box.offsets[0] for write in codes] == [0, 1024 // made.element_size()]

@@ -25,6 +25,7 @@ from tests.support.int8_models import (
     dense,
     encoded,
     info_of,
+    llama,
     loaded,
     logits,
     plain,
@@ -356,3 +357,23 @@ def test_scales_of_a_cache_that_are_left_out_are_not_promised(tmp_path: Path) ->
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-ct-int8", drop=("*.[kv]_scale",))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["kv_cache_scheme"] is None
+
+
+# ------------------------------------------------------------------------------- integers
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if n.startswith(("w3", "w4", "w6", "w8a8", "w8-group"))]
+)
+def test_integer_codes_are_those_of_compressed_tensors(name: str, tmp_path: Path) -> None:
+    """Of the smallest and largest value of each block, however the encoder is fed."""
+    compressed(tmp_path / name, *CASES[name])
+    stored = load_file(tmp_path / name / "model.safetensors")
+    values = llama(torch.bfloat16).state_dict()[QUERY]
+    with ckptmap.open(tmp_path / name) as ckpt:
+        encoding: Any = ckpt[QUERY].encoding_
+    assert encoding.cannot_encode(info_of(values)) is None
+    for split in (0, 1, 3):
+        parts = encoded(encoding, values, split)
+        for part in parts.keys() - {name for name, _, _ in encoding.extra}:
+            assert torch.equal(parts[part], stored[encoding.part_key(QUERY, part)]), (part, split)

@@ -332,3 +332,16 @@ def test_a_target_takes_what_whole_tiles_cut() -> None:
     scheme = Fp8Scheme()
     assert scheme.target("a.q_proj.weight", TensorInfo((256, 128), "bfloat16")) is not None
     assert scheme.target("a.q_proj.weight", TensorInfo((200, 128), "bfloat16")) is None
+
+
+@pytest.mark.parametrize("scale", ["bfloat16", "float16"])
+def test_codes_are_of_the_scale_as_it_is_stored(scale: str) -> None:
+    values = weights((256, 128), torch.bfloat16)
+    encoding = Fp8((128, 128), scale_dtype=scale)
+    parts = encoded(encoding, values)
+    assert parts["scale_inv"].dtype == getattr(torch, scale)
+    exact = parts["scale_inv"].float().repeat_interleave(128, 0)
+    wanted = (values.float() / exact).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert float((parts[""].float() - wanted).abs().max()) <= 32, "one step of the largest binade"
+    error = decoded(encoding, info_of(values), parts).float() - values.float()
+    assert float(error.norm() / values.float().norm()) < 0.04

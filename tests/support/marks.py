@@ -143,6 +143,7 @@ SLOW = frozenset(
         "operations/hub/test_push.py::test_what_was_damaged_on_the_way_is_not_published",
         "operations/report/test_in_browser.py",
         "operations/report/test_page.py::test_many_tensors_take_little",
+        "operations/test_as.py::test_codes_on_the_same_grid_are_kept",
         "operations/test_as.py::test_trained_under_fsdp2_and_given_back",
         "operations/test_as.py::test_unchanged_weights_are_the_bytes_of_the_release",
         "operations/test_check_source.py::test_a_continued_run_compares_what_the_killed_one_read",

@@ -33,7 +33,11 @@ from ckptmap.quantization.blockwise.scaled_encoder import (
     ScaledRecoder,
 )
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
-from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncoder, IntegerForm
+from ckptmap.quantization.compressed_tensors.integer_encoder import (
+    IntegerEncoder,
+    IntegerForm,
+    packed,
+)
 from ckptmap.quantization.dense import flat
 from ckptmap.tensors import Box, TensorInfo
 
@@ -230,9 +234,9 @@ class Packed(ScaledEncoding):
 
     def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
         inner = super().recoder(info, grid, device)
-        if self.bits != 8 or not isinstance(inner, ScaledRecoder):
+        if not isinstance(inner, ScaledRecoder):
             return None
-        return PackedRecoder(inner, info.shape[1])
+        return PackedRecoder(inner, info.shape[1], self.packing)
 
     def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         return {
@@ -346,18 +350,26 @@ class PackedEncoder:
 
 
 class PackedRecoder:
-    """Packs the 8-bit codes of whole rows unchanged."""
+    """Packs the codes of whole rows unchanged."""
 
     state_nbytes = 0
 
-    def __init__(self, inner: ScaledRecoder, width: int) -> None:
-        self._inner, self._width = inner, width
+    def __init__(self, inner: ScaledRecoder, width: int, packing: Packing) -> None:
+        self._inner, self._width, self._packing = inner, width, packing
         self.step = width
         self.fidelity = inner.fidelity
 
     def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> Iterable[Write]:
         for write in self._inner.feed(offset, codes, scales):
-            yield _packed(write, self._width)
+            yield self._packed(write)
+
+    def _packed(self, write: Write) -> Write:
+        bits, aligned = self._packing.bits, self._packing.aligned
+        if bits == 8:
+            return _packed(write, self._width)
+        words = packed(write.values.view(-1, self._width), bits, aligned)
+        first = write.box.offsets[0] // self._width * words.shape[1]
+        return Write("packed", flat(first, words.numel()), words.view(-1))
 
     def finish(self, scales: torch.Tensor) -> Iterable[Write]:
         return self._inner.finish(scales)
