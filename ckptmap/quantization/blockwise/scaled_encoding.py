@@ -120,7 +120,8 @@ class ScaledEncoding:
             return
         block = self.block_of(info)
         grid = block_geometry.grid_box(box, block)
-        wide = sent(self.wide_scales(parts[self.scale_part]), out.device)
+        wide = self.wide_scales(parts[self.scale_part])
+        wide = sent(wide, out.device) if self.host_parts else wide
         scale = block_geometry.as_grid(wide, grid)
         zero = block_geometry.as_grid(parts[self.zero_part], grid) if self.zero_dtype else None
         codes = parts[self.codes_part]
