@@ -298,6 +298,10 @@ def test_torch_reads_the_pickles_that_are_written() -> None:
 def test_unknown_values_are_named_by_their_path() -> None:
     with pytest.raises(TypeError, match=r"^model\.args\.1: .* cannot be written"):
         dump({"model": {"args": [1, argparse.Namespace()]}})
+    longest = (1 << 2039) - 1  # what torch.load(weights_only=True) has an opcode for
+    assert pickle.loads(dump([longest, -longest])) == [longest, -longest]
+    with pytest.raises(TypeError, match=r"^epoch: so long an integer cannot be written"):
+        dump({"epoch": longest + 1})
     inner: list[Any] = []
     inner.append(inner)
     with pytest.raises(TypeError, match="nested deeper than 200"):

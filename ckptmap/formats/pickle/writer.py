@@ -32,6 +32,7 @@ STORAGE_CLASS: Mapping[str, str] = {
     "complex128": "ComplexDoubleStorage",
 }
 
+MAX_INT_BITS = 255 * 8 - 1  # `torch.load` has no opcode for longer ones
 MAX_DEPTH = 200
 """Nesting depth of containers: far above any state dict, below Python's own recursion limit."""
 
@@ -137,6 +138,8 @@ class _Emitter:
         kind = type(value)
         atom = _ATOMS.get(kind)
         if atom is not None:
+            if kind is int and value.bit_length() > MAX_INT_BITS:
+                raise TypeError(f"{_path_text(path)}: so long an integer cannot be written")
             self._add(atom(value))
         elif kind is str:
             self._str(value)
@@ -160,8 +163,6 @@ class _Emitter:
         if len(path) > MAX_DEPTH:
             raise TypeError(f"{_path_text(path[:8])}...: nested deeper than {MAX_DEPTH} containers")
         handler(value, path)
-
-    # ----------------------------------------------------------------- memoised leaves
 
     def _memoised(self, key: object) -> bool:
         """Emit a reference to the object written under `key`. Return False if there is none yet."""
@@ -371,9 +372,7 @@ def int_op(value: int) -> bytes:
     if -(1 << 31) <= value < 1 << 31:
         return b"J" + struct.pack("<i", value)
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    if len(data) < 256:
-        return b"\x8a" + bytes([len(data)]) + data
-    return b"\x8b" + struct.pack("<i", len(data)) + data
+    return b"\x8a" + bytes([len(data)]) + data
 
 
 def int_tuple(values: tuple[int, ...]) -> bytes:
