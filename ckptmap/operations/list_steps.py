@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ckptmap.checkpoint import base_record
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.core.formatting import counted, human
@@ -41,6 +42,7 @@ class SavedStep:
     is_managed    whether a manager saved it
     number        of the save: it rises in the order of a manager's saves; 0: not recorded
     problem       why it cannot be opened; "": it can
+    bases         places of the checkpoints that have the weights which it lacks
     """
 
     step: int
@@ -53,6 +55,7 @@ class SavedStep:
     is_managed: bool = False
     number: int = 0
     problem: str = ""
+    bases: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ def _described(found: StepDirectory, ckpt: Checkpoint) -> SavedStep:
     return SavedStep(
         found.step, found.path, ckpt.setup, ckpt.world_size or 1, len(ckpt), nbytes, metrics,
         is_managed, number if isinstance(number, int) and number > 0 else 0,
+        bases=[base.path for base in base_record.recorded(ckpt).values()],
     )  # fmt: skip
 
 

@@ -128,6 +128,7 @@ class PlannedLoad:
     buffers_on_meta  names of non-persistent buffers on meta, which no checkpoint has
     names            the schemes of names that were translated; empty: none were
     base             what to remember of the place that the weights came from
+    part             names of the weights that the checkpoint holds over its base; empty: it has none
     """
 
     checkpoint: Checkpoint
@@ -138,6 +139,7 @@ class PlannedLoad:
     buffers_on_meta: Sequence[str]
     names: str
     base: LoadedBase | None
+    part: frozenset[str]
 
     def run(self) -> None:
         """Fill the model and the optimizer's state."""
@@ -160,7 +162,7 @@ class PlannedLoad:
 
         with torch.no_grad():
             self.continuation.finish()
-        loaded_bases.remember(self.weights.targets, self.base)
+        loaded_bases.remember(self.weights.targets, self.base, self.part)
 
     def report(self) -> LoadReport:
         report = self.weights.report(self.reader, self.buffers_on_meta)
@@ -215,6 +217,7 @@ def _plan(
     facts |= content_facts(checkpoint)
     stored = list(checkpoint)
     checkpoint = _renamed(checkpoint, options)
+    part = frozenset(checkpoint if base_record.recorded(checkpoint) else ())
     checkpoint = with_bases(checkpoint, model, targets, options.base, _without)
     named = name_scheme.by_model_names(checkpoint, model, targets)
     checkpoint = named.checkpoint
@@ -240,7 +243,7 @@ def _plan(
     )
     return PlannedLoad(
         checkpoint, reader, weights, state, continuation, buffers_on_meta, named.names,
-        None if isinstance(path, Checkpoint) else _base(checkpoint, model, options),
+        None if isinstance(path, Checkpoint) else _base(checkpoint, model, options), part,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -46,12 +47,12 @@ class Retention:
 
     def removable(self, saved: Sequence[SavedStep]) -> list[SavedStep]:
         """Return the checkpoints that no rule keeps, in the order of `saved`: the newest is last. A link
-        is left alone: what it leads to is not the manager's."""
+        is left alone: what it leads to is not the manager's. The base of one that is kept is kept."""
         if self.keep is None:
             return []
         newest = {one.path for one in saved[-self.keep :]}
         best = self.best(saved)
-        return [
+        found = [
             one
             for one in saved
             if one.path not in newest
@@ -59,6 +60,8 @@ class Retention:
             and (self.keep_every is None or one.step % self.keep_every)
             and (best is None or one.path != best.path)
         ]
+        needed = {os.path.realpath(path) for one in saved if one not in found for path in one.bases}
+        return [one for one in found if os.path.realpath(one.path) not in needed]
 
     def best(self, saved: Sequence[SavedStep]) -> SavedStep | None:
         """Return the checkpoint with the best metric, the newest of equals; None without a metric."""

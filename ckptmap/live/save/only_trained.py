@@ -2,12 +2,15 @@
 
 only="trainable"   parameters that require gradients, and buffers
 only="*.lora_*"    parameters and buffers with such names
+
+Saved with them are weights that no base has: those that an optimizer has stepped, and those that a save of a
+part held before, though they are frozen now.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from ckptmap.checkpoint.base_record import BaseRecord, content_digest
@@ -18,13 +21,20 @@ from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.loaded_bases import LoadedBase
 from ckptmap.live.optimizer.gradients import is_trained
+from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.storage.source_changes import require_unchanged
 
 TRAINABLE = "trainable"
 
 
-def chosen(targets: Sequence[LiveTensor], only: Sequence[str]) -> list[LiveTensor]:
-    """Return the tensors to save. Raises ArgumentError CKM516 where there is none."""
+def chosen(
+    targets: Sequence[LiveTensor], only: Sequence[str], owners: Iterable[ParamOwner]
+) -> tuple[list[LiveTensor], list[str]]:
+    """Return the tensors to save, and the names of those among them that `only` does not name.
+
+    owners  parameters of the optimizer
+
+    Raises ArgumentError CKM516 where `only` names none."""
     found = [target for target in targets if _is_chosen(target, only)]
     if not found:
         raise ArgumentError(
@@ -32,7 +42,28 @@ def chosen(targets: Sequence[LiveTensor], only: Sequence[str]) -> list[LiveTenso
             f"only={only[0]!r}: no tensor of the model's {len(targets)} is such a one",
             "give a pattern of names, or only='trainable' with parameters that require gradients",
         )
-    return found
+    stepped = {target.fqn for one in owners if one.part.state for target, _ in one.members}
+    further = [
+        target
+        for target in targets
+        if target not in found and (target.fqn in stepped or loaded_bases.is_of_part(target))
+    ]
+    kept = [target for target in targets if target in found or target in further]
+    return kept, [target.fqn for target in further]
+
+
+def refuse_to_replace(bases: object, path: str | os.PathLike[str]) -> None:
+    """Raise ArgumentError CKM516 where the save would take the place of a base that it needs."""
+    place = os.path.realpath(path)
+    for record in bases.values() if isinstance(bases, Mapping) else ():
+        base = os.path.realpath(record["path"])
+        if base == place or base.startswith(f"{place}{os.sep}"):
+            raise ArgumentError(
+                "CKM516",
+                f"only: {os.fspath(path)} is the base of the weights that are left out, and this save"
+                " would replace it",
+                "save to another path, or without only=",
+            )
 
 
 def _is_chosen(target: LiveTensor, only: Sequence[str]) -> bool:

@@ -18,9 +18,16 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.checkpoint import base_record
 from ckptmap.core import argument_checks
 from ckptmap.core.devices import tensors_on_cpu
+from ckptmap.core.formatting import counted
 from ckptmap.core.signatures import spelled_out
 from ckptmap.core.state_paths import ListIndex
-from ckptmap.live.model import module_extra_state, rng_state, several_models, stateful
+from ckptmap.live.model import (
+    loaded_bases,
+    module_extra_state,
+    rng_state,
+    several_models,
+    stateful,
+)
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import listed
@@ -30,6 +37,7 @@ from ckptmap.live.optimizer.local_state import (
     LocalShard,
     LocalState,
     LocalTensor,
+    ParamOwner,
     hold_model,
     hold_optimizer,
     holds_tensor,
@@ -109,6 +117,7 @@ def save(
             states = stateful.states_of(options.stateful)
             targets, _ = find_targets(one)
             held = _held(one, targets, optimizer, scheduler, peers, random_state, options)
+            only_trained.refuse_to_replace(held.settings.get(base_record.KEY), path)
             mine = Told.of(options, states, pending_gradients.evidence(one, targets), held)
         told = peers.all(mine)
         with peers.together():
@@ -116,8 +125,7 @@ def save(
             _hold_states(held, states, stateful.shared_names([t.states for t in told]), peers)
             offered = offers_of(held.holdings)
         offers = peers.all(offered)
-        drifted = _share(held, offers, one, peers, options.replicas)
-        target = FilePath(path)
+        target, drifted = FilePath(path), _share(held, offers, one, peers, options.replicas)
         with peers.together(), argument_checks.hints_for_python():
             offers = offers if options.replicas == "check" else _unchecked(offers)
             assignment = Assigner(peers.rank, peers.world, held).assign(offers)
@@ -258,7 +266,7 @@ def _held(
     mine = [] if optimizer is None else owners(optimizer, targets)
     held.settings = run_settings.describe(model, optimizer, targets, peers.world)
     if options.only is not None:
-        targets = _without_base(held, model, targets, peers, options)
+        targets = _without_base(held, model, targets, mine, peers, options)
     hold_model(held, targets)
     if options.gradients:
         pending_gradients.hold(held, model, targets, peers.rank, peers.world)
@@ -290,16 +298,23 @@ def _without_base(
     held: LocalState,
     model: torch.nn.Module,
     targets: Sequence[LiveTensor],
+    mine: Sequence[ParamOwner],
     peers: RankGroup,
     options: SaveOptions,
 ) -> list[LiveTensor]:
-    """Return the tensors that `only` names, and record the base of the others."""
-    kept = only_trained.chosen(targets, options.patterns)
+    """Return the tensors that `only` names or no base has, and record the base of the others."""
+    kept, further = only_trained.chosen(targets, options.patterns, mine)
+    if further:
+        text = f"{counted(len(further), 'weight')}: {listed(further)}"
+        held.notes.append(
+            f"saved, too, since they were trained and only= does not name them: {text}"
+        )
     left = [target for target in targets if target not in kept]
     names = several_models.names_of(model)
     bases = only_trained.bases_of(left, names, options.base, digests=peers.rank == 0)
     if left:
         held.settings[base_record.KEY] = bases
+        loaded_bases.saved_in_part(kept)
     return kept
 
 

@@ -170,6 +170,72 @@ def test_a_given_base(tmp_path: Path) -> None:
         ckptmap.CheckpointManager(tmp_path / "runs").restore(again)
 
 
+def trained(frozen: int, folder: Path, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    """A model that is loaded from a folder, and makes one step with one layer frozen, and then its last
+    layer."""
+    model: Any = net(seed)
+    model[0].requires_grad_(frozen != 0)
+    model[2].requires_grad_(frozen != 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ckptmap.load(folder, model)
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model[2].requires_grad_(False)
+    return model, optimizer
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    theirs = other.state_dict()
+    return all(torch.equal(value, theirs[key]) for key, value in one.state_dict().items())
+
+
+def test_what_was_trained_and_is_frozen_now(tmp_path: Path) -> None:
+    """No base has its values: it was stepped in this run, or in that of the checkpoint that was loaded."""
+    ckptmap.save(tmp_path / "base", net(0)).wait()
+    model, optimizer = trained(0, tmp_path / "base", seed=1)
+    notes = ckptmap.save(tmp_path / "a", model, optimizer, only="1.*").wait()
+    assert any("only= does not name them: 2 weights: 2.weight, 2.bias" in note for note in notes)
+    second, _ = trained(2, tmp_path / "a", seed=2)
+    ckptmap.save(tmp_path / "b", second, only="trainable").wait()
+    for path, saved in (("a", model), ("b", second)):
+        again = net(3)
+        ckptmap.load(tmp_path / path, again)
+        assert same(saved, again), path
+
+
+def test_a_weight_and_its_bias_of_two_checkpoints(tmp_path: Path) -> None:
+    """The base that has the bias alone is not taken for that of the weight."""
+    alone = nn.ModuleDict({"0": nn.Module()})
+    alone["0"].register_parameter("bias", nn.Parameter(torch.ones(4)))
+    ckptmap.save(tmp_path / "bias", alone).wait()
+    model = net(1)
+    ckptmap.load(tmp_path / "bias", model, strict=False)
+    with pytest.raises(ArgumentError, match=r"known that 1 of the other weights.*: 0\.weight"):
+        ckptmap.save(tmp_path / "c", model, only="trainable")
+
+
+def test_a_base_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    """By a save over it, or by the rules of a manager, as long as a checkpoint needs it."""
+    with ckptmap.CheckpointManager(tmp_path, keep=1) as manager:
+        manager.save(1, net(0))
+    model = net(1)
+    with ckptmap.CheckpointManager(tmp_path, keep=1) as manager:
+        manager.restore(model)
+        with pytest.raises(ArgumentError, match="is the base of the weights that are left out"):
+            manager.save(1, model, only="trainable")
+        for step in (2, 3):
+            manager.save(step, model, only="trainable")
+        manager.wait()
+        assert manager.steps() == [1, 3]
+        again = net(2)
+        manager.restore(again)
+        assert same(model, again)
+        manager.save(4, model)
+        manager.wait()
+        assert manager.steps() == [4]
+
+
 def test_ranks(tmp_path: Path) -> None:
     """Two ranks save the trained layer of an FSDP2 model, and load it: tests/ranks/only_trained.py; one
     process loads it, too."""
