@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import as_live
@@ -14,13 +14,13 @@ from ckptmap.core.state_paths import nest
 from ckptmap.errors import LoadError
 from ckptmap.live.load import pending_gradients
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.model import module_extra_state, rng_state, stateful
+from ckptmap.live.model import integer_keys, module_extra_state, rng_state, stateful
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.stateful import SavedStates, Stateful
 from ckptmap.live.optimizer import flat_lowbit, gradients, lbfgs, run_settings
-from ckptmap.live.optimizer.param_groups import load_scheduler
+from ckptmap.live.optimizer.param_groups import load_scheduler, not_in_both, refuse_other_scheduler
 from ckptmap.live.optimizer.state_matcher import StatePlan
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.rounding.continuing import RoundingContinuation
@@ -91,8 +91,10 @@ class Continuation:
     # ------------------------------------------------------------------ before
 
     def refuse(self, strict: bool) -> None:
-        """Raise for an object of the caller's whose state is not in the checkpoint."""
+        """Raise for an object of the caller's whose state is not in the checkpoint, or another's."""
         self._stateful.refuse(self._objects, self._checkpoint.path, strict)
+        if self._scheduler is not None and self._scheduler_state:
+            refuse_other_scheduler(self._scheduler, self._scheduler_state)
 
     def judge(self, plan: LoadPlan, state: StatePlan | None, precision: str) -> None:
         """Collect the reasons why training would not go on bit for bit."""
@@ -113,6 +115,8 @@ class Continuation:
             self.inexact.append("there is a scheduler in the checkpoint, and none was given")
         elif not self._scheduler_state and self._scheduler is not None:
             self.inexact.append("there is no scheduler in the checkpoint")
+        elif self._scheduler is not None:
+            self.inexact += not_in_both("scheduler", self._scheduler, self._scheduler_state)
         self.inexact += [f"no {name}" for name in self._takers if name not in self._states]
         self.inexact += [
             f"nobody takes the state of {n!r}" for n in self._stateful.unused(self._objects)
@@ -214,7 +218,7 @@ class Continuation:
         """Return the report of the weights, with all that was restored beside them."""
         step = self._extra.get("step")
         extra = {key: _read(value) for key, value in self._extra.items() if key != "step"}
-        per_rank = {key: _read(value) for key, value in self._per_rank.items()}
+        per_rank = cast(Mapping[str, object], _read(self._per_rank))
         lost = [name for name in self._takers if name not in self._states]
         strange = [name for name in self._states if name not in {*self._takers, *report.unexpected}]
         return replace(
@@ -306,7 +310,7 @@ def _read(value: object) -> object:
     if isinstance(value, LazyTensor):
         return value.read()
     if isinstance(value, Mapping):
-        return {key: _read(item) for key, item in value.items()}
+        return integer_keys.restored({key: _read(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
         return type(value)(map(_read, value))
     return as_live(value)

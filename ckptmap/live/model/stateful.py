@@ -13,6 +13,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core import argument_checks
 from ckptmap.core.state_paths import nest
 from ckptmap.errors import ArgumentError, LoadError
+from ckptmap.live.model import integer_keys
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.storage.lazy_tensor import LazyTensor
 
@@ -80,7 +81,7 @@ def state_of(ckpt: Checkpoint, name: str) -> object:
             return inside[()]
         if inside:
             read = {p: v.read() if isinstance(v, LazyTensor) else v for p, v in inside.items()}
-            return nest(read)
+            return integer_keys.restored_below(nest(read))
     return None
 
 

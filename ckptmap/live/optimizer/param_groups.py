@@ -14,6 +14,7 @@ from ckptmap.live.model.load_report import listed
 from ckptmap.live.optimizer.algorithms import algorithm, by_live_names, settings_without_live_name
 from ckptmap.live.optimizer.family import OptimizerParam
 from ckptmap.live.optimizer.local_state import ParamOwner
+from ckptmap.live.optimizer.several_optimizers import SeveralSchedulers
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -241,19 +242,51 @@ def in_live_type(live: object, stored: object) -> object:
     return value
 
 
+def not_in_both(title: str, scheduler: Scheduler, state: Mapping[str, object]) -> list[str]:
+    """Return a phrase for every scheduler whose state has other names than the saved one: it is another."""
+    if isinstance(scheduler, SeveralSchedulers):
+        return [
+            phrase
+            for name, one in scheduler.by_name.items()
+            if isinstance(saved := state.get(name), Mapping)
+            for phrase in not_in_both(f"{title} {name!r}", one, saved)
+        ]
+    names = _not_in_both(scheduler, state)
+    return [f"{title}: not in both states: {', '.join(names)}"] if names else []
+
+
+def _not_in_both(scheduler: Scheduler, state: Mapping[str, object]) -> list[str]:
+    return sorted(map(str, state.keys() ^ scheduler.state_dict().keys()))
+
+
+def refuse_other_scheduler(scheduler: Scheduler, state: Mapping[str, object]) -> None:
+    """Raise LoadError CKM508 for a state that is another's: one of several, or of others by name. torch
+    would take it, and not look at it."""
+    names = scheduler.state_dict().keys()
+    is_one = not isinstance(scheduler, SeveralSchedulers)
+    if (names & state.keys() or not names) if is_one else names == state.keys():
+        return
+    raise LoadError(
+        "CKM508",
+        f"scheduler: the saved state has {listed(sorted(map(str, state)))}, expected"
+        f" {listed(sorted(map(str, names)))}",
+        "give the schedulers that were saved, by the same names, or load without one",
+    )
+
+
 def load_scheduler(scheduler: Scheduler, state: Mapping[str, object]) -> None:
     """Set a scheduler to its saved state, each value in the type of the live one.
 
     Raises LoadError CKM508 where it is another scheduler's."""
     live = scheduler.state_dict()
     new_state = {key: in_live_type(live.get(key), value) for key, value in state.items()}
-    not_in_both = sorted(map(str, new_state.keys() ^ live.keys()))
+    strange = _not_in_both(scheduler, state)
     try:
         scheduler.load_state_dict(new_state)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise LoadError(
             "CKM508",
             f"{type(scheduler).__name__} cannot take the saved scheduler's state: {error!r}"
-            f" (not in both: {', '.join(not_in_both) or 'nothing'})",
+            f" (not in both: {', '.join(strange) or 'nothing'})",
             "build the scheduler that was saved, or load without one",
         ) from error

@@ -22,6 +22,7 @@ from ckptmap.core.formatting import counted
 from ckptmap.core.signatures import spelled_out
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.live.model import (
+    integer_keys,
     loaded_bases,
     module_extra_state,
     rng_state,
@@ -349,6 +350,8 @@ def _values(held: LocalState, path: Path, value: object, private: bool = False) 
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _values(held, (*path, key), item, private)
+        if counted_keys := integer_keys.of(value):
+            held.values[(*path, integer_keys.KEY)] = counted_keys
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             _values(held, (*path, ListIndex(number)), item, private)

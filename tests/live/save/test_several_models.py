@@ -211,6 +211,42 @@ def test_objects_with_a_state(tmp_path: Path) -> None:
         ckptmap.save(tmp_path / "d", model, stateful=Counter(1))  # type: ignore[arg-type]
 
 
+def test_an_optimizer_as_an_object_with_a_state(tmp_path: Path) -> None:
+    """Its state dict goes by integers: torch takes state under other keys, and steps as if it had none."""
+    saved, again = ((m := nn.Linear(3, 3), torch.optim.AdamW(m.parameters())) for _ in range(2))
+    saved[0](torch.ones(3)).sum().backward()
+    saved[1].step()
+    nested = {"last": [{7: torch.ones(1), "name": {}}]}
+    ckptmap.save(
+        tmp_path / "c", saved[0], stateful={"opt": saved[1]}, extra={"opt": saved[1].state_dict()},
+        extra_per_rank=nested, gradients=False,
+    ).wait()  # fmt: skip
+    report = ckptmap.load(tmp_path / "c", again[0], stateful={"opt": again[1]})
+    assert torch.equal(again[1].state[again[0].weight]["exp_avg"], torch.full((3, 3), 0.1))
+    extra: Any = report.extra["opt"]
+    assert [*extra["state"]] == [0, 1] and extra["state"][0].keys() == saved[1].state_dict()[
+        "state"
+    ][0].keys()
+    assert report.extra_per_rank == nested
+
+
+def test_schedulers_of_others(saved: tuple[Path, Run]) -> None:
+    """One for two, two for one, and one of another class, whose state torch would take without a look."""
+    path, _ = saved
+    run = Run()
+    before = [p.clone() for model in run.models.values() for p in model.parameters()]
+    one = run.schedulers["policy"]
+    for wrong in (one, {"policy": one}):
+        with pytest.raises(LoadError, match="the saved state has policy, value, expected") as error:
+            ckptmap.load(path, run.models, run.optimizers, wrong)
+        assert error.value.code == "CKM508"
+    after = [p for model in run.models.values() for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    other = torch.optim.lr_scheduler.ExponentialLR(run.optimizers["value"], 0.9)
+    report = ckptmap.load(path, run.models, run.optimizers, {**run.schedulers, "value": other})
+    assert "scheduler 'value': not in both states: step_size" in report.inexact
+
+
 def test_ranks(tmp_path: Path) -> None:
     """FSDP2, FSDP1 and DDP in one checkpoint, at the same and at another world size:
     tests/ranks/several_models.py."""
