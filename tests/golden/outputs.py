@@ -49,9 +49,8 @@ def encodings() -> list[str]:
     inner = ("trained-dense", "adam8bit", "adam4bit", "adamfp8", "bnb8bit")
     # Microscaled forms are compared with their libraries, bit for bit, in tests/quantization.
     compared = {s.name for s in registry.schemes() if getattr(s, "live", "") == "microscaled"}
-    compared |= {"fp8-ue8m0", "float8-e5m2"}
-    names = [s.name for s in registry.schemes()]
-    return ["", *(name for name in names if name not in inner and name not in compared)]
+    left_out = {*inner, *compared, "fp8-ue8m0"}
+    return ["", *(s.suffix for s in registry.schemes() if s.suffix and s.name not in left_out)]
 
 
 @dataclass(frozen=True)
