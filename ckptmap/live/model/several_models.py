@@ -54,9 +54,15 @@ def _is_name(name: str) -> bool:
     return name.isidentifier() and name not in SEGMENTS.values()
 
 
+def _is_state_dict(values: Mapping[object, object]) -> bool:
+    import torch
+
+    return any(isinstance(value, torch.Tensor) for value in values.values())
+
+
 def check(name: str, model: object) -> None:
     """Raise ArgumentError CKM516 for what is neither a model nor several by name."""
-    if not isinstance(model, Mapping):
+    if not isinstance(model, Mapping) or _is_state_dict(model):
         argument_checks.module(name, model)
         return
     for key, one in model.items():
