@@ -210,6 +210,7 @@ MALFORMED = {
     "memo": b"h\x05.",
     "huge memo index": b"N" + b"r\xff\xff\xff\xff.",
     "huge text memo index": b"Np4000000000\n.",
+    "long integer": b"\x8b\x00\x01\x00\x00" + bytes(255) + b"\x01.",
     "huge memo index behind many strings": b"X\3\0\0\0abc0" * 2000 + b"Nr\xff\xff\xff\xff.",
     "huge string": b"\x8e" + struct.pack("<Q", 2**62) + b"x.",
     "unicode": b"X\x01\0\0\0\xff.",

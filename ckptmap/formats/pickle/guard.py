@@ -2,7 +2,8 @@
 
 The opcodes LONG_BINPUT and PUT state the index of the memo slot that they fill, and the C unpickler
 zeroes an array of twice that index. So ten bytes of a pickle, or one flipped bit, cost up to 64 GiB.
-The EXT opcodes return objects that copyreg cached in this process, past `find_class`. To find both,
+The EXT opcodes return objects that copyreg cached in this process, past `find_class`. LONG4 makes an
+integer that takes Python minutes to print, and `torch.load(weights_only=True)` does not know it. To find them,
 this module walks over the opcodes (Python's pickletools describes them), most of them with one
 regular expression.
 """
@@ -15,7 +16,7 @@ from pickle import UnpicklingError
 
 COUNTED = {
     **dict.fromkeys(b"UC\x8c\x8a", 1),  # strings, bytes and long integers: op, length, data
-    **dict.fromkeys(b"TXB\x8b", 4),
+    **dict.fromkeys(b"TXB", 4),
     **dict.fromkeys(b"\x8d\x8e\x96", 8),
 }
 """Opcode -> bytes of the length that comes before its data."""
@@ -28,6 +29,7 @@ _PLAIN = (
 
 _PUT, _LONG_BINPUT = b"pr"
 _EXTENSIONS = b"\x82\x83\x84"
+_LONG4 = 0x8B
 
 
 _UNICODE = b"X\x8c"
@@ -50,7 +52,7 @@ def _run(width: int, top: int, lengths: frozenset[int] = frozenset()) -> re.Patt
 
 
 def check_opcodes(data: bytes, of_nbytes: int = 0) -> None:
-    """Raise UnpicklingError for EXT opcodes, and for a memo index above the size of the pickle.
+    """Raise UnpicklingError for EXT opcodes and LONG4, and for a memo index above the size of the pickle.
 
     That size is `len(data)`, or `of_nbytes` if `data` is a part of a pickle of so many bytes. Any
     other fault of the pickle is left to the unpickler.
@@ -79,6 +81,8 @@ def check_opcodes(data: bytes, of_nbytes: int = 0) -> None:
             at = _check_put(data, at, room)
         elif op in _EXTENSIONS:
             raise UnpicklingError("uses copyreg extension codes")
+        elif op == _LONG4:
+            raise UnpicklingError("an integer of more than 255 bytes")
         else:
             return  # STOP, or an opcode that the unpickler refuses itself
 
