@@ -311,8 +311,8 @@ def _without_base(
             f"saved, too, since they were trained and only= does not name them: {text}"
         )
     left = [target for target in targets if target not in kept]
-    names = several_models.names_of(model)
-    bases = only_trained.bases_of(left, names, options.base, digests=peers.rank == 0)
+    held.notes += only_trained.note_of_trained(left)
+    bases = only_trained.bases_of(left, model, options.base, digests=peers.rank == 0)
     if left:
         held.settings[base_record.KEY] = bases
         loaded_bases.saved_in_part(kept)

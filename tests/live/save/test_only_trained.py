@@ -165,6 +165,12 @@ def test_a_given_base(tmp_path: Path) -> None:
     report = ckptmap.CheckpointManager(tmp_path / "runs").restore(again)
     assert report is not None and report.step == 1
     assert torch.equal(again[0].weight, model[0].weight)  # type: ignore[index, arg-type]
+    ckptmap.save(tmp_path / "other", nn.ModuleDict({"0": nn.Linear(4, 3)})).wait()
+    for wrong in (tmp_path / "other", tmp_path / "runs/step-1"):
+        with pytest.raises(
+            ArgumentError, match=r"has not 2 of the 2 weights .*: 0\.weight, 0\.bias"
+        ):
+            ckptmap.save(tmp_path / "c", model, only="trainable", base=wrong)
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(CkptmapError, match="its base cannot be opened"):
         ckptmap.CheckpointManager(tmp_path / "runs").restore(again)
@@ -196,6 +202,11 @@ def test_what_was_trained_and_is_frozen_now(tmp_path: Path) -> None:
     model, optimizer = trained(0, tmp_path / "base", seed=1)
     notes = ckptmap.save(tmp_path / "a", model, optimizer, only="1.*").wait()
     assert any("only= does not name them: 2 weights: 2.weight, 2.bias" in note for note in notes)
+    (note,) = ckptmap.save(tmp_path / "d", net(0), only="0.*", base=tmp_path / "base").wait()
+    assert (
+        note
+        == "4 that require gradients are not saved, as only= asks: 1.weight, 1.bias, 2.weight, 2.bias"
+    )
     second, _ = trained(2, tmp_path / "a", seed=2)
     ckptmap.save(tmp_path / "b", second, only="trainable").wait()
     for path, saved in (("a", model), ("b", second)):
