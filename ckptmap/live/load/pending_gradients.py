@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.live.model import fsdp2_params
 from ckptmap.live.model.live_tensor import LiveTensor, like
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer.gradients import PENDING, REDUCED
@@ -67,6 +68,8 @@ def plan(
         step = _own if is_own else _reduced
         found.steps.append(partial(step, target, lazy))
     found.names = list(dict.fromkeys(found.names))
+    if found.steps:
+        found.steps.insert(0, lambda reader: _clear(targets))
     return found
 
 
@@ -81,6 +84,16 @@ def _unfit(target: LiveTensor | None, lazy: LazyTensor) -> str:
     if lazy.shape != tuple(target.tensor.shape):
         return f"is {list(lazy.shape)}, expected {list(target.tensor.shape)}"
     return ""
+
+
+def _clear(targets: Sequence[LiveTensor]) -> None:
+    """Drop the gradients that lie there: the next backward would add to those that were not saved."""
+    for target in targets:
+        if target.is_buffer or target.is_flat:
+            continue
+        target.tensor.grad = None
+        if target.fsdp_param is not None:
+            fsdp2_params.drop_unreduced(target.fsdp_param)
 
 
 def _reduced(target: LiveTensor, lazy: LazyTensor, reader: TensorReader) -> None:

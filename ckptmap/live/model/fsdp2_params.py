@@ -62,6 +62,15 @@ def unreduced(fsdp_param: FSDPParam | None) -> torch.Tensor | None:
     return kept if kept is not None or unsharded is None else unsharded.grad
 
 
+def drop_unreduced(fsdp_param: FSDPParam) -> None:
+    """Drop the gradient that FSDP2 has not reduced yet."""
+    unsharded = getattr(fsdp_param, "_unsharded_param", None)
+    if unsharded is not None:
+        unsharded.grad = None
+    if getattr(fsdp_param, "unsharded_accumulated_grad", None) is not None:
+        fsdp_param.unsharded_accumulated_grad = None
+
+
 def offloads(fsdp_param: FSDPParam | None) -> bool:
     """Return whether CPUOffloadPolicy keeps the shards on the CPU."""
     return bool(getattr(fsdp_param, "offload_to_cpu", False))

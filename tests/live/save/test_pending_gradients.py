@@ -81,6 +81,17 @@ def test_gradients_that_lie_there_after_a_step(tmp_path: Path) -> None:
         assert any("up.weight: the parameter is frozen" in reason for reason in report.inexact)
 
 
+def test_other_gradients_do_not_stay(tmp_path: Path) -> None:
+    """The next backward would add to a gradient of the live model that was not there when it was saved."""
+    model, again = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    (model.weight * torch.ones(3, 3)).sum().backward()
+    ckptmap.save(tmp_path / "out", model, gradients=True).wait()
+    again(torch.randn(2, 3)).sum().backward()
+    report = ckptmap.load(tmp_path / "out", again, exact=True)
+    assert report.gradients == ("weight",) and again.bias.grad is None
+    assert torch.equal(again.weight.grad, torch.ones(3, 3))  # type: ignore[arg-type]
+
+
 def test_ranks(tmp_path: Path) -> None:
     """DDP and FSDP2, with and without reduction: tests/ranks/resume_gradients.py."""
     run_ranks("tests.ranks.resume_gradients", 2, [str(tmp_path)], timeout=240)
