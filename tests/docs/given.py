@@ -126,6 +126,7 @@ GIVEN: Mapping[str, Mapping[str, Make]] = {
     "recipes/meta-and-megatron.md": BASE,
     "recipes/merge-lora.md": {"adapter": lora},
     "recipes/checkpoint-manager.md": {},
+    "recipes/several-models.md": {},
     "recipes/rounding-any-world.md": {},
     "recipes/hub.md": {},
     "recipes/mapping-file.md": BASE,
