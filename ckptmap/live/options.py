@@ -249,6 +249,12 @@ class SaveOptions:
             raise ArgumentError(
                 "CKM516", "base: expected only= with it", 'for example only="trainable"'
             )
+        if self.only is not None and not self.patterns:
+            raise ArgumentError(
+                "CKM516",
+                f"only={self.only!r}: names no weight",
+                'give "trainable" or patterns of names, or leave it out to save all weights',
+            )
         argument_checks.choice("replicas", self.replicas, ("check", "first"))
         if self.step is not None:
             argument_checks.integer("step", self.step, 0)

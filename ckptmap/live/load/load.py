@@ -218,7 +218,7 @@ def _plan(
     stored = list(checkpoint)
     checkpoint = _renamed(checkpoint, options)
     part = frozenset(checkpoint if base_record.recorded(checkpoint) else ())
-    checkpoint = with_bases(checkpoint, model, targets, options.base, _without)
+    checkpoint = with_bases(checkpoint, model, targets, options.base, options.drop, _without)
     named = name_scheme.by_model_names(checkpoint, model, targets)
     checkpoint = named.checkpoint
     reader = TensorReader(checkpoint.files, options.max_memory)

@@ -32,12 +32,14 @@ def with_bases(
     model: torch.nn.Module,
     targets: Sequence[LiveTensor],
     given: str | os.PathLike[str] | None,
+    dropped: Sequence[str],
     drop: Drop,
 ) -> Checkpoint:
     """Return the checkpoint with the weights of its bases; itself where it records none.
 
-    given  the place of the base, where it is not at its recorded path any more
-    drop   leaves out weights by patterns
+    given    the place of the base, where it is not at its recorded path any more
+    dropped  patterns of this load, by the names of the checkpoint
+    drop     leaves out weights by patterns
 
     Raises LoadError CKM521 where the base has another digest than the recorded one, or is not there.
     """
@@ -54,7 +56,7 @@ def with_bases(
         base = drop(renamed(base, record.names), record.drop)
         if head:
             base = renamed(base, Renaming(add_prefix=head))
-        base = name_scheme.by_model_names(base, model, targets).checkpoint
+        base = drop(name_scheme.by_model_names(base, model, targets).checkpoint, dropped)
         own = {*checkpoint}
         wanted = [name for name in base if name in known and name not in own]
         groups = {name: base.group(name) for name in wanted}

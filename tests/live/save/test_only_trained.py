@@ -125,6 +125,8 @@ def test_a_base_that_nobody_knows(tmp_path: Path) -> None:
         ckptmap.save(tmp_path / "c", model, only="trainable")
     with pytest.raises(ArgumentError, match=r"only='\*\.lora': no tensor"):
         ckptmap.save(tmp_path / "c", model, only="*.lora")
+    with pytest.raises(ArgumentError, match=r"only=\[\]: names no weight"):
+        ckptmap.save(tmp_path / "c", model, only=[])
     with pytest.raises(ArgumentError, match="base: expected only= with it"):
         ckptmap.save(tmp_path / "c", model, base=tmp_path / "base")
     ckptmap.save(tmp_path / "base", model).wait()
@@ -165,6 +167,10 @@ def test_a_given_base(tmp_path: Path) -> None:
     report = ckptmap.CheckpointManager(tmp_path / "runs").restore(again)
     assert report is not None and report.step == 1
     assert torch.equal(again[0].weight, model[0].weight)  # type: ignore[index, arg-type]
+    other = net(3)
+    dropped = ckptmap.load(tmp_path / "runs/step-1", other, drop=["0.*"], strict=False)
+    assert dropped.missing == ("0.weight", "0.bias")
+    assert torch.equal(other[0].weight, net(3)[0].weight)  # type: ignore[index, arg-type]
     ckptmap.save(tmp_path / "other", nn.ModuleDict({"0": nn.Linear(4, 3)})).wait()
     for wrong in (tmp_path / "other", tmp_path / "runs/step-1"):
         with pytest.raises(
