@@ -7,6 +7,7 @@ A thread has no caller that it could raise an error to. `SaveHandle.wait` raises
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 import warnings
@@ -43,11 +44,11 @@ class SaveHandle:
         self._notes: tuple[str, ...] = ()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        _started.append(self)
         if background:
             self._thread = threading.Thread(target=self._work, name="ckptmap-save")
             self._thread.start()
-        else:
+        _started.append(self)  # after its start: a save in another thread may wait for it at once
+        if not background:
             self._work()
             self.wait()
         self.blocked_s = time.perf_counter() - begun
@@ -84,7 +85,7 @@ class SaveHandle:
         Raises DestinationError or RunError on all ranks where the save failed on one; the
         destination is then as it was."""
         error = self.settle()
-        if self in _started:
+        with contextlib.suppress(ValueError):
             _started.remove(self)
         if error is not None:
             raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import ckptmap
 from ckptmap.errors import DestinationError
+from ckptmap.live.save.save_handle import settle_started
 
 
 def failed(folder: Path, step: int) -> object:
@@ -29,6 +31,22 @@ def test_the_next_save_raises_what_nobody_has_seen(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
     ckptmap.save(tmp_path / "b", nn.Linear(2, 2)).wait()
     assert ckptmap.verify(tmp_path / "b").ok
+
+
+def test_a_save_in_another_thread_at_the_start_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for what was started, and not for a thread that was not."""
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        if thread.name == "ckptmap-save":
+            settle_started()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    ckptmap.save(tmp_path / "a", nn.Linear(2, 2)).wait()
+    assert ckptmap.verify(tmp_path / "a").ok
 
 
 def test_what_wait_has_raised_is_not_raised_again(tmp_path: Path) -> None:
