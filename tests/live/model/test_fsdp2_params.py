@@ -24,9 +24,10 @@ def int8() -> torch.Tensor:
     return layer.weight.detach()
 
 
-def of(local: torch.Tensor, device: str, offload: bool) -> Any:
+def of(local: torch.Tensor, device: str, offload: bool, trained: bool = False) -> Any:
     """Return as much of an FSDPParam as the replacement uses."""
     return SimpleNamespace(
+        sharded_param=nn.Parameter(local, requires_grad=trained),
         _extensions_data=SimpleNamespace(clear=lambda: None), _sharded_local_tensor=local,
         device=torch.device(device), offload_to_cpu=offload, _unsharded_inner_tensors=[],
     )  # fmt: skip
@@ -75,10 +76,13 @@ def test_the_memory_that_a_reshard_freed_is_filled_anew(
         assert torch.equal(made, values)
 
 
+@pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("offload", [True, False])
-def test_on_one_device_it_shares_the_shards_memory(offload: bool) -> None:
-    param = of(nf4(), "cpu", offload)
+def test_on_one_device_it_shares_the_shards_memory(offload: bool, trained: bool) -> None:
+    """And is trained where the sharded parameter is."""
+    param = of(nf4(), "cpu", offload, trained)
     _unsharded_is_sharded(param)
+    assert param._unsharded_param.requires_grad == trained
     pairs = zip(
         _inner_tensors(param._unsharded_param.data), _inner_tensors(param._sharded_local_tensor),
         strict=True,
