@@ -44,11 +44,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def running_out(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, int], bool]) -> list[int]:
-    """Let a read run out of memory where `fails(number of the read, its elements)`; return the elements."""
+    """Let a read run out of memory where `fails(number of the read, its elements)`; return the elements.
+
+    Random streams, of bytes, are not counted: they are read to host memory, whole, before any tensor.
+    """
     asked: list[int] = []
     fill = device_copies.fill_tensor
 
     def filled(files: Any, stored: Any, box: Any, out: torch.Tensor) -> None:
+        if out.dtype == torch.uint8:
+            fill(files, stored, box, out)
+            return
         asked.append(out.numel())
         if fails(len(asked), out.numel()):
             raise torch.OutOfMemoryError(
