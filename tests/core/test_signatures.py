@@ -49,4 +49,5 @@ def test_a_signature_has_the_defaults() -> None:
     parameters = inspect.signature(ckptmap.convert).parameters
     shown = {name: parameters[name].default for name in ("device", "digest", "sync", "max_memory")}
     assert shown == {"device": "cpu", "digest": "xxh3", "sync": True, "max_memory": None}
-    assert parameters["to"].default is inspect.Parameter.empty
+    assert parameters["dst"].default is inspect.Parameter.empty
+    assert parameters["to"].default == ""  # as_= is given in its place
