@@ -19,12 +19,14 @@ from tests.support.mapping_state import State, config_of, golden, hub_state, sta
 # Of each family its richest schemes; the others are shown in memory by test_goldens.
 CHOSEN = [
     ("llama", "meta"),
+    ("llama", "gguf"),
     ("llama_tied", "torchtune"),
     ("mistral_square", "gpt-fast"),
     ("gemma", "megatron"),
     ("qwen2", "megatron"),
     ("qwen3_tied", "torchtitan@2026-04b"),
     ("gemma2", "torchtune"),
+    ("gemma2", "gguf"),
     ("gemma3_text", "megatron"),
     ("gemma3", "hf-memory@4.50"),
     ("gemma3", "hf-memory@5.0"),

@@ -38,8 +38,13 @@ def load_hf(dst: Path) -> dict[str, torch.Tensor]:
     return {key: value for name in names for key, value in load_file(dst / name).items()}
 
 
-def load_torch(dst: Path) -> dict[str, torch.Tensor]:
+def load_torch(dst: Path, root: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    """The weights: below `root` in a file that keeps its source's dicts, else below `model` or at the top."""
     loaded = torch.load(dst, weights_only=True, mmap=True)
+    if root and root[0] in loaded:
+        for key in root:
+            loaded = loaded[key]
+        return dict(loaded)
     return dict(loaded.get("model", loaded))
 
 
@@ -56,14 +61,16 @@ def load_dcp(dst: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return dict(nested["model"]) if rooted else dict(nested)
 
 
-def load(setup: str, dst: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By the format's own library, wrapper prefix taken off."""
+def load(
+    setup: str, dst: Path, like: dict[str, torch.Tensor], root: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """By the format's own library, wrapper prefix taken off; `root` is where the source has its weights."""
     if setup == "hf":
         return load_hf(dst)
     if setup.startswith("fsdp"):
         return load_dcp(dst, like)
     prefix = PREFIX.get(setup, "")
-    loaded = load_torch(dst)
+    loaded = load_torch(dst, root)
     assert all(key.startswith(prefix) for key in loaded)
     return {key.removeprefix(prefix): value for key, value in loaded.items()}
 
@@ -81,7 +88,7 @@ def test_moves_are_bit_equal(name: str, setup: str, corpus: Corpus, tmp_path: Pa
         return
     report = convert(case, dst, setup, **options)
     assert set(report.fidelity) <= {"bytes", "exact"}
-    found = load(setup, dst, case.truth)
+    found = load(setup, dst, case.truth, case.spec.root)
     must, may = expected_keys(case)
     assert must <= set(found) <= may
     for fqn, value in found.items():
