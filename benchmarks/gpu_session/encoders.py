@@ -30,6 +30,13 @@ def feeds(encoder: Any, numel: int, feed: int | None = None) -> Iterator[tuple[i
         yield at, min(at + step, numel)
 
 
+def looking(encoder: Any) -> Any:
+    """Return the method that an encoder sees all values by before the first `feed`; None: it has none."""
+    from ckptmap.protocols import LooksFirst
+
+    return encoder.look if isinstance(encoder, LooksFirst) else None
+
+
 def encode(
     encoding: Any,
     info: Any,
@@ -39,15 +46,18 @@ def encode(
 ) -> dict[str, Any]:
     """Return the encoded values of each part, flat, on the CPU.
 
-    `forbid(True)` is called before all but the first feed, which makes tables: from then on waiting
-    for the device is forbidden until `forbid(False)`.
+    `forbid(True)` is called before all but the first look and the first feed, which make tables: from
+    then on waiting for the device is forbidden until `forbid(False)`.
     """
     import torch
 
     encoder, flat = encoding.encoder(info, str(w.device)), w.reshape(-1)
-    writes = []
+    runs, look, writes = list(feeds(encoder, flat.numel(), feed)), looking(encoder), []
     try:
-        for start, end in feeds(encoder, flat.numel(), feed):
+        for start, end in runs if look else ():
+            forbid(start > 0)
+            look(flat[start:end])
+        for start, end in runs:
             forbid(start > 0)
             writes += encoder.feed(start, flat[start:end])
     finally:
@@ -60,9 +70,12 @@ def encode(
 
 
 def encode_only(encoding: Any, info: Any, w: Any) -> None:
-    """Call `feed` for the whole weight, without `finish`, which copies statistics to the CPU."""
+    """Look at and `feed` the whole weight, without `finish`, which copies statistics to the CPU."""
     encoder, flat = encoding.encoder(info, str(w.device)), w.view(-1)
-    for start, end in feeds(encoder, flat.numel()):
+    runs, look = list(feeds(encoder, flat.numel())), looking(encoder)
+    for start, end in runs if look else ():
+        look(flat[start:end])
+    for start, end in runs:
         list(encoder.feed(start, flat[start:end]))
 
 

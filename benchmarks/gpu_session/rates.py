@@ -21,6 +21,7 @@ from benchmarks.gpu_session.encoders import (
     encode_only,
     encodings,
     feeds,
+    looking,
     placed,
 )
 from benchmarks.gpu_session.importable import is_importable
@@ -110,7 +111,7 @@ def staged(
 ) -> Callable[[], Any]:
     """Return a run that copies boxes from pinned memory, two ahead, and encodes each on arrival.
 
-    It uses the two streams of `ckptmap.storage.device_copies`, as a conversion does.
+    An encoder that looks at all values first has them copied twice, as in a conversion. It uses the two streams of `ckptmap.storage.device_copies`, as a conversion does.
     """
     import torch
 
@@ -123,10 +124,15 @@ def staged(
         runs = list(feeds(encoder, flat.numel(), feed))
         places = [torch.empty(runs[0][1], dtype=flat.dtype, device=device) for _ in range(DEPTH)]
         free = [way.mark()] * DEPTH
-        for turn, (start, end) in enumerate(runs):
+        look = looking(encoder)
+        looks = len(runs) if look else 0
+        for turn, (start, end) in enumerate(runs * 2 if look else runs):
             place = places[turn % DEPTH][: end - start]
             way.upload(place, flat[start:end], free[turn % DEPTH])
-            list(encoder.feed(start, place))
+            if turn < looks:
+                look(place)
+            else:
+                list(encoder.feed(start, place))
             free[turn % DEPTH] = way.mark()
 
     return run

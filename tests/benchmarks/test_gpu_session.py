@@ -235,18 +235,21 @@ def step_run(tmp_path: Path) -> StepRun:
     return StepRun("cpu", "tiny", tmp_path, StepResult(tmp_path / "result.json"))
 
 
-def test_values_are_staged_as_a_conversion_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a device that only pretends; 5 boxes, each encoded after its copy."""
+@pytest.mark.parametrize(("name", "times"), [("nf4", 1), ("ct-nvfp4", 2)])
+def test_values_are_staged_as_a_conversion_does(
+    name: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a device that only pretends; 5 boxes, each encoded after its copy, or first only looked at."""
     way = Late()
     monkeypatch.setattr(device_copies, "Lanes", lambda device: way)
     monkeypatch.setattr(encoders, "FEED", 1 << 12)
     info, w = TensorInfo((128, 160), "bfloat16"), weight(160, "bfloat16")[:128]
-    encoding = encoders.encodings(info)["nf4"]
+    encoding = encoders.encodings(info)[name]
     monkeypatch.setattr(
         Late, "upload", lambda self, there, here, free: self.uploads.append(there.copy_(here))
     )
     rates.staged(encoding, info, w, "cpu")()
-    assert [len(there) for there in way.uploads] == [4096] * 5
+    assert [len(there) for there in way.uploads] == [4096] * 5 * times
 
 
 def test_a_cap_is_lowered_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
