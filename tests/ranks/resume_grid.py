@@ -50,6 +50,7 @@ def compare(path: Path, truth: dict[str, Any]) -> None:
         assert set(ckpt) == set(truth["model"]), path
         for name, want in truth["model"].items():
             assert torch.equal(ckpt[name].read(), want), (path, name)
+        assert set(ckpt.optimizer) == set(truth["state"]), path
         for name, state in truth["state"].items():
             found = ckpt.optimizer[name]
             assert set(found) == set(state), (path, name)
