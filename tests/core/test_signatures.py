@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
+import torch
 
 import ckptmap
+from ckptmap.errors import PlanError
 from ckptmap.live.options import LoadOptions
 from ckptmap.planning.options import ALIASES, MergeKeywords, Options, RunOptions
 
@@ -51,3 +54,14 @@ def test_a_signature_has_the_defaults() -> None:
     assert shown == {"device": "cpu", "digest": "xxh3", "sync": True, "max_memory": None}
     assert parameters["dst"].default is inspect.Parameter.empty
     assert parameters["to"].default == ""  # as_= is given in its place
+
+
+def test_neither_to_nor_as_is_refused(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
+    for call in (
+        lambda: ckptmap.plan(tmp_path / "model.pt"),
+        lambda: ckptmap.convert(tmp_path / "model.pt", tmp_path / "out"),
+    ):
+        with pytest.raises(PlanError, match="is not a setup"):
+            call()
+    assert not (tmp_path / "out").exists()
