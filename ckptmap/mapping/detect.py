@@ -96,7 +96,7 @@ def recognise(
     shapes  the skeletons of the keys, where the caller has them
     """
     seen = KeyCounts(keys, shapes)
-    return _for_model([entry for entry in available() if seen.match(entry.detect)], config)
+    return _for_model(_recognised(seen, config), config)
 
 
 def known_below(
@@ -119,6 +119,26 @@ def model_types(config: Mapping[str, object] | None) -> list[str]:
     text = (config or {}).get("text_config")
     configs = (config or {}, text if isinstance(text, Mapping) else {})
     return [str(c["model_type"]) for c in configs if c.get("model_type")]
+
+
+def _recognised(seen: KeyCounts, config: Mapping[str, object] | None) -> list[CatalogEntry]:
+    """Return the schemes whose fingerprints the keys have, and those of the same names that are for the
+    config's model, where they know every key and no fingerprint is of that model.
+
+    Llama with biases in GGUF has Qwen2's fingerprint: only the config can tell.
+    """
+    entries = [entry for entry in available() if seen.match(entry.detect)]
+    types = set(model_types(config))
+    if not types or any(types.intersection(entry.models) for entry in entries):
+        return entries
+    schemes = {(entry.name, entry.era) for entry in entries if entry.name != HUB}
+    return entries + [
+        entry
+        for entry in available()
+        if (entry.name, entry.era) in schemes
+        and types.intersection(entry.models)
+        and not seen.left(entry.load(), False)
+    ]
 
 
 def _for_model(
@@ -212,7 +232,7 @@ class _Choosing:
                 else find(self.names_from, "--names-from")
             )
             return self._best(candidates, families)
-        candidates = [entry for entry in available() if self.seen.match(entry.detect)]
+        candidates = _recognised(self.seen, self.config)
         return self._best(candidates, families) if candidates else None
 
     def _best(self, entries: Sequence[CatalogEntry], families: Collection[str]) -> CatalogEntry:

@@ -208,6 +208,17 @@ def test_with_a_config_the_fingerprint_is_of_one_file(model: str) -> None:
             assert choice.source == entry_of(model, expected).load(), scheme
 
 
+def test_a_config_tells_llama_with_biases_from_qwen2() -> None:
+    """GGUF's names of both are Qwen2's to a fingerprint; a model that lacks keys' rules is not chosen."""
+    llama, qwen2 = (infos(state_of(model, "gguf")) for model in ("llama_bias", "qwen2"))
+    config = config_of("llama_bias")
+    assert [entry.title for entry in recognise(llama)] == ["qwen2/gguf"]
+    assert [entry.title for entry in recognise(llama, config)] == ["llama/gguf"]
+    assert [entry.title for entry in recognise(qwen2, config_of("qwen2"))] == ["qwen2/gguf"]
+    with pytest.raises(PlanError, match="the names fit qwen2/gguf, but that is for qwen2"):
+        choose(qwen2, HUB, None, config_of("phi3"))
+
+
 def test_what_is_the_same_as_another_scheme_says_so() -> None:
     """By its rules, and by what the peers' code makes of one model."""
     alike = {entry.title: entry for entry in available() if entry.same_as}
