@@ -527,7 +527,7 @@ BAD_METADATA: dict[str, tuple[Callable[[Any], object], str]] = {
     "index offset": (set_key(1, offset=[[1], 2]), "expected sizes, found list"),
     "path": (set_place(relative_path=7), "expected a file and its range, found 7"),
     "negative": (set_place(offset=-1), "impossible: 1600 bytes from -1"),
-    "huge": (set_place(length=10**600), "impossible: 10{77} bytes from 0"),
+    "huge": (set_place(length=10**600), "impossible: 10{60,} bytes from 0"),
     "transform": (set_place(transform_descriptors=7), "transforms, expected a list"),
     "chunks": (
         lambda m: m.state_dict_metadata["m.w"].__dict__.update(chunks=None),
@@ -541,7 +541,7 @@ BAD_METADATA: dict[str, tuple[Callable[[Any], object], str]] = {
     "chunk float": (set_chunk(sizes=(2.0, 2)), "expected sizes, found"),
     "chunk bool": (set_chunk(sizes=(True, 2)), "expected sizes, found"),
     "chunk negative": (set_chunk(offsets=(-1, 0)), "expected sizes, found"),
-    "chunk huge": (set_chunk(offsets=(10**600, 0)), "expected sizes, found .10{75}"),
+    "chunk huge": (set_chunk(offsets=(10**600, 0)), "expected sizes, found .10{60,}"),
     "chunk wide": (set_chunk(sizes=(2**63, 2)), "expected sizes, found"),
     "size": (
         lambda m: m.state_dict_metadata["m.w"].__dict__.update(size=torch.Size((2**40, 2**40))),
