@@ -27,8 +27,8 @@ from ckptmap.quantization.blockwise.block_geometry import clamped, fits, grid_sh
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
-    check_parts,
     contradiction,
+    group_by_names,
     malformed,
     refuse_kept_modules,
     refuse_unstated,
@@ -248,7 +248,7 @@ def _recorded(
         scale_name=name,
         scale_stored=None if shape is None else tuple(shape),
     )
-    group, keys = _group(fqn, read.info, encoding, stored)
+    group, keys = group_by_names(fqn, read.info, encoding, stored)
     unstated = {n: activation_key(fqn, n) for n in ACTIVATIONS if n not in group.parts}
     refuse_unstated(fqn, "its encoding record", unstated, stored)
     return group, keys
@@ -289,7 +289,7 @@ def _made(
         if (tensor := stored.get(activation_key(fqn, part))) is not None
     )
     encoding = Fp8(block, scale.info.dtype, extra=extra, scale_name=name, scale_stored=odd)
-    return _group(fqn, info, encoding, stored)
+    return group_by_names(fqn, info, encoding, stored)
 
 
 def _pairs(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -368,16 +368,3 @@ def _require_agreement(group: Group, config: Mapping[str, object]) -> None:
         group.fqn, f"config.json states weight_block_size {stated}, scales of shape {list(grid)}",
         f"the scales of {group.info} are {scale.info}", scale,
     )  # fmt: skip
-
-
-def _group(
-    fqn: str, info: TensorInfo, encoding: Fp8, stored: Mapping[str, StoredTensor]
-) -> tuple[Group, Sequence[str]]:
-    expected = encoding.parts(info)
-    if isinstance(expected, Refusal):
-        raise malformed(fqn, f"fp8: {expected.reason}", DAMAGED)
-    keys = {part: encoding.part_key(fqn, part) for part in expected}
-    tensors = {part: stored.get(key) for part, key in keys.items()}
-    return Group(fqn, info, encoding, check_parts(fqn, "fp8", expected, tensors)), tuple(
-        keys.values()
-    )

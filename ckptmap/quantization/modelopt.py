@@ -20,9 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols import Encoding, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
-from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, file_of, malformed
+from ckptmap.quantization.blockwise.group_checks import (
+    DAMAGED,
+    file_of,
+    group_by_names,
+    malformed,
+)
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.read_config import MAX_NBYTES, quantization_config
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
@@ -165,24 +170,13 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
             if (tensor := stored.get(_beside(fqn, name))) is not None
         )
         info = self._logical(stored[fqn].info, dtype)
-        return self._group(fqn, info, self._encoding(stored, fqn, extra), stored)
+        return group_by_names(fqn, info, self._encoding(stored, fqn, extra), stored)
 
     def _recorded(
         self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
     ) -> Found:
         read = read_record(fqn, record, self.name)
-        return self._group(fqn, read.info, self._of_record(read), stored)
-
-    def _group(
-        self, fqn: str, info: TensorInfo, encoding: _Encoding, stored: Mapping[str, StoredTensor]
-    ) -> Found:
-        expected = encoding.parts(info)
-        if isinstance(expected, Refusal):
-            raise malformed(fqn, f"{self.name}: {expected.reason}", DAMAGED)
-        keys = {part: encoding.part_key(fqn, part) for part in expected}
-        tensors = {part: stored.get(key) for part, key in keys.items()}
-        parts = check_parts(fqn, self.name, expected, tensors)
-        return Group(fqn, info, encoding, parts), tuple(keys.values())
+        return group_by_names(fqn, read.info, self._of_record(read), stored)
 
 
 _Encoding = ModeloptFp4 | ModeloptE4m3

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ckptmap.errors import SourceError
-from ckptmap.protocols import Group
+from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.encodings import part_key
 from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
 
 INCOMPLETE = "a quantized tensor needs its codes and all its scales in one checkpoint"
@@ -102,6 +103,20 @@ def check_parts(
             )
         parts[name] = part
     return parts
+
+
+def group_by_names(
+    fqn: str, info: TensorInfo, encoding: Encoding, stored: Mapping[str, StoredTensor]
+) -> tuple[Group, tuple[str, ...]]:
+    """Return the group of a weight whose parts are stored by the names that its encoding gives them, and
+    their keys. Raises SourceError CKM115 where the encoding has no such tensors, or a part does not fit."""
+    expected = encoding.parts(info)
+    if isinstance(expected, Refusal):
+        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
+    keys = {part: part_key(encoding, fqn, part) for part in expected}
+    tensors = {part: stored.get(key) for part, key in keys.items()}
+    parts = check_parts(fqn, encoding.name, expected, tensors)
+    return Group(fqn, info, encoding, parts), tuple(keys.values())
 
 
 def read_sizes(fqn: str, value: object, what: str) -> tuple[int, ...]:

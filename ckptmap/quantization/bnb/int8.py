@@ -26,10 +26,8 @@ from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.exact_division import divide
 from ckptmap.quantization.blockwise.group_checks import (
-    DAMAGED,
-    check_parts,
     contradiction,
-    malformed,
+    group_by_names,
     refuse_kept_modules,
     refuse_unstated,
 )
@@ -211,7 +209,7 @@ def _recorded(
     read = read_record(fqn, record, "bnb-int8")
     extra = _FORMAT_PART if record.get("format") else ()
     encoding = BnbInt8(extra=extra, transposed=record.get("transposed") is True)
-    group, keys = _group(fqn, read.info, encoding, stored)
+    group, keys = group_by_names(fqn, read.info, encoding, stored)
     stated = read.scale_dtype, block_geometry.clamped(read.block, read.info.shape)
     if stated != ("float32", encoding.block_of(read.info)):
         raise contradiction(
@@ -258,7 +256,7 @@ def _made(
 ) -> Found:
     info = TensorInfo(stored[fqn].info.shape[:: -1 if across else 1], dtype)
     encoding = BnbInt8(extra=_FORMAT_PART if numbered else (), transposed=across)
-    return _group(fqn, info, encoding, stored)
+    return group_by_names(fqn, info, encoding, stored)
 
 
 def _check_rows(fqn: str, number: bytes) -> None:
@@ -275,15 +273,3 @@ def _check_name(fqn: str, name: str) -> None:
         "load it with bitsandbytes 0.38 to 0.44 on such a GPU and save it before the first forward:"
         " then it saves rows",
     )
-
-
-def _group(
-    fqn: str, info: TensorInfo, encoding: BnbInt8, stored: Mapping[str, StoredTensor]
-) -> tuple[Group, Sequence[str]]:
-    expected = encoding.parts(info)
-    if isinstance(expected, Refusal):
-        raise malformed(fqn, f"bnb-int8: {expected.reason}", DAMAGED)
-    keys = {part: encoding.part_key(fqn, part) for part in expected}
-    tensors = {part: stored.get(key) for part, key in keys.items()}
-    parts = check_parts(fqn, "bnb-int8", expected, tensors)
-    return Group(fqn, info, encoding, parts), tuple(keys.values())

@@ -25,9 +25,7 @@ from ckptmap.quantization.blockwise.block_geometry import grid_shape
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.exponents import exponents_of
 from ckptmap.quantization.blockwise.group_checks import (
-    DAMAGED,
-    check_parts,
-    malformed,
+    group_by_names,
     refuse_kept_modules,
     refuse_unstated,
 )
@@ -197,30 +195,19 @@ class _Target(ReadsFiles, LinearLayerScheme):
             for name in ACTIVATIONS
             if (tensor := stored.get(f"{stem}.{name}")) is not None
         )
-        return self._group(fqn, info, self.fresh(info, scale.info.dtype, extra), stored)
+        return group_by_names(fqn, info, self.fresh(info, scale.info.dtype, extra), stored)
 
     def _recorded(
         self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
     ) -> Found:
         read = read_record(fqn, record, self.name)
         encoding = self.fresh(read.info, read.scale_dtype, read.extra())
-        group, keys = self._group(fqn, read.info, encoding, stored)
+        group, keys = group_by_names(fqn, read.info, encoding, stored)
         unstated = {
             part: encoding.part_key(fqn, part) for part in ACTIVATIONS if part not in group.parts
         }
         refuse_unstated(fqn, "its encoding record", unstated, stored)
         return group, keys
-
-    def _group(
-        self, fqn: str, info: TensorInfo, encoding: _Encoding, stored: Mapping[str, StoredTensor]
-    ) -> Found:
-        expected = encoding.parts(info)
-        if isinstance(expected, Refusal):
-            raise malformed(fqn, f"{self.name}: {expected.reason}", DAMAGED)
-        keys = {part: encoding.part_key(fqn, part) for part in expected}
-        tensors = {part: stored.get(key) for part, key in keys.items()}
-        parts = check_parts(fqn, self.name, expected, tensors)
-        return Group(fqn, info, encoding, parts), tuple(keys.values())
 
     def _check(self, groups: Sequence[Group], mounts: Mounts) -> None:
         """Raise SourceError CKM115 where config.json states another form of a weight, or none."""

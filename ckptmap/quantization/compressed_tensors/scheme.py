@@ -21,9 +21,7 @@ from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
-    DAMAGED,
-    check_parts,
-    malformed,
+    group_by_names,
     refuse_kept_modules,
     refuse_unstated,
 )
@@ -224,7 +222,7 @@ def _recorded(
     read, kind = read_record(fqn, record, "compressed-tensors"), kinds[str(record["scheme"])]
     single = _single(read.count("scale_ndim", 1))
     encoding = kind(read.block, read.scale_dtype, read.dtype("zero_dtype"), read.extra(), single)
-    group, keys = _group(read.fqn, read.info, encoding, stored)
+    group, keys = group_by_names(read.fqn, read.info, encoding, stored)
     unstated = {
         part: encoding.part_key(read.fqn, part)
         for part in ("zero_point", *ACTIVATIONS)
@@ -281,17 +279,4 @@ def _made(
     block = block_found(fqn, info, scale, config)
     single = _single(len(scale.shape)) if block == info.shape else None
     made = kind(block, scale.dtype, zero.info.dtype if zero else "", extra, single)
-    return _group(fqn, info, made, stored)
-
-
-def _group(
-    fqn: str, info: TensorInfo, encoding: Plain, stored: Mapping[str, StoredTensor]
-) -> tuple[Group, Sequence[str]]:
-    expected = encoding.parts(info)
-    if isinstance(expected, Refusal):
-        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
-    keys = {part: encoding.part_key(fqn, part) for part in expected}
-    tensors = {part: stored.get(key) for part, key in keys.items()}
-    return Group(fqn, info, encoding, check_parts(fqn, encoding.name, expected, tensors)), tuple(
-        keys.values()
-    )
+    return group_by_names(fqn, info, made, stored)

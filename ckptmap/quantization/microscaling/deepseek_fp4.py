@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols import Encoding, Refusal
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
-from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
+from ckptmap.quantization.blockwise.group_checks import (
+    group_by_names,
+)
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.linear_weights import LinearLayerScheme
@@ -83,7 +85,7 @@ class DeepseekFp4Scheme(LinearLayerScheme):
         for fqn, record in mine.items():
             read = read_record(fqn, record, self.name)
             encoding = DeepseekFp4(read.scale_dtype, scale_name=read.text("scale_name"))
-            make = partial(_group, fqn, read.info, encoding)
+            make = partial(group_by_names, fqn, read.info, encoding)
             groups.append(forms.group(fqn, make, repr(record)))
         dtype = model_dtype(stored, ()) if found else ""
         for fqn, name in found.items():
@@ -105,16 +107,4 @@ def _made(fqn: str, name: str, dtype: str, stored: Mapping[str, StoredTensor]) -
     *rows, width = stored[fqn].info.shape
     info = TensorInfo((*rows, 2 * width), dtype)
     scale = stored[_beside(fqn, name)]
-    return _group(fqn, info, DeepseekFp4(scale.info.dtype, scale_name=name), stored)
-
-
-def _group(
-    fqn: str, info: TensorInfo, encoding: DeepseekFp4, stored: Mapping[str, StoredTensor]
-) -> Found:
-    expected = encoding.parts(info)
-    if isinstance(expected, Refusal):
-        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
-    keys = {part: encoding.part_key(fqn, part) for part in expected}
-    tensors = {part: stored.get(key) for part, key in keys.items()}
-    parts = check_parts(fqn, encoding.name, expected, tensors)
-    return Group(fqn, info, encoding, parts), tuple(keys.values())
+    return group_by_names(fqn, info, DeepseekFp4(scale.info.dtype, scale_name=name), stored)

@@ -19,12 +19,11 @@ from functools import partial
 from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
-from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols import Encoding, Refusal
 from ckptmap.quantization.blockwise.group_checks import (
     CONTRADICTORY,
-    DAMAGED,
-    check_parts,
     file_of,
+    group_by_names,
     malformed,
 )
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
@@ -73,7 +72,9 @@ class GptOssMxfp4(LinearLayerScheme):
         forms, groups = WeightForms(stored), []
         for fqn, record in mine.items():
             info = read_record(fqn, record, self.name).info
-            groups.append(forms.group(fqn, partial(_group, fqn, info), repr(record)))
+            groups.append(
+                forms.group(fqn, partial(group_by_names, fqn, info, GptOssFp4()), repr(record))
+            )
         dtype = model_dtype(stored, ()) if found else ""
         return groups + [forms.group(fqn, partial(_found, fqn, dtype), dtype) for fqn in found]
 
@@ -119,15 +120,6 @@ def _found(fqn: str, dtype: str, stored: Mapping[str, StoredTensor]) -> Found:
             CONTRADICTORY,
         )
     *lead, rows, count, _ = shape
-    return _group(fqn, TensorInfo((*lead, count * GptOssFp4.block, rows), dtype), stored)
-
-
-def _group(fqn: str, info: TensorInfo, stored: Mapping[str, StoredTensor]) -> Found:
-    encoding = GptOssFp4()
-    expected = encoding.parts(info)
-    if isinstance(expected, Refusal):
-        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
-    keys = {part: encoding.part_key(fqn, part) for part in expected}
-    tensors = {part: stored.get(key) for part, key in keys.items()}
-    parts = check_parts(fqn, encoding.name, expected, tensors)
-    return Group(fqn, info, encoding, parts), tuple(keys.values())
+    return group_by_names(
+        fqn, TensorInfo((*lead, count * GptOssFp4.block, rows), dtype), GptOssFp4(), stored
+    )
