@@ -70,7 +70,8 @@ class ProcessorTime:
         all_s, tests_s = processor_s(), sum(self._tests_s.values())
         terminalreporter.section("processor time")
         terminalreporter.line(
-            f"{all_s:.0f} s: {tests_s:.0f} s in tests, {all_s - tests_s:.0f} s to collect them and to report"
+            f"{all_s:.0f} s: {tests_s:.0f} s in tests, {all_s - tests_s:.0f} s to collect them, in ranks that "
+            "they share, and to report"
         )
         for test, taken_s in sorted(self._slow_s.items(), key=lambda item: -item[1]):
             terminalreporter.line(
