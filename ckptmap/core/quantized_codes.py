@@ -32,12 +32,15 @@ class CodeGrid:
             (block_size / 2,); int8 by row (1, in), by group (1, g), by tensor (out, in)
     values  the exact table, and how its products are rounded: if this is equal too, equal scales
             decode to equal bits
+    axes    the dim of the tensor along which each dim of `codes` runs, where their order differs: (0, 2, 1)
+            for the codes of experts that are stored transposed
     """
 
     name: str
     codes: TensorInfo
     block: tuple[int, ...]
     values: str = ""
+    axes: tuple[int, ...] = ()
 
     @property
     def scales(self) -> tuple[int, ...]:

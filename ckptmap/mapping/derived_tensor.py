@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckptmap.core.quantized_codes import Coded, CodeGrid
 from ckptmap.core.strided_boxes import Piece, StridedBox
 from ckptmap.mapping import value_ops
+from ckptmap.mapping.moved_codes import MovedCodes, by_blocks
 from ckptmap.mapping.resolve import MappedTensor
 from ckptmap.mapping.row_blocks import part_piece, rows_together
 from ckptmap.mapping.scheme_to_scheme import pieces_of
@@ -170,14 +171,9 @@ class DerivedCodes(DerivedTensor):
         encoding: Encoding | None = None,
     ) -> None:
         super().__init__(mapped, sources, dense, encoding)
-        assert isinstance(self.encoding_, DerivedCodesEncoding), "made by `derive`"
-        grid = self.encoding_.codes_grid
-        unit = rows_together(mapped)
-        assert grid is not None and unit is not None, "made by `derive`"
-        sizes = _in_units(grid, mapped.info, unit)
-        assert sizes is not None, "made by `derive`"
-        self._codes = [part_piece(p, unit, sizes[0], grid.codes.shape) for p in self._pieces]
-        self._scales = [part_piece(p, unit, sizes[1], grid.scales) for p in self._pieces]
+        moved = _moved_codes(mapped, sources, self._pieces)
+        assert moved is not None, "made by `derive`"
+        _, self._codes, self._scales = moved
 
     def read_codes(self, box: Box, out: torch.Tensor) -> None:
         def read_source(piece: Piece, bounds: Box) -> torch.Tensor:
@@ -209,14 +205,13 @@ def derive(
     mapped: MappedTensor, sources: Mapping[str, LazyTensor], dense: Encoding
 ) -> DerivedTensor:
     """Return the derived tensor, with its codes where whole blocks of them stay together."""
-    grid = (
-        None
-        if mapped.ops or mapped.zeros is not None
-        else _code_grid(mapped, list(sources.values()))
-    )
-    if grid is None:
+    infos = {key: lazy.info for key, lazy in sources.items()}
+    moved = None
+    if not mapped.ops and mapped.zeros is None:
+        moved = _moved_codes(mapped, sources, pieces_of(mapped, infos))
+    if moved is None:
         return DerivedTensor(mapped, sources, dense)
-    encoding = DerivedCodesEncoding(_encoding_title(mapped, sources), dense, codes_grid=grid)
+    encoding = DerivedCodesEncoding(_encoding_title(mapped, sources), dense, codes_grid=moved.grid)
     return DerivedCodes(mapped, sources, dense, encoding)
 
 
@@ -226,15 +221,40 @@ def _encoding_title(mapped: MappedTensor, sources: Mapping[str, LazyTensor]) -> 
     return " ".join([*(encoded or ["dense"]), *(ops or ["rearranged"])])
 
 
-def _code_grid(mapped: MappedTensor, lazies: Sequence[LazyTensor]) -> CodeGrid | None:
-    """Return the target's code grid, None where a block of codes would be split."""
+def _moved_codes(
+    mapped: MappedTensor, sources: Mapping[str, LazyTensor], pieces: Sequence[Piece]
+) -> MovedCodes | None:
+    """Return the target's codes, None where a block of them would be split."""
+    by_rows = _by_rows(mapped, list(sources.values()), pieces)
+    if by_rows is not None:
+        return by_rows
+    grids: dict[str, CodeGrid] = {}
+    for key, lazy in sources.items():
+        encoding = lazy.encoding_
+        grid = encoding.grid(lazy.info) if isinstance(encoding, Coded) else None
+        if grid is None:
+            return None
+        grids[key] = grid
+    infos = {key: lazy.info for key, lazy in sources.items()}
+    return by_blocks(grids, infos, pieces, mapped.info)
+
+
+def _by_rows(
+    mapped: MappedTensor, lazies: Sequence[LazyTensor], pieces: Sequence[Piece]
+) -> MovedCodes | None:
+    """Return the moved codes where whole rows move, whatever shape the codes have."""
     encoding, unit = lazies[0].encoding_, rows_together(mapped)
     if unit is None or any(lazy.encoding_ != encoding for lazy in lazies):
         return None
     if not isinstance(encoding, Coded) or isinstance(encoding.parts(mapped.info), Refusal):
         return None
     grid = encoding.grid(mapped.info)
-    return None if grid is None or _in_units(grid, mapped.info, unit) is None else grid
+    rows = None if grid is None else _in_units(grid, mapped.info, unit)
+    if grid is None or rows is None:
+        return None
+    codes = [part_piece(piece, unit, rows[0], grid.codes.shape) for piece in pieces]
+    scales = [part_piece(piece, unit, rows[1], grid.scales) for piece in pieces]
+    return MovedCodes(grid, codes, scales)
 
 
 def _in_units(grid: CodeGrid, info: TensorInfo, unit: int) -> tuple[int, int] | None:

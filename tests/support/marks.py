@@ -198,6 +198,7 @@ SLOW = frozenset(
         "quantization/test_int8_recode.py::test_int8_codes_are_carried",
         "quantization/test_int8_recode.py::test_over_any_number_of_ranks_and_back",
         "quantization/test_linear_weights.py::test_no_embedding_and_no_head",
+        "quantization/test_moved_codes.py::test_experts_of_gpt_oss_as_modules_and_back",
         "quantization/test_nf4.py::test_blocks_off_the_default_size",
         "quantization/test_nf4.py::test_how_it_is_fed_changes_nothing",
         "quantization/test_nf4.py::test_the_thread_count_changes_no_byte",

@@ -93,5 +93,5 @@ class Nvfp4(PackedFp4):
         mine = self.grid(info)
         if mine is None or self.extra or mine.name != grid.name:
             return None
-        same = (mine.codes, mine.block) == (grid.codes, grid.block)
+        same = (mine.codes, mine.block, mine.axes) == (grid.codes, grid.block, grid.axes)
         return Nvfp4Recoder(self.global_part, self.divides, self.packed_dtype) if same else None

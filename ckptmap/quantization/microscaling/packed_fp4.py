@@ -204,8 +204,8 @@ class PackedFp4:
         *rows, width = self._turned(info.shape)
         codes = TensorInfo((*rows, width // 2), "uint8")
         block = (*(1 for _ in rows), self.block // 2)
-        name = "e2m1 transposed" if self.transposed else "e2m1"  # a square shape does not tell
-        return CodeGrid(name, codes, block, self.values_name)
+        axes = self._turned(tuple(range(len(info.shape)))) if self.transposed else ()
+        return CodeGrid("e2m1", codes, block, self.values_name, axes)
 
     def scale_parts(self, info: TensorInfo) -> Sequence[str]:
         return ("scale", *self.more_parts(info))
