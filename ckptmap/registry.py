@@ -81,6 +81,7 @@ WRITERS = (
     "ckptmap.formats.frameworks.directory_writers:AccelerateWriter",
     "ckptmap.formats.frameworks.directory_writers:AccelerateFullWriter",
     "ckptmap.formats.frameworks.directory_writers:TrainerWriter",
+    "ckptmap.formats.gguf.writer:GgufWriter",
 )
 LAYOUTS = (
     "ckptmap.sharding.full:Full",
@@ -125,6 +126,12 @@ SCHEMES = (
     "ckptmap.quantization.microscaling.deepseek_fp4:DeepseekFp4Scheme",
     "ckptmap.quantization.microscaling.gpt_oss:GptOssMxfp4",
     "ckptmap.quantization.gguf.scheme:GgufScheme",
+    "ckptmap.quantization.gguf.targets:GgufQ8_0",
+    "ckptmap.quantization.gguf.targets:GgufQ5_1",
+    "ckptmap.quantization.gguf.targets:GgufQ5_0",
+    "ckptmap.quantization.gguf.targets:GgufQ4_1",
+    "ckptmap.quantization.gguf.targets:GgufQ4_0",
+    "ckptmap.quantization.gguf.targets:GgufMxfp4",
     "ckptmap.quantization.torchao.training_weights:TrainedDense",
     "ckptmap.optim.lowbit_torchao:Adam8bit",
     "ckptmap.optim.lowbit_torchao:Adam4bit",
@@ -147,6 +154,7 @@ SETUPS = (  # the name of the writer, and the setup
     ("accelerate", "ckptmap.formats.frameworks.directory_writers:ACCELERATE"),
     ("accelerate-full", "ckptmap.formats.frameworks.directory_writers:ACCELERATE_FULL"),
     ("trainer", "ckptmap.formats.frameworks.directory_writers:TRAINER"),
+    ("gguf", "ckptmap.formats.gguf.writer:GGUF"),
 )
 LIVE_FORMS = (  # of quantized weights in a live model, asked in this order
     "ckptmap.live.quantized.bnb:BnbForm",

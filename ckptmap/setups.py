@@ -54,21 +54,32 @@ def parse(text: str) -> Aim:
         if name == setup.name:
             return Aim(text, setup, None)
         if name.startswith(setup.name + "-"):
-            suffix = name.removeprefix(setup.name + "-")
-            for scheme in registry.schemes():
-                if scheme.suffix and scheme.suffix == suffix:
-                    return Aim(text, setup, scheme)
+            scheme = _scheme(name.removeprefix(setup.name + "-"), setup)
+            if scheme is not None:
+                return Aim(text, setup, scheme)
     raise PlanError("CKM201", f"--to {text!r} is not a setup", _nearest(name))
 
 
+def _scheme(suffix: str, setup: Setup) -> Scheme | None:
+    """Return the scheme of a suffix: `bf16`; one that begins with the setup's name is named without that, too, and
+    before others: `--to gguf-q8_0` is the setup gguf with the scheme gguf-q8_0."""
+    known = {scheme.suffix: scheme for scheme in reversed(registry.schemes()) if scheme.suffix}
+    return known.get(f"{setup.name}-{suffix}") or known.get(suffix)
+
+
 def names() -> list[str]:
-    """Return every value that `--to` accepts."""
+    """Return every value that `--to` accepts, the shortest for each setup with a scheme."""
     suffixes = [scheme.suffix for scheme in registry.schemes() if scheme.suffix]
     return [
         name
         for setup in registry.setups()
-        for name in (setup.name, *(f"{setup.name}-{suffix}" for suffix in suffixes))
+        for name in (setup.name, *(full_name(setup, suffix) for suffix in suffixes))
     ]
+
+
+def full_name(setup: Setup, suffix: str) -> str:
+    """Return the value of `--to` for a setup with the scheme of a suffix."""
+    return f"{setup.name}-{suffix.removeprefix(f'{setup.name}-')}"
 
 
 def _nearest(name: str) -> str:

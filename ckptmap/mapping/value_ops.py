@@ -1,6 +1,7 @@
 """The operations of mapping files that change values: the result, its dtype and the inverse.
 
     add C     w + C, computed in float64 and rounded once to w's dtype; inverse: w - C
+    add C T   the same, rounded to dtype T; inverse: w - C in w's own dtype, which is the scheme's
     neg       -w; the inverse is the same
     cast T    w in dtype T; inverse: w as it is, so the scheme's dtype is kept
 
@@ -52,8 +53,11 @@ class ValueOp:
 def parse_value_op(text: str) -> ValueOp:
     """Parse an operation. Raises PlanError CKM613 where there is no such operation."""
     kind, _, argument = text.partition(" ")
-    if kind == "add" and _is_number(argument):
-        return ValueOp(text, lambda values, inverse: _added(values, float(argument), inverse))
+    number, _, dtype = argument.partition(" ")
+    if kind == "add" and _is_number(number) and dtype in ("", *FLOATING):
+        return ValueOp(
+            text, lambda values, inverse: _added(values, float(number), dtype, inverse), dtype
+        )
     if text == "neg":
         return ValueOp(text, lambda values, inverse: -values)
     if kind == "cast" and argument in FLOATING:
@@ -67,7 +71,7 @@ def parse_value_op(text: str) -> ValueOp:
         )
     raise PlanError(
         "CKM613",
-        f"op {text!r} is none of `add C`, `neg`, `cast DTYPE`, and no installed package has it",
+        f"op {text!r} is none of `add C`, `add C DTYPE`, `neg`, `cast DTYPE`, and no installed package has it",
         "provide an operation of your own as an entry point of group ckptmap.value_ops",
     )
 
@@ -80,9 +84,11 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _added(values: torch.Tensor, number: float, inverse: bool) -> torch.Tensor:
+def _added(values: torch.Tensor, number: float, dtype: str, inverse: bool) -> torch.Tensor:
     wide = values.double()
-    return (wide - number if inverse else wide + number).to(values.dtype)
+    if inverse or not dtype:
+        return (wide - number if inverse else wide + number).to(values.dtype)
+    return _cast(wide + number, dtype, False)
 
 
 def _cast(values: torch.Tensor, dtype: str, inverse: bool) -> torch.Tensor:

@@ -42,7 +42,8 @@ def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
         tensor = stored.get(key)
         if tensor is None or not _lies_at(tensor, entry["chunks"], root):
             problems += _place_problems(key, entry, tensor, base)
-    unlisted = [(k, tensor) for k, tensor in stored.items() if k not in planned]
+    made = ckpt.index.made_tensors
+    unlisted = [(k, t) for k, t in stored.items() if k not in planned and k not in made]
     if unlisted:
         shares = {tensor.share for key, tensor in stored.items() if key in planned} - {None}
         unlisted = [(k, t) for k, t in unlisted if t.share not in shares and t.info.numel]

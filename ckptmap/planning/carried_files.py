@@ -14,7 +14,7 @@ from ckptmap.planning.quantization_config import WrittenWeights
 from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.planning.weight_encodings import WeightEncodings
-from ckptmap.protocols import CarriedFile
+from ckptmap.protocols import CarriedFile, Inner, through
 from ckptmap.tensors import FLOATING
 
 
@@ -26,6 +26,8 @@ class CarriedFiles:
     files: Mapping[str, CarriedFile]
     stem: str | None = None
     remarks: Remarks = field(default_factory=Remarks)
+    inner: Mapping[str, CarriedFile] = field(default_factory=dict)
+    """Files that the writer puts into its own, in some form of its format's."""
 
 
 class AsItIs:
@@ -58,6 +60,9 @@ def carried_files(
     Raises PlanError CKM203 where config.json could not declare the encodings of the weights.
     """
     copied, carrier = selection.copied.files, request.carrier
+    if request.setup.inner is not None:
+        inner, notes = _inner_files(request, request.setup.inner)
+        return CarriedFiles(copied, remarks=Remarks(notes=notes), inner=inner)
     if carrier is None:
         return CarriedFiles(copied, remarks=Remarks(notes=_unused_config(request)))
     if request.reference is not None:
@@ -73,6 +78,18 @@ def carried_files(
     files = {**files, **copied}
     notes = [*notes, *weights.unread(), *unknown_to_transformers(names.weights)]
     return CarriedFiles(files, carrier.stem(files), Remarks(notes=notes))
+
+
+def _inner_files(request: Request, inner: Inner) -> tuple[Mapping[str, CarriedFile], list[str]]:
+    """Return what the writer puts into its own file, and notes."""
+    ckpt, reference = request.ckpt, request.reference
+    same = ckpt.index.container == request.setup.writer
+    return through(inner, ckpt.files.mounts).files(
+        request.siblings,
+        request.options.config_from,
+        ckpt.path if same else None,
+        None if reference is None else reference.ckpt.path,
+    )
 
 
 def _unused_config(request: Request) -> list[str]:

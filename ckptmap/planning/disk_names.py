@@ -12,12 +12,13 @@ from dataclasses import replace
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.translate_names import translated
-from ckptmap.errors import CkptmapError
+from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.catalog import CatalogEntry
 from ckptmap.mapping.memory_names import joined_experts, memory_scheme
 from ckptmap.mapping.model_config import config_beside
 from ckptmap.mapping.rules import HUB
 from ckptmap.planning.options import Options
+from ckptmap.planning.reference import Reference
 from ckptmap.protocols import Setup
 
 READERS = "transformers 5 loads them; transformers 4, vLLM and SGLang do not find them"
@@ -29,7 +30,8 @@ def wants_disk_names(ckpt: Checkpoint, options: Options, setup: Setup) -> bool:
     chosen = options.names is not None or options.names_like is not None
     done = ckpt.translation is not None or ckpt.merged is not None
     hub = setup.carrier is not None and not setup.holds_extra
-    return (hub or bool(ckpt.index.naming)) and not chosen and not done
+    own = bool(ckpt.index.naming) and ckpt.index.naming != setup.names
+    return (hub or own) and not chosen and not done
 
 
 def in_disk_names(
@@ -62,6 +64,32 @@ def in_disk_names(
         return ckpt, [_in_memory(scheme, reason)]
     notes = [*on_disk.notes, "names as save_pretrained writes them; as they are: --names hf-memory"]
     return replace(on_disk, notes=notes), []
+
+
+def in_own_names(
+    ckpt: Checkpoint,
+    options: Options,
+    scheme: str,
+    leave: Callable[[str], str | None],
+    reference: Reference | None,
+) -> tuple[Checkpoint, Sequence[str]]:
+    """Return the checkpoint under the names of the format that is written, and notes.
+
+    Names that no scheme knows stay where no config says of which model they are. Raises PlanError CKM604 for a model
+    that has no such names here, and as `translated` does.
+    """
+    like = None if reference is None else config_beside(reference.ckpt.path, ckpt.files.mounts)
+    try:
+        return translated(
+            ckpt, scheme, options.names_from, options.config_from, leave, config=like
+        ), []
+    except PlanError as error:
+        known = options.names_from is not None or _config(ckpt, options) is not None or like
+        if error.code != "CKM604" or known:
+            raise
+        return ckpt, [
+            f"the names stay as they are, which no library of {scheme} loads: {error.message}"
+        ]
 
 
 def _from_format(

@@ -12,8 +12,9 @@ from ckptmap.core.quantized_codes import KeepsCodes, Repairs, ScalesExactly, Tak
 from ckptmap.errors import PlanError
 from ckptmap.planning.kept_codes import code_grid
 from ckptmap.planning.options import Options
-from ckptmap.protocols import Encoding, Refusal, Scheme
+from ckptmap.protocols import Demands, Encoding, Refusal, Scheme
 from ckptmap.protocols.offers import offers
+from ckptmap.quantization.dense import Dense, DenseAs
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 
@@ -33,6 +34,27 @@ def encoding_for(
     if declared:
         _require_module(lazy, scheme)
     return encoding
+
+
+def as_demanded(demands: Demands, lazy: LazyTensor, chosen: Encoding | None) -> Encoding | None:
+    """Return the encoding in which the format's loader wants the tensor, where it is not the one that is chosen.
+
+    Raises PlanError CKM203 where the format holds no tensor of that encoding.
+    """
+    dtype = demands.dtype(lazy.fqn, lazy.info)
+    if dtype is not None:
+        if dtype == lazy.dtype:
+            return None if lazy.encoding == "dense" else Dense()
+        return DenseAs(dtype)
+    encoding = lazy.encoding_ if chosen is None else chosen
+    written = encoding.dtype if isinstance(encoding, DenseAs) else lazy.dtype
+    reason = demands.refusal(encoding.name, written)
+    if reason is not None:
+        raise PlanError(
+            "CKM203", f"{lazy.fqn}: {reason}",
+            "say in which dtype or blocks to write it: --to gguf-bf16, --to gguf-q8_0",
+        )  # fmt: skip
+    return chosen
 
 
 def _chosen(lazy: LazyTensor, scheme: Scheme, options: Options) -> Encoding | None:

@@ -17,7 +17,7 @@ from ckptmap.core.tiling import prove_tiling
 from ckptmap.planning.file_plan import Encode, FilePlan, SlotRef, Sources
 from ckptmap.planning.layout_builder import EncodedTensor, TensorLayout
 from ckptmap.planning.request import Request
-from ckptmap.protocols import OutState, OutTensor
+from ckptmap.protocols import CarriedFile, OutState, OutTensor
 from ckptmap.tensors import Box, Path, PlainValue
 
 
@@ -28,16 +28,18 @@ def file_layout(
     records: Mapping[str, Mapping[str, object]],
     world_size: int,
     stem: str | None,
+    inner: Mapping[str, CarriedFile],
 ) -> tuple[list[FilePlan], list[Encode]]:
     """Return every file with the source of each slot, and what is encoded into which slots.
 
     `values` are plain values by path in the output, `records` the metadata of quantized tensors;
-    `stem` begins the names of weight files, None: as the writer has them.
+    `stem` begins the names of weight files, None: as the writer has them; `inner` is what the writer
+    puts into its file besides tensors.
     """
     state = OutState(
         layout.tensors, _whole_dicts(values, layout.tensors), records, world_size,
         request.options.max_shard_nbytes, stem,
-        {} if request.reference is None else request.reference.places(),
+        {} if request.reference is None else request.reference.places(), inner,
     )  # fmt: skip
     writer = registry.writer(request.setup.writer)
     slot_refs: dict[Path, list[SlotRef]] = {}

@@ -50,6 +50,7 @@ _NF4 = "torchao's NF4Tensor, frozen, in linear layers"
 _INT8 = "torchao's Int8Tensor, frozen, in linear layers"
 _FLOAT8 = "decoded: ckptmap.load builds no live float8"
 _MICROSCALED = "decoded: ckptmap.load builds no live microscaled weights"
+_GGUF = "decoded: ckptmap.load builds no live blocks of ggml"
 _BNB = "bitsandbytes' own loader; ckptmap.load decodes it"
 TABLE: dict[tuple[str, str], LiveSupport] = {
     ("plain", "nf4"): LiveSupport(_NF4, needs=TORCHAO),
@@ -105,6 +106,14 @@ TABLE: dict[tuple[str, str], LiveSupport] = {
         nearest=("fsdp1-bf16", "fsdp2-bf16"),
     ),
     ("FSDP2", "microscaled"): LiveSupport(_MICROSCALED),
+    ("plain", "gguf"): LiveSupport("llama.cpp runs them; ckptmap.load decodes them"),
+    ("compiled", "gguf"): LiveSupport(_GGUF),
+    ("DDP", "gguf"): LiveSupport(_GGUF),
+    ("FSDP1", "gguf"): LiveSupport(
+        "FSDP1 flattens parameters of one dtype: blocks are bytes",
+        nearest=("fsdp1-bf16", "fsdp2-bf16"),
+    ),
+    ("FSDP2", "gguf"): LiveSupport(_GGUF),
 }
 
 

@@ -131,7 +131,7 @@ class Plan:
         for lines in _lines("%s %s\n", self.steps.fqns, kinds):
             seen.update(lines)
         for file in self.files:
-            seen.update(f"{file.out.name} {file.out.nbytes}\n".encode())
+            seen.update(f"{file.out.name} {file.out.nbytes}\n{file.out.mark}".encode())
             slots = file.slots
             boxes = each(slots.boxes, str)
             for lines in _lines("%s %s %s %s\n", slots.paths, boxes, slots.offsets, slots.sizes):

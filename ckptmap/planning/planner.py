@@ -124,8 +124,9 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
     if request.reference is not None and not request.reference.ckpt.index.records:
         records = {}  # its config.json tells how it is encoded, and nothing else does
     files, encodes = file_layout(
-        request, layout, {**optimizer.values, **values}, records, sharding.world_size, carried.stem
-    )
+        request, layout, {**optimizer.values, **values}, records, sharding.world_size, carried.stem,
+        carried.inner,
+    )  # fmt: skip
     notes = [*selection.copied.source_notes(ckpt, carried.files), *source.notes, *remarks.notes]
     return Plan(
         ckpt, request.aim, request.options, sharding.world_size, layout.steps, files, encodes,

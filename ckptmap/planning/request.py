@@ -55,7 +55,7 @@ class Request:
     @cached_property
     def siblings(self) -> Sequence[str]:
         """Paths of the files beside the weights; empty where the setup has no place for such files."""
-        if self.setup.carrier is None:
+        if self.setup.carrier is None and self.setup.inner is None:
             return []
         path = Path(self.ckpt.index.sidecar_dir or self.ckpt.path)
         directory = path if path.is_dir() else path.parent

@@ -15,7 +15,7 @@ from ckptmap.checkpoint.translate_names import translated
 from ckptmap.core.name_globs import matches
 from ckptmap.errors import PlanError
 from ckptmap.mapping.rules import HUB
-from ckptmap.planning.disk_names import in_disk_names, wants_disk_names
+from ckptmap.planning.disk_names import in_disk_names, in_own_names, wants_disk_names
 from ckptmap.planning.file_plan import Compare
 from ckptmap.planning.options import Options
 from ckptmap.planning.reference import Reference
@@ -66,7 +66,11 @@ def open_source(
             source, compares, notes = restored(source, options.base)
         leave = partial(_left_behind, options)
         names = options.names or _names_by_setup(options, aim.setup)
-        if names is not None:
+        own = aim.setup.names
+        if names is None and own and not _has_names_of(own, source, options, reference):
+            source, told = in_own_names(source, options, own, leave, reference)
+            notes = [*notes, *told]
+        elif names is not None:
             config = options.config_from
             source = translated(source, names, options.names_from, config, leave)
         elif reference is not None and all(fqn in source for fqn in reference.ckpt):
@@ -83,6 +87,16 @@ def _names_by_setup(options: Options, setup: Setup) -> str | None:
     """Return Hugging Face's names for its directory, where --names-from says what the source has."""
     wanted = options.names_from is not None and setup.carrier is not None and not setup.holds_extra
     return HUB if wanted else None
+
+
+def _has_names_of(
+    scheme: str, source: Checkpoint, options: Options, reference: Reference | None
+) -> bool:
+    """Return whether the names are those of the format that is written, or were chosen by the user."""
+    if reference is not None:
+        return all(fqn in source for fqn in reference.ckpt)
+    chosen = options.names_like is not None or source.translation is not None
+    return chosen or source.index.naming == scheme
 
 
 def _require_config(path: str | None) -> None:

@@ -16,6 +16,10 @@ from ckptmap.planning.reference import Reference
 from ckptmap.planning.reference_encodings import activation_parts
 from ckptmap.planning.request import Request
 from ckptmap.planning.weight_encodings import WeightEncodings
+from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import TakesDtype
+from ckptmap.protocols.offers import offers
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Extent, Path, StoredTensor, TensorInfo
 
 
@@ -44,6 +48,13 @@ def tensor_layout(
     return layout
 
 
+def _in_its_dtype(lazy: LazyTensor, encoding: Encoding | None) -> LazyTensor:
+    """Return the tensor in the dtype of the values that its new encoding takes."""
+    if encoding is None or encoding == lazy.encoding_ or not offers(encoding, TakesDtype):
+        return lazy
+    return cast_to(lazy, encoding.takes)
+
+
 class _Weights:
     """The weights of one request, put into a builder."""
 
@@ -59,7 +70,7 @@ class _Weights:
         request, columns = self._request, self._request.ckpt.columns()
         if columns is None or self._selection.ties or self._by_order or request.reference:
             return False
-        if request.aim.scheme is not None or not request.takes_all:
+        if request.aim.scheme is not None or not request.takes_all or self._encodings.anew:
             return False
         extents = columns.extents()
         if extents is None:
@@ -75,7 +86,7 @@ class _Weights:
         plain: list[tuple[str, TensorInfo, Extent]] = []
         for fqn in self._selection.weights:
             path, extent = self._names.of_weight(fqn), None
-            if fqn in dense and fqn not in ties:
+            if fqn in dense and fqn not in ties and fqn not in self._encodings.anew:
                 extent = self._builder.extent(path, dense[fqn])
             if extent is not None:
                 plain.append((fqn, dense[fqn].info, extent))
@@ -87,7 +98,8 @@ class _Weights:
             elif request.reference is not None:
                 self._add_like(request.reference, fqn, path)
             else:
-                self._builder.tensor(ckpt[fqn], "model", path, self._encodings.anew.get(fqn))
+                encoding = self._encodings.anew.get(fqn)
+                self._builder.tensor(_in_its_dtype(ckpt[fqn], encoding), "model", path, encoding)
         self._add_run(plain)
 
     def _add_like(self, reference: Reference, fqn: str, path: Path) -> None:

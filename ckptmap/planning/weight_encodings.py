@@ -11,7 +11,12 @@ from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.columns import each
 from ckptmap.core.name_globs import matches_any
 from ckptmap.core.quantized_codes import ScalesActivations
-from ckptmap.planning.encoding_choice import beside_ties, encoding_for, inside_attention
+from ckptmap.planning.encoding_choice import (
+    as_demanded,
+    beside_ties,
+    encoding_for,
+    inside_attention,
+)
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.options import Options
 from ckptmap.planning.reference_encodings import reference_encodings
@@ -69,7 +74,8 @@ def weight_encodings(request: Request, selection: Selection) -> WeightEncodings:
 def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
     """Choose the encodings as `--to` says."""
     ckpt, scheme = request.ckpt, request.aim.scheme
-    stored_dense = _stored_dense(ckpt) if scheme is None else {}
+    demands = request.setup.demands
+    stored_dense = _stored_dense(ckpt) if scheme is None and demands is None else {}
     foreign = foreign_tensors(ckpt.infos()) if scheme is not None else {}
     beside = beside_ties(ckpt, scheme, request.options)
     beside |= inside_attention(ckpt, scheme, request.options)
@@ -95,6 +101,8 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
                 request.options,
                 declared=request.setup.carrier is not None,
             )
+            if demands is not None:
+                encoding = as_demanded(demands, lazy, encoding)
         if encoding is not None:
             anew[fqn] = encoding = _one_object(encoding, made)
         elif scheme is not None and not request.options.encode:

@@ -103,6 +103,13 @@ class KeepsOnHost(Protocol):
 
 
 @runtime_checkable
+class TakesDtype(Protocol):
+    """An encoding of values of one dtype, to which others are cast first."""
+
+    takes: ClassVar[str]
+
+
+@runtime_checkable
 class DecodesOnHost(Protocol):
     """An encoding whose values the CPU computes wherever they are wanted, because another device would
     make other bits: it sums in another order."""

@@ -88,6 +88,31 @@ class TakesMadeFiles(Protocol):
         """Return the carrier, which uses these files where there are none of their names."""
 
 
+class Inner(Protocol):
+    """What a format of one file holds besides tensors, from the files beside the weights: `OutState.inner`."""
+
+    def files(
+        self, siblings: Sequence[str], given: str | None, source: str | None, like: str | None
+    ) -> tuple[Mapping[str, CarriedFile], list[str]]:
+        """Return what the writer is given, by name, and notes.
+
+        siblings  the files beside the weights of the source
+        given     the value of `--config-from`: a directory or config.json to take in their place
+        source    the source, where it is of this format itself
+        like      the checkpoint of `--as`, which the output is like
+        """
+
+
+class Demands(Protocol):
+    """The dtypes that the loader of a format wants, whatever encoding is asked for."""
+
+    def dtype(self, name: str, info: TensorInfo) -> str | None:
+        """Return the dtype that a tensor of this name must have; None: it may have any encoding."""
+
+    def refusal(self, encoding: str, dtype: str) -> str | None:
+        """Return why no tensor of this encoding can be written, dense ones by their dtype; None: it can."""
+
+
 class Filing(Protocol):
     """The files in which a framework's directory keeps extra values (scheduler, random state), one file
     a value, by the value's key."""
@@ -141,6 +166,12 @@ class Setup:
     """The one key form of optimizer state that it takes; empty: any."""
     grouping: Grouping | None = None
     """Who knows the groups that its loader makes; None: the source's are kept."""
+    names: str = ""
+    """The naming scheme that its loader knows, into which names are translated; empty: they stay."""
+    inner: Inner | None = None
+    """Who gives what the writer puts into its own file besides tensors; None: nothing."""
+    demands: Demands | None = None
+    """Who says in which dtypes its loader wants tensors; None: in any."""
     live: str = ""
     """What wraps the live model that it is for: "plain", "compiled", "DDP", "FSDP1" or "FSDP2"; empty:
     nothing is known of what such a model holds."""

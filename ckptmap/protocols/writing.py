@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ckptmap.protocols.layouts import FlatUnit, Placement
+from ckptmap.protocols.setups import CarriedFile
 from ckptmap.tensors import Box, Path, TensorInfo
 
 
@@ -45,6 +46,8 @@ class OutState:
     places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Dotted key -> (file, offset) in another checkpoint, whose split into files and order in them a
     writer of several files keeps; empty: as the writer has it."""
+    inner: Mapping[str, CarriedFile] = field(default_factory=dict)
+    """What the writer puts into its own file besides tensors, by name: see `Setup.inner`."""
 
 
 class Slot(NamedTuple):
@@ -77,6 +80,8 @@ class OutFile:
     needs_crc: bool = False
     holds_manifest: bool = False
     between: Callable[[int, int], bytes] | None = None
+    mark: str = ""
+    """Identifies what is written around the slots, where slots and carried files do not."""
 
     def pieces(
         self, crcs: Sequence[int], manifest: bytes | None = None

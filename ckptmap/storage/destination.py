@@ -48,7 +48,8 @@ def named_place(dst: str | os.PathLike[str]) -> Path:
 
 
 SAFETENSORS = ".safetensors"
-FILE_SUFFIXES = (SAFETENSORS, ".pt", ".pth", ".bin")
+GGUF = ".gguf"
+FILE_SUFFIXES = (SAFETENSORS, GGUF, ".pt", ".pth", ".bin")
 """Ends of names of one-file checkpoints; Lightning gives .ckpt to directories, too."""
 
 
@@ -66,6 +67,14 @@ def check_kind(dst: str | os.PathLike[str], one_file: bool, container: str) -> N
             f"{text}: names a safetensors file, but this setup writes {container}, as torch.save does",
             f"name it {stem}.pt; or write safetensors into a directory: {stem} --to hf",
         )
+    if one_file and text.endswith(GGUF) != (container == "gguf"):
+        stem, end = text.removesuffix(GGUF), GGUF if container == "gguf" else ".pt"
+        if text.endswith((GGUF, *FILE_SUFFIXES)):
+            raise DestinationError(
+                "CKM304",
+                f"{text}: names another kind of file, and this setup writes {container}",
+                f"name it {Path(stem).with_suffix('') if end == GGUF else stem}{end}",
+            )
     if os.path.lexists(text):
         return  # `check_destination` says what is there
     if one_file and text.endswith(os.sep):

@@ -244,6 +244,8 @@ class Index:
     naming           the naming scheme of all containers of the format; "": they have any names
     made_files       returns files that lie beside the weights elsewhere (config.json), made of the
                      container's own metadata: name -> content
+    made_tensors     names of tensors that a writer makes of metadata, no weights of a model: a manifest does not
+                     list those that it made
     """
 
     container: str
@@ -264,6 +266,7 @@ class Index:
     metadata: Mapping[str, str] = field(default_factory=dict)
     naming: str = ""
     made_files: Callable[[], Mapping[str, bytes]] | None = None
+    made_tensors: frozenset[str] = frozenset()
 
 
 def in_saved_order(stored: StoredTensor) -> bool:

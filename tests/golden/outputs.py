@@ -49,8 +49,13 @@ def encodings() -> list[str]:
     inner = ("trained-dense", "adam8bit", "adam4bit", "adamfp8", "bnb8bit")
     # Microscaled forms are compared with their libraries, bit for bit, in tests/quantization.
     compared = {s.name for s in registry.schemes() if getattr(s, "live", "") == "microscaled"}
-    left_out = {*inner, *compared, "fp8-ue8m0"}
+    left_out = {*inner, *compared, *gguf_types(), "fp8-ue8m0"}
     return ["", *(s.suffix for s in registry.schemes() if s.suffix and s.name not in left_out)]
+
+
+def gguf_types() -> list[str]:
+    """The encodings of GGUF's types: only a GGUF file is written in each."""
+    return [s.suffix for s in registry.schemes() if getattr(s, "live", "") == "gguf"]
 
 
 @dataclass(frozen=True)
@@ -223,9 +228,10 @@ def write_parallel(kind: str) -> Callable[[Path], Path]:
 def matrix() -> Iterator[Source]:
     """Every setup in every encoding from one source, and every setup from every container."""
     setups = [setup.name for setup in registry.setups()]
-    every = tuple(f"{s}-{e}".removesuffix("-") for s in setups for e in encodings())
+    every = tuple(f"{s}-{e}".removesuffix("-") for s in setups if s != "gguf" for e in encodings())
+    gguf = ("gguf", *(f"gguf-{cast}" for cast in ("bf16", "fp16", "fp32")), *gguf_types())
     plain = tuple(setups)
-    yield Source("hf", write_hf, every)
+    yield Source("hf", write_hf, (*every, *gguf, "full-gguf-q8_0"))
     config = str(MAPPINGS / "llama" / "config.json")
     yield Source("wrapped", write_wrapped, plain, {"like": config})
     more = ("fsdp2-nf4", "hf-bf16")

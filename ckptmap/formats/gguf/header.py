@@ -25,13 +25,13 @@ from ckptmap.storage.files import Files
 
 VERSIONS = (2, 3)
 MAX_DIMS = 4
-KEPT_NUMBERS = 4096
+KEPTNUMBERS = 4096
 """An array of at most so many numbers is kept: sizes of layers, for one."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors of factors of the rotary frequencies, which transformers states in config.json."""
 MAX_ALIGNMENT = 1 << 20
 ALIGNMENT = "general.alignment"
-_NUMBERS: Mapping[int, str] = {
+NUMBERS: Mapping[int, str] = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 """Type of a value -> its format in `struct`, of all but texts (8) and arrays (9)."""
@@ -71,6 +71,7 @@ class GgufHeader:
     """What a GGUF file says of itself.
 
     data     where its tensors begin
+    align    every tensor begins at a multiple of it, counted from `data`
     factors  values of the tensors in FACTORS, which belong to the config of other libraries
     """
 
@@ -80,6 +81,13 @@ class GgufHeader:
     tensors: tuple[GgufTensor, ...]
     data: int
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    align: int = 32
+
+    @property
+    def end(self) -> int:
+        """Return where the tensors end, with the padding of the last one."""
+        last = max((each.offset + each.nbytes for each in self.tensors), default=self.data)
+        return self.data + -(-(last - self.data) // self.align) * self.align
 
     def text(self, key: str) -> str:
         """Return a text of the metadata, "" where there is none."""
@@ -99,7 +107,7 @@ def parse(files: Files, file: str) -> GgufHeader:
     version or a type that is not known, or bytes in big endian.
     """
     cursor = Cursor(files, file, Fingerprint.of(file, files.mounts).nbytes)
-    version = _version(cursor)
+    version = read_version(cursor)
     tensors, keys = cursor.u64(), cursor.u64()
     for count, least, what in ((keys, _LEAST_KEY, "keys"), (tensors, _LEAST_TENSOR, "tensors")):
         if count > cursor.left // least:
@@ -111,19 +119,20 @@ def parse(files: Files, file: str) -> GgufHeader:
     data = -(-cursor.offset // alignment) * alignment
     placed = _placed(cursor, entries, data, alignment)
     factors = {each.name: _floats(files, file, each) for each in placed if _is_factors(each)}
-    return GgufHeader(file, version, metadata, placed, data, factors)
+    return GgufHeader(file, version, metadata, placed, data, factors, alignment)
 
 
 def _is_factors(tensor: GgufTensor) -> bool:
     plain = tensor.type.name == "F32" and len(tensor.shape) == 1
-    return tensor.name in FACTORS and plain and tensor.shape[0] <= KEPT_NUMBERS
+    return tensor.name in FACTORS and plain and tensor.shape[0] <= KEPTNUMBERS
 
 
 def _floats(files: Files, file: str, tensor: GgufTensor) -> tuple[float, ...]:
     return struct.unpack(f"<{tensor.shape[0]}f", files.read(file, tensor.offset, tensor.nbytes))
 
 
-def _version(cursor: Cursor) -> int:
+def read_version(cursor: Cursor) -> int:
+    """Return the version that a file states. Raise SourceError CKM119 where it is none that is read."""
     if cursor.take(4) != MAGIC:
         raise cursor.malformed("expected GGUF as its first bytes")
     version = cursor.u32()
@@ -150,11 +159,12 @@ def _metadata(cursor: Cursor, count: int) -> dict[str, Value]:
         cursor.what = f"key {key[:80]!r}"
         if key in metadata:
             raise cursor.malformed("expected it once, found it twice")
-        metadata[key] = _value(cursor)
+        metadata[key] = read_value(cursor)
     return metadata
 
 
-def _value(cursor: Cursor) -> Value:
+def read_value(cursor: Cursor) -> Value:
+    """Return the next value of the metadata; of long arrays their count and place. Raise as `parse` does."""
     kind = cursor.u32()
     if kind == _TEXT:
         return cursor.text()
@@ -169,7 +179,7 @@ def _value(cursor: Cursor) -> Value:
     code = _code(cursor, inner)
     if count > cursor.left // struct.calcsize(code):
         raise cursor.truncated(count * struct.calcsize(code))
-    if count <= KEPT_NUMBERS:
+    if count <= KEPTNUMBERS:
         return _numbers(cursor, code, count)
     at = cursor.offset
     cursor.skip(count * struct.calcsize(code))
@@ -177,9 +187,9 @@ def _value(cursor: Cursor) -> Value:
 
 
 def _code(cursor: Cursor, kind: int) -> str:
-    if kind not in _NUMBERS:
+    if kind not in NUMBERS:
         raise cursor.malformed(f"expected a type of value from 0 to 12, found {kind}")
-    return _NUMBERS[kind]
+    return NUMBERS[kind]
 
 
 def _numbers(cursor: Cursor, code: str, count: int) -> tuple[int | float | bool, ...]:

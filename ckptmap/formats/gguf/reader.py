@@ -7,6 +7,7 @@ A tensor of codes and scales is stored bytes and a record, `{"scheme": "gguf", "
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path as FilePath
@@ -15,7 +16,8 @@ from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.formats.gguf.config_json import Config, config_of, made_files, untold
 from ckptmap.formats.gguf.cursor import MAGIC
-from ckptmap.formats.gguf.header import GgufHeader, GgufTensor, parse
+from ckptmap.formats.gguf.footer import manifest_span
+from ckptmap.formats.gguf.header import FACTORS, GgufHeader, GgufTensor, parse
 from ckptmap.formats.gguf.metadata import about, listed
 from ckptmap.formats.gguf.splits import check_splits, files_of, holds_gguf, is_split_set
 from ckptmap.protocols import Index, Place
@@ -45,6 +47,7 @@ class GgufFile:
         missing or of different models.
         """
         headers = headers_of(place.path, place.is_dir, place.names, place.mounts)
+        span = _manifest(headers, place.mounts)
         with paused_gc():
             entries = [entry for header in headers for entry in header.tensors]
             return Index(
@@ -59,7 +62,25 @@ class GgufFile:
                 metadata=listed(headers[0]),
                 naming="gguf",
                 made_files=partial(made_files, whole(headers)),
+                manifest=None
+                if span is None
+                else partial(_read, headers[0].file, span, place.mounts),
+                manifest_spans=None if span is None else lambda: [span],
+                made_tensors=frozenset(FACTORS),
             )
+
+
+def _manifest(headers: Sequence[GgufHeader], mounts: Mounts) -> tuple[int, int] | None:
+    """Return the place of the manifest in a file that ckptmap wrote; it writes no split ones."""
+    if len(headers) > 1:
+        return None
+    with closing(Files(mounts=mounts)) as files:
+        return manifest_span(files, headers[0])
+
+
+def _read(file: str, span: tuple[int, int], mounts: Mounts) -> bytes:
+    with closing(Files(mounts=mounts)) as files:
+        return files.read(file, *span)
 
 
 def headers_of(path: str, is_dir: bool, names: Sequence[str], mounts: Mounts) -> list[GgufHeader]:

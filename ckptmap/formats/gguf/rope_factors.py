@@ -42,18 +42,20 @@ def rope_scaling(
     return None, LLAMA
 
 
-def llama3_factors(theta: float, head_dim: int, factor: float) -> list[float]:
+def llama3_factors(
+    theta: float, head_dim: int, factor: float, low: float = 1.0, high: float = 4.0, before: float = 8192
+) -> list[float]:  # fmt: skip
     """Return what each frequency is divided by: 1 for short waves, `factor` for long ones, in between by how often
-    the wave fits into the first context."""
+    the wave fits into the first context, of `before` tokens: from `low` to `high` times."""
     found = []
     for at in range(0, head_dim, 2):
         wave = 2 * pi * theta ** (at / head_dim)
-        fits = 8192 / wave
-        if fits > 4.0:
+        fits = before / wave
+        if fits > high:
             found.append(1.0)
-        elif fits < 1.0:
+        elif fits < low:
             found.append(factor)
         else:
-            smooth = (fits - 1.0) / 3.0
+            smooth = (fits - low) / (high - low)
             found.append(1 / ((1 - smooth) / factor + smooth))
     return found

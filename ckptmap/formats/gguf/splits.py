@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 COUNT, NUMBER = "split.count", "split.no"
+SPLIT_KEYS = (COUNT, NUMBER, "split.tensors.count")
 WHOLE = "copy or download all of its files into one directory"
 
 

@@ -31,6 +31,9 @@ class GgufBlocks:
 
     kind: str
 
+    takes = VALUES
+    """The dtype of the values that it encodes: `TakesDtype`."""
+
     @property
     def name(self) -> str:
         return f"gguf-{self.kind.lower()}"

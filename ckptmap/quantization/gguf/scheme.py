@@ -19,7 +19,7 @@ from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 
 class GgufScheme:
-    """Reads every type of ggml that the `gguf` package decodes. It is no target."""
+    """Reads every type of ggml that the `gguf` package decodes. Those that are made here are in `targets`."""
 
     name = SCHEME
     suffix = ""
@@ -44,7 +44,7 @@ class GgufScheme:
         return None
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal("GGUF's types are decoded here, and not written")
+        return Refusal("name the type to write: gguf-q8_0")
 
 
 def _group(fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]) -> Found:

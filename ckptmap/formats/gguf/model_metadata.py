@@ -1,0 +1,187 @@
+"""Make the metadata of a GGUF file from the config.json of a model: the way back of `config_json`.
+
+    "model_type": "llama"    ->  general.architecture = llama
+    "hidden_size": 4096      ->  llama.embedding_length = u32 4096
+    "rope_scaling": llama3   ->  the tensor rope_freqs.weight, f32 [head_dim / 2]
+
+Source: llama.cpp, convert_hf_to_gguf.py (`set_gguf_parameters`, `generate_extra_tensors`) and
+gguf-py/gguf/constants.py for the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+from ckptmap.formats.gguf.config_json import ARCHITECTURES, SIZES, SOFTCAPS
+from ckptmap.formats.gguf.key_values import f32, text, u32
+from ckptmap.formats.gguf.rope_factors import LLAMA, LONG, SHORT, llama3_factors
+
+Config = Mapping[str, object]
+ALSO: Mapping[str, str] = {"mistral": "llama", "mixtral": "llama"}
+"""Model types that are an architecture of another name in GGUF."""
+_OF_TYPE: Mapping[str, str] = {
+    **{each.model_type: name for name, each in ARCHITECTURES.items()},
+    **ALSO,
+}
+FLOATS = ("attention.layer_norm_rms_epsilon", "rope.freq_base", *SOFTCAPS)
+OTHER_WORDS: Mapping[str, str] = {"num_experts": "num_local_experts"}
+"""Key of a config -> the same in other releases of transformers."""
+MAX_U32 = 2**32 - 1
+TOLD_APART = "phi3"
+"""Phi-4 has no sliding window and states one of 0, by which llama.cpp tells it from Phi-3."""
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """What a file says of a model.
+
+    keys     key -> type and value
+    factors  name -> values of the tensors of rotary factors, which are metadata in other libraries
+    notes    what of the config has no key
+    """
+
+    keys: Mapping[str, bytes]
+    factors: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def architecture_of(config: Config) -> str:
+    """Return the architecture in GGUF; "" where the config's model is not known here."""
+    return _OF_TYPE.get(str(config.get("model_type")), "")
+
+
+def metadata_of(config: Config) -> ModelMetadata:
+    """Return the metadata of a model that `architecture_of` knows."""
+    name = architecture_of(config)
+    config = _with_rope(config)
+    named = str(config.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
+    keys = {
+        "general.architecture": text(name),
+        "general.type": text("model"),
+        "general.name": text(named or str(config.get("model_type"))),
+    }
+    keys |= {f"{name}.{key}": value for key, value in _sizes(name, config).items()}
+    scaling, factors, notes = _rope_scaling(config)
+    keys |= {f"{name}.{key}": value for key, value in scaling.items()}
+    return ModelMetadata(keys, factors, notes)
+
+
+def _with_rope(config: Config) -> dict[str, object]:
+    """Return the config with `rope_theta` and `rope_scaling`, which transformers 5 states in `rope_parameters`."""
+    stated = config.get("rope_parameters")
+    if isinstance(stated, dict) and isinstance(stated.get("full_attention"), dict):
+        stated = stated["full_attention"]
+    found = dict(config)
+    if isinstance(stated, dict):
+        found.setdefault("rope_theta", stated.get("rope_theta"))
+        if found.get("rope_theta") is None:
+            found["rope_theta"] = stated.get("rope_theta")
+        if stated.get("rope_type", "default") != "default" and not found.get("rope_scaling"):
+            found["rope_scaling"] = stated
+        if "partial_rotary_factor" in stated:
+            found.setdefault("partial_rotary_factor", stated["partial_rotary_factor"])
+    return found
+
+
+def _sizes(name: str, config: Config) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for key, named in {**SIZES, **_own(name)}.items():
+        value = config.get(named, config.get(OTHER_WORDS.get(named, "")))
+        if key == "attention.sliding_window" and name in (
+            "llama",
+            "qwen2",
+            "qwen3",
+            "qwen2moe",
+            "qwen3moe",
+        ):
+            continue  # llama.cpp slides no window there
+        if key in FLOATS and _is_number(value):
+            found[key] = f32(float(value))
+        elif type(value) is int and 0 <= value <= MAX_U32:
+            found[key] = u32(value)
+    if "attention.head_count" in found:
+        found.setdefault("attention.head_count_kv", found["attention.head_count"])
+    if "attention.key_length" in found:
+        found["attention.value_length"] = found["attention.key_length"]
+    if vocab := _int(config, "vocab_size"):
+        found["vocab_size"] = u32(vocab)
+    if rotary := _rotary(config):
+        found["rope.dimension_count"] = u32(rotary)
+    if name == TOLD_APART:
+        found.setdefault("attention.sliding_window", u32(0))
+    return found
+
+
+def _own(name: str) -> Mapping[str, str]:
+    mixed = {"expert_count": "num_local_experts"} if name == "llama" else {}
+    return {**ARCHITECTURES[name].keys, **mixed}
+
+
+def _rotary(config: Config) -> int:
+    """Return how many numbers of a head are turned; 0 where the config does not say it."""
+    hidden, heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
+    per_head = _int(config, "head_dim") or (hidden // heads if heads else 0)
+    part = config.get("partial_rotary_factor")
+    return int(per_head * part) if isinstance(part, int | float) and 0 < part <= 1 else per_head
+
+
+def _rope_scaling(
+    config: Config,
+) -> tuple[dict[str, bytes], dict[str, Sequence[float]], list[str]]:
+    """Return keys, tensors of factors, and notes on a scaling that GGUF has no keys for."""
+    scaling = config.get("rope_scaling")
+    if not isinstance(scaling, dict):
+        return {}, {}, []
+    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
+    factor, before = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if kind in ("linear", "yarn") and _is_number(factor):
+        keys = {"rope.scaling.type": text(kind), "rope.scaling.factor": f32(float(factor))}
+        if type(before) is int:
+            keys["rope.scaling.original_context_length"] = u32(before)
+        return keys, {}, []
+    if kind == "llama3" and _is_number(factor):
+        return {}, {LLAMA: _llama3(config, scaling)}, []
+    if kind in ("longrope", "su"):
+        return _longrope(config, scaling)
+    if kind in ("default", "mrope"):
+        return {}, {}, []
+    return {}, {}, [f"config.json: rope_scaling of type {kind[:40]!r} has no keys in GGUF and is left out"]  # fmt: skip
+
+
+def _llama3(config: Config, scaling: Mapping[str, object]) -> list[float]:
+    theta = config.get("rope_theta")
+    numbers = [
+        scaling.get(key, default)
+        for key, default in (("factor", 1.0), ("low_freq_factor", 1.0), ("high_freq_factor", 4.0),
+                             ("original_max_position_embeddings", 8192))
+    ]  # fmt: skip
+    factor, low, high, before = (float(n) if _is_number(n) else 1.0 for n in numbers)
+    base = float(theta) if _is_number(theta) else 10000.0
+    return llama3_factors(base, _rotary(config), factor, low, high, before)
+
+
+def _longrope(
+    config: Config, scaling: Mapping[str, object]
+) -> tuple[dict[str, bytes], dict[str, Sequence[float]], list[str]]:
+    """Return the factors of Phi-3; the context that they begin beyond stands in the config itself."""
+    factors = {LONG: scaling.get("long_factor"), SHORT: scaling.get("short_factor")}
+    found = {
+        name: [float(v) for v in values]
+        for name, values in factors.items()
+        if isinstance(values, list) and all(map(_is_number, values))
+    }
+    before = config.get("original_max_position_embeddings")
+    before = before or scaling.get("original_max_position_embeddings")
+    keys = {"rope.scaling.original_context_length": u32(before)} if type(before) is int else {}
+    return keys, dict(found) if len(found) == 2 else {}, []
+
+
+def _int(config: Config, key: str) -> int:
+    value = config.get(key)
+    return value if type(value) is int and 0 <= value <= MAX_U32 else 0
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
