@@ -186,8 +186,10 @@ class SaveOptions:
                     loaders, samplers, a GradScaler. A state that differs between ranks is saved for
                     each of them
     only            "trainable": of the weights, save parameters that require gradients, and buffers;
-                    or patterns of names; and weights that were trained and are frozen now. The others
-                    are those of a base, whose path and digest are recorded, and which `load` reads too
+                    or patterns of names; and weights that were trained and are frozen now, or whose
+                    values are not those of the base. The others are equal to a base bit for bit, whose
+                    path and digest are recorded, and which `load` reads too: the first save compares
+                    them with the base, each rank its own boxes, later ones by digests of memory
     base            that base; None: the checkpoint that `ckptmap.load` has loaded them from
     overwrite       True: replace the checkpoint at the path
     replicas        "check": parameters that several ranks hold whole, or several meshes hold, must

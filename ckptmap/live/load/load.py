@@ -14,7 +14,6 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint import base_record
@@ -32,6 +31,7 @@ from ckptmap.live.load.over_base import with_bases
 from ckptmap.live.load.same_checkpoint import content_facts
 from ckptmap.live.load.tensor_matcher import TensorMatcher
 from ckptmap.live.model import loaded_bases, module_extra_state, name_scheme, peft, several_models
+from ckptmap.live.model.base_names import without
 from ckptmap.live.model.caller_state import cpu_outside_inference_mode
 from ckptmap.live.model.collective_errors import agreed, peer_groups
 from ckptmap.live.model.find_targets import find_targets
@@ -162,7 +162,8 @@ class PlannedLoad:
 
         with torch.no_grad():
             self.continuation.finish()
-        loaded_bases.remember(self.weights.targets, self.base, self.part)
+        fingerprints = self.checkpoint.fingerprints
+        loaded_bases.remember(self.weights.targets, self.base, self.part, fingerprints)
 
     def report(self) -> LoadReport:
         report = self.weights.report(self.reader, self.buffers_on_meta)
@@ -218,7 +219,7 @@ def _plan(
     stored = list(checkpoint)
     checkpoint = _renamed(checkpoint, options)
     part = frozenset(checkpoint if base_record.recorded(checkpoint) else ())
-    checkpoint = with_bases(checkpoint, model, targets, options.base, options.drop, _without)
+    checkpoint = with_bases(checkpoint, model, targets, options.base, options.drop)
     named = name_scheme.by_model_names(checkpoint, model, targets)
     checkpoint = named.checkpoint
     reader = TensorReader(checkpoint.files, options.max_memory)
@@ -264,23 +265,7 @@ def _base(
 
 def _renamed(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
     """Return the checkpoint by the names that the caller gives its weights, without those to drop."""
-    return _without(renamed(checkpoint, options.renaming), options.drop)
-
-
-def _without(checkpoint: Checkpoint, drop: Sequence[str]) -> Checkpoint:
-    """Return the checkpoint without the weights that these patterns name, and their optimizer state."""
-    if not drop:
-        return checkpoint
-
-    def is_dropped(name: str) -> bool:
-        return any(name == pattern or fnmatchcase(name, pattern) for pattern in drop)
-
-    dropped = {name for name in checkpoint if is_dropped(name)}
-    reader = checkpoint.optimizer_reader
-    if not reader.by_index:
-        reader = reader.named_as(lambda state: state.without(is_dropped))
-    groups = checkpoint.groups.without(dropped)
-    return replace(checkpoint, groups=groups, optimizer_reader=reader)
+    return without(renamed(checkpoint, options.renaming), options.drop)
 
 
 def _leave_to_modules(weights: LoadPlan, model: torch.nn.Module, unmapped: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ step-100: layers.0.lora_A.weight, over /models/llama: layers.0.weight  ->  one c
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,17 +14,13 @@ from ckptmap.checkpoint import base_record
 from ckptmap.checkpoint.base_record import BaseRecord
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open_in
-from ckptmap.checkpoint.rename import renamed
 from ckptmap.errors import ArgumentError, CkptmapError, LoadError
-from ckptmap.live.model import name_scheme
+from ckptmap.live.model.base_names import as_loaded, without
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.rank_group import rank_and_world
-from ckptmap.mapping.renaming import Renaming
 
 if TYPE_CHECKING:
     import torch
-
-Drop = Callable[[Checkpoint, Sequence[str]], Checkpoint]
 
 
 def with_bases(
@@ -33,13 +29,11 @@ def with_bases(
     targets: Sequence[LiveTensor],
     given: str | os.PathLike[str] | None,
     dropped: Sequence[str],
-    drop: Drop,
 ) -> Checkpoint:
     """Return the checkpoint with the weights of its bases; itself where it records none.
 
     given    the place of the base, where it is not at its recorded path any more
     dropped  patterns of this load, by the names of the checkpoint
-    drop     leaves out weights by patterns
 
     Raises LoadError CKM521 where the base has another digest than the recorded one, or is not there.
     """
@@ -53,10 +47,8 @@ def with_bases(
     known = {name for target in targets for name in target.known}
     for head, record in bases.items():
         base = _opened(checkpoint, record, given)
-        base = drop(renamed(base, record.names), record.drop)
-        if head:
-            base = renamed(base, Renaming(add_prefix=head))
-        base = drop(name_scheme.by_model_names(base, model, targets).checkpoint, dropped)
+        base = as_loaded(base, record.names, record.drop, head, model, targets)
+        base = without(base, dropped)
         own = {*checkpoint}
         wanted = [name for name in base if name in known and name not in own]
         groups = {name: base.group(name) for name in wanted}

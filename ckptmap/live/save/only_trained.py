@@ -3,42 +3,48 @@
 only="trainable"   parameters that require gradients, and buffers
 only="*.lora_*"    parameters and buffers with such names
 
-Saved with them are weights that no base has: those that an optimizer has stepped, and those that a save of a
-part held before, though they are frozen now.
+Saved with them are weights that no base has: those that an optimizer has stepped, those that a save of a
+part held before, though they are frozen now, and those whose values are not the base's, bit for bit.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.base_record import BaseRecord, content_digest
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open as open_checkpoint
+from ckptmap.core.formatting import counted
 from ckptmap.errors import ArgumentError
 from ckptmap.live.model import loaded_bases, name_scheme, several_models
 from ckptmap.live.model.live_form import logical_info
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.loaded_bases import LoadedBase
+from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer.gradients import is_trained
-from ckptmap.live.optimizer.local_state import ParamOwner
+from ckptmap.live.optimizer.local_state import ParamOwner, owners
+from ckptmap.live.optimizer.unwrap import unwrapped
+from ckptmap.live.save import same_as_base
 from ckptmap.storage.source_changes import require_unchanged
 
 if TYPE_CHECKING:
     import torch
 
 TRAINABLE = "trainable"
+LOAD_AGAIN = "load the base again, then save"
 
 
 def chosen(
-    targets: Sequence[LiveTensor], only: Sequence[str], owners: Iterable[ParamOwner]
+    targets: Sequence[LiveTensor], only: Sequence[str], stepped_by: Iterable[ParamOwner]
 ) -> tuple[list[LiveTensor], list[str]]:
     """Return the tensors to save, and the names of those among them that `only` does not name.
 
-    owners  parameters of the optimizer
+    stepped_by  parameters of the optimizer
 
     Raises ArgumentError CKM516 where `only` names none."""
     found = [target for target in targets if _is_chosen(target, only)]
@@ -48,7 +54,7 @@ def chosen(
             f"only={only[0]!r}: no tensor of the model's {len(targets)} is such a one",
             "give a pattern of names, or only='trainable' with parameters that require gradients",
         )
-    stepped = {target.fqn for one in owners if one.part.state for target, _ in one.members}
+    stepped = {target.fqn for one in stepped_by if one.part.state for target, _ in one.members}
     further = [
         target
         for target in targets
@@ -87,28 +93,23 @@ def _is_chosen(target: LiveTensor, only: Sequence[str]) -> bool:
 
 
 def bases_of(
-    left: Sequence[LiveTensor],
-    model: torch.nn.Module,
-    given: str | os.PathLike[str] | None,
-    digests: bool,
-) -> dict[str, dict[str, object]]:
-    """Return the records of the bases of the tensors that are left out, by the name of their model.
+    left: Sequence[LiveTensor], model: torch.nn.Module, given: str | os.PathLike[str] | None
+) -> dict[str, LoadedBase]:
+    """Return the bases of the tensors that are left out, by the name of their model.
 
-    model    that they are of, or the one module of several
-    given    the base of all of them, in place of what `load` has loaded
-    digests  whether to take digests, which one rank does
+    model  that they are of, or the one module of several
+    given  the base of all of them, in place of what `load` has loaded
 
     Raises ArgumentError CKM516 where a base is not known, or has not the weights."""
-    names = several_models.names_of(model)
     found: dict[str, LoadedBase] = {}
     unknown: list[str] = []
-    if given is not None:
+    if given is not None and left:
         with open_checkpoint(given) as ckpt:
             _require_all(ckpt, left, model)
             found[""] = LoadedBase(ckpt.shown, ckpt.fingerprints, several=True)
     for target in left if given is None else ():
         base = loaded_bases.known(target)
-        head = target.fqn.split(".")[0] if names and base is not None and not base.several else ""
+        head = _head(target, model, base)
         if base is None or found.setdefault(head, base) != base:
             unknown.append(target.fqn)
     if unknown:
@@ -118,7 +119,99 @@ def bases_of(
             f" from: {listed(unknown)}",
             "load them by ckptmap.load, all from one checkpoint, or name it: base=PATH",
         )
-    return {head: _record(base, digests) for head, base in found.items()}
+    return found
+
+
+def _head(target: LiveTensor, model: torch.nn.Module, base: LoadedBase | None) -> str:
+    """Return the name of the model among several that a base is of; empty: of all."""
+    is_of_one = bool(several_models.names_of(model)) and base is not None and not base.several
+    return target.fqn.split(".")[0] if is_of_one else ""
+
+
+def changed(
+    left: Sequence[LiveTensor], bases: Mapping[str, LoadedBase], model: torch.nn.Module
+) -> list[str]:
+    """Return the names of the tensors whose values on this rank are not those of their base.
+
+    Raises RunError CKM308 for a base that was written anew since it was read."""
+    found: list[LiveTensor] = []
+    for head, base in bases.items():
+        mine = [t for t in left if not head or t.fqn.split(".")[0] == head]
+        with open_checkpoint(base.path) as ckpt:
+            require_unchanged(base.fingerprints, ckpt.files.mounts, LOAD_AGAIN)
+            found += same_as_base.changed(mine, base, ckpt, model, head)
+    return [target.fqn for target in found]
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """A choice of tensors to save, and the bases of the others.
+
+    further  names of those that `only` does not name, and that no base has
+    changed  names of those that this rank does not find in their base
+    """
+
+    kept: Sequence[LiveTensor]
+    left: Sequence[LiveTensor]
+    bases: Mapping[str, LoadedBase]
+    further: Sequence[str]
+    changed: Sequence[str]
+
+    @classmethod
+    def of(
+        cls, targets: Sequence[LiveTensor], model: torch.nn.Module, optimizer: object,
+        only: Sequence[str], base: str | os.PathLike[str] | None,
+    ) -> SavedPart:  # fmt: skip
+        """Return the choice of this rank. Raises ArgumentError CKM516, and as `changed` does."""
+        if not only:
+            return cls(targets, [], {}, [], [])
+        stepped = [] if optimizer is None else owners(unwrapped(optimizer), targets)
+        kept, further = chosen(targets, only, stepped)
+        names = {target.fqn for target in kept}
+        left = [target for target in targets if target.fqn not in names]
+        bases = bases_of(left, model, base)
+        return cls(kept, left, bases, further, changed(left, bases, model))
+
+    def with_changed(self, names: Collection[str]) -> SavedPart:
+        """Return the choice with those saved, too, that any rank does not find in their base."""
+        kept = [*self.kept, *(target for target in self.left if target.fqn in names)]
+        left = [target for target in self.left if target.fqn not in names]
+        return replace(self, kept=kept, left=left, changed=sorted(names))
+
+    def records(self, model: torch.nn.Module, digests: bool) -> dict[str, dict[str, object]]:
+        """Return the records of the bases that are needed. digests: whether to take digests, which one
+        rank does."""
+        heads = {_head(t, model, loaded_bases.known(t)) for t in self.left}
+        needed = {head: base for head, base in self.bases.items() if not head or head in heads}
+        return {head: _record(base, digests) for head, base in needed.items() if self.left}
+
+    def notes(self) -> list[str]:
+        """Return what is said of tensors that are saved although `only` does not name them, or not."""
+        found = []
+        for why, names in (
+            ("since they were trained and only= does not name them", self.further),
+            ("since their values are not those of the base", self.changed),
+        ):
+            if names:
+                text = f"{counted(len(names), 'weight')}: {listed(list(names))}"
+                found.append(f"saved, too, {why}: {text}")
+        return [*found, *note_of_trained(self.left)]
+
+
+def changed_on_any(part: SavedPart, patterns: Sequence[str], peers: RankGroup) -> SavedPart:
+    """Return the part with all weights that any rank does not find in their base.
+
+    Raises ArgumentError CKM516 on all ranks where they give different `only`."""
+    told = peers.all((list(patterns), list(part.changed)))
+    for rank, (theirs, _) in enumerate(told):
+        if theirs != told[0][0]:
+            raise ArgumentError(
+                "CKM516",
+                f"only: is {told[0][0]} on rank 0 and {theirs} on rank {rank}, expected the same on"
+                " all ranks",
+                "pass the same only= on every rank",
+            )
+    return part.with_changed({name for _, names in told for name in names})
 
 
 def _require_all(base: Checkpoint, left: Sequence[LiveTensor], model: torch.nn.Module) -> None:
@@ -145,8 +238,6 @@ def _record(base: LoadedBase, digests: bool) -> dict[str, object]:
     digest = ""
     if digests:
         with open_checkpoint(base.path) as ckpt:
-            require_unchanged(
-                base.fingerprints, ckpt.files.mounts, "load the base again, then save"
-            )
+            require_unchanged(base.fingerprints, ckpt.files.mounts, LOAD_AGAIN)
             digest = content_digest(ckpt)
     return BaseRecord(base.path, digest, base.names, base.drop).to_plain()

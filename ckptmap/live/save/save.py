@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.checkpoint import base_record
 from ckptmap.core import argument_checks
 from ckptmap.core.devices import tensors_on_cpu
-from ckptmap.core.formatting import counted
 from ckptmap.core.signatures import spelled_out
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.live.model import (
@@ -38,7 +37,6 @@ from ckptmap.live.optimizer.local_state import (
     LocalShard,
     LocalState,
     LocalTensor,
-    ParamOwner,
     hold_model,
     hold_optimizer,
     holds_tensor,
@@ -51,6 +49,7 @@ from ckptmap.live.options import SaveOptions
 from ckptmap.live.rounding import record as rounding
 from ckptmap.live.save import extra_values, group_values, only_trained, pending_gradients
 from ckptmap.live.save.assign_writers import Assigner, Offer, drifted_buffers, offers_of
+from ckptmap.live.save.only_trained import SavedPart, changed_on_any
 from ckptmap.live.save.overlapping_meshes import require_alike
 from ckptmap.live.save.save_handle import SaveHandle, settle_started
 from ckptmap.live.save.write_dcp import FileLayout, snapshot, write
@@ -112,12 +111,12 @@ def save(
         peers = RankGroup.join("save", options.timeout)
         writers = RankGroup.join("save files", max(options.timeout or 0, WRITE_TIMEOUT_S))
         with peers.together():
-            if unseen is not None:
-                raise unseen
-            _check(path, given, scheduler, options)
-            states = stateful.states_of(options.stateful)
-            targets, _ = find_targets(one)
-            held = _held(one, targets, optimizer, scheduler, peers, random_state, options)
+            _check(path, given, scheduler, options, unseen)
+            states, (targets, _) = stateful.states_of(options.stateful), find_targets(one)
+            part = SavedPart.of(targets, one, optimizer, options.patterns, options.base)
+        part = changed_on_any(part, options.patterns, peers)
+        with peers.together():
+            held = _held(one, targets, part, optimizer, scheduler, peers, random_state, options)
             only_trained.refuse_to_replace(held.settings.get(base_record.KEY), path)
             mine = Told.of(options, states, pending_gradients.evidence(one, targets), held)
         told = peers.all(mine)
@@ -147,9 +146,16 @@ def _unchecked(offers: list[list[Offer]]) -> list[list[Offer]]:
 
 
 def _check(
-    path: str | os.PathLike[str], model: Models, scheduler: object, options: SaveOptions
+    path: str | os.PathLike[str],
+    model: Models,
+    scheduler: object,
+    options: SaveOptions,
+    unseen: BaseException | None,
 ) -> None:
-    """Raise ArgumentError CKM516 for an argument that means nothing."""
+    """Raise ArgumentError CKM516 for an argument that means nothing, and before it the error of an
+    earlier save that nobody has seen."""
+    if unseen is not None:
+        raise unseen
     options.check()
     argument_checks.path("path", path)
     several_models.check("model", model)
@@ -253,6 +259,7 @@ def _ordered(values: Mapping[Path, object]) -> dict[Path, object]:
 def _held(
     model: torch.nn.Module,
     targets: Sequence[LiveTensor],
+    part: SavedPart,
     optimizer: object,
     scheduler: Schedulers | None,
     peers: RankGroup,
@@ -267,7 +274,8 @@ def _held(
     mine = [] if optimizer is None else owners(optimizer, targets)
     held.settings = run_settings.describe(model, optimizer, targets, peers.world)
     if options.only is not None:
-        targets = _without_base(held, model, targets, mine, peers, options)
+        _hold_part(held, part, model, peers)
+        targets = part.kept
     hold_model(held, targets)
     if options.gradients:
         pending_gradients.hold(held, model, targets, peers.rank, peers.world)
@@ -295,28 +303,13 @@ def _held(
     return held
 
 
-def _without_base(
-    held: LocalState,
-    model: torch.nn.Module,
-    targets: Sequence[LiveTensor],
-    mine: Sequence[ParamOwner],
-    peers: RankGroup,
-    options: SaveOptions,
-) -> list[LiveTensor]:
-    """Return the tensors that `only` names or no base has, and record the base of the others."""
-    kept, further = only_trained.chosen(targets, options.patterns, mine)
-    if further:
-        text = f"{counted(len(further), 'weight')}: {listed(further)}"
-        held.notes.append(
-            f"saved, too, since they were trained and only= does not name them: {text}"
-        )
-    left = [target for target in targets if target not in kept]
-    held.notes += only_trained.note_of_trained(left)
-    bases = only_trained.bases_of(left, model, options.base, digests=peers.rank == 0)
-    if left:
-        held.settings[base_record.KEY] = bases
-        loaded_bases.saved_in_part(kept)
-    return kept
+def _hold_part(held: LocalState, part: SavedPart, model: torch.nn.Module, peers: RankGroup) -> None:
+    """Record the bases of the weights that are left out, and say which are saved beside those that
+    `only` names."""
+    held.notes += part.notes()
+    if part.left:
+        held.settings[base_record.KEY] = part.records(model, digests=peers.rank == 0)
+    loaded_bases.saved_in_part(part.kept)
 
 
 def _hold_states(

@@ -1,0 +1,51 @@
+"""The weights of a base by the names that a load of a save of a part looks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.rename import renamed
+from ckptmap.live.model import name_scheme
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.mapping.renaming import Renaming
+
+if TYPE_CHECKING:
+    import torch
+
+
+def as_loaded(
+    base: Checkpoint,
+    names: Renaming,
+    drop: Sequence[str],
+    head: str,
+    model: torch.nn.Module,
+    targets: Sequence[LiveTensor],
+) -> Checkpoint:
+    """Return the base by the model's names.
+
+    names, drop  as it was renamed, and what was left out of it, when the run was begun with it
+    head         the name of its model among several, which names begin with; empty: of all"""
+    base = without(renamed(base, names), drop)
+    if head:
+        base = renamed(base, Renaming(add_prefix=head))
+    return name_scheme.by_model_names(base, model, targets).checkpoint
+
+
+def without(checkpoint: Checkpoint, drop: Sequence[str]) -> Checkpoint:
+    """Return the checkpoint without the weights that these patterns name, and their optimizer state."""
+    if not drop:
+        return checkpoint
+
+    def is_dropped(name: str) -> bool:
+        return any(name == pattern or fnmatchcase(name, pattern) for pattern in drop)
+
+    dropped = {name for name in checkpoint if is_dropped(name)}
+    reader = checkpoint.optimizer_reader
+    if not reader.by_index:
+        reader = reader.named_as(lambda state: state.without(is_dropped))
+    groups = checkpoint.groups.without(dropped)
+    return replace(checkpoint, groups=groups, optimizer_reader=reader)
