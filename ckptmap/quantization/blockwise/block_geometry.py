@@ -43,6 +43,23 @@ def grid_box(box: Box, block: Sequence[int]) -> Box:
     return Box(offsets, tuple(end - o for o, end in zip(offsets, ends, strict=True)))
 
 
+def cuts(fine: Block, coarse: Block, shape: Sequence[int]) -> bool:
+    """Return whether each block of the first kind lies in one of the second."""
+    return all(
+        large % small == 0 or large >= n
+        for small, large, n in zip(fine, coarse, shape, strict=True)
+    )
+
+
+def spread(scales: torch.Tensor, coarse: Block, fine: Block, shape: Sequence[int]) -> torch.Tensor:
+    """Return the scales of blocks that are cut: each fine block has the scale of the one it lies in."""
+    for dim, (large, small, n) in enumerate(zip(coarse, fine, shape, strict=True)):
+        if large != small:
+            times = -(-min(large, n) // small)
+            scales = scales.repeat_interleave(times, dim).narrow(dim, 0, -(-n // small))
+    return scales
+
+
 def fits(stored: Sequence[int], grid: Sequence[int]) -> bool:
     """Return whether a stored shape is one of the ways to store a grid."""
     if math.prod(stored) == math.prod(grid) == 1:

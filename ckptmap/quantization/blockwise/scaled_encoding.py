@@ -231,17 +231,23 @@ class ScaledEncoding:
         return self if fits else None
 
     def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
-        """Return a recoder for codes of its own dtype and blocks, else None; exact if values follow alike."""
+        """Return a recoder for codes of its own dtype in its own blocks, or in blocks that it cuts, else None.
+
+        It is exact if values follow alike.
+        """
         mine = self.grid(info)
-        same = mine is not None and (mine.name, mine.codes, mine.block) == (
-            grid.name, grid.codes, grid.block,
+        same = mine is not None and (mine.name, mine.codes, mine.axes) == (
+            grid.name, grid.codes, grid.axes,
         )  # fmt: skip
         if mine is None or not same or self.zero_dtype or self.extra_to_fill(info):
+            return None
+        if not block_geometry.cuts(mine.block, grid.block, info.shape):
             return None
         alike = mine.values == grid.values or (mine.values, grid.values) == (PRODUCTS, POWERS)
         exact = alike and self.scale_dtype == "float32"
         return ScaledRecoder(
-            self.codes_part, self.scale_part, self.scale_dtype, self.unscaled,
+            self.codes_part, self.scale_part, self.scale_dtype,
+            lambda scales: self.unscaled(block_geometry.spread(scales, grid.block, mine.block, info.shape)),
             self.constants(info), "exact" if exact else "codes",
         )  # fmt: skip
 
