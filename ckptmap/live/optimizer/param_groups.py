@@ -40,8 +40,10 @@ class ParamGroups:
         owners: Sequence[ParamOwner],
         stored: Sequence[StoredGroup],
         state: Mapping[str, Mapping[str, object]],
+        empty: Sequence[ParamGroup] = (),
     ) -> None:
-        """`state` is the checkpoint's by FQN: its entries identify the algorithm of a group."""
+        """`state` is the checkpoint's by FQN: its entries identify the algorithm of a group. `empty` are
+        the live groups without parameters."""
         self._state = state
         self.settings: list[str] = []
         self.choices: list[str] = []
@@ -51,9 +53,10 @@ class ParamGroups:
         live: dict[int, list[ParamOwner]] = {}
         for owner in owners:
             live.setdefault(id(owner.part.group), []).append(owner)
-        self._groups = [members[0].part.group for members in live.values()]
+        self._groups = [*(members[0].part.group for members in live.values()), *empty]
         for number, members in enumerate(live.values()):
             self._match(number, members)
+        self._match_empty(len(live), empty, [group for group in stored if not group["params"]])
 
     def betas(self, owner: ParamOwner) -> Sequence[float]:
         """Return the betas of the checkpoint's group that has the parameter; () where it has none."""
@@ -84,18 +87,43 @@ class ParamGroups:
         self._note_unlisted(number, members)
         if not stored_groups:
             return
-        live, part = members[0].part.group, members[0].part
+        part = members[0].part
+        live = part.group
         kinds = {self._kind(group) for group in stored_groups.values()}
         if kinds != {self._live_kind(part, stored_groups.values())}:
             self.settings.append(
                 f"group {number}: kept as is, the checkpoint's are those of {', '.join(sorted(kinds))}"
             )
             return
-        self.inexact += _forms(number, live, stored_groups.values())
         (kind,) = kinds
-        stored_values = [
-            {k: plain(v) for k, v in g.items() if k not in NAMES} for g in stored_groups.values()
-        ]
+        self._take(number, kind, live, [*stored_groups.values()])
+
+    def _match_empty(
+        self, first: int, live: Sequence[ParamGroup], stored: Sequence[StoredGroup]
+    ) -> None:
+        """Match the groups without parameters in their order; a run may add parameters to them later.
+        `first` is the number of the first one in texts."""
+        if len(live) != len(stored):
+            have = f"the checkpoint has {len(stored)}, the optimizer {len(live)}"
+            self.settings.append(f"groups without parameters: kept as they are, {have}")
+            self.inexact.append(self.settings[-1])
+            return
+        for number, (group, saved) in enumerate(zip(live, stored, strict=True), first):
+            kind, was = algorithm(group), algorithm(saved)
+            if kind == was:
+                self._take(number, kind, group, [saved])
+            else:
+                self.settings.append(
+                    f"group {number}: kept as is, the checkpoint's is that of {was}"
+                )
+                self.inexact.append(self.settings[-1])
+
+    def _take(
+        self, number: int, kind: str, live: ParamGroup, stored: Sequence[StoredGroup]
+    ) -> None:
+        """Set the values of a live group to those of the checkpoint's groups, where these agree."""
+        self.inexact += _forms(number, live, stored)
+        stored_values = [{k: plain(v) for k, v in g.items() if k not in NAMES} for g in stored]
         values = [by_live_names(kind, group, live) for group in stored_values]
         self.settings += [
             f"group {number} {text}"

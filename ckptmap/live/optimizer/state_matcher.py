@@ -18,7 +18,7 @@ from ckptmap.live.optimizer.param_groups import ParamGroups
 from ckptmap.live.optimizer.param_order_check import refuse_other_order
 from ckptmap.live.optimizer.state_loader import Policy, StateLoader, StateNotes
 from ckptmap.live.optimizer.stored_state import Source, derivation, step_of
-from ckptmap.live.optimizer.unwrap import each_of, is_offloaded, unwrapped
+from ckptmap.live.optimizer.unwrap import each_of, groups_of, is_offloaded, unwrapped
 from ckptmap.live.rounding.carried import has_other_blocks
 from ckptmap.optim.lowbit import LowBit
 from ckptmap.optim.optimizer_reader import AS_GIVEN, BY_GROUPS
@@ -121,7 +121,8 @@ class StateMatcher:
         self._refuse_unnamed()
         refuse_other_order(self._checkpoint, self._owners, self._targets)
         stored = self._checkpoint.optimizer_groups
-        groups = ParamGroups(self._owners, stored, self._tensors)
+        empty = [group for group in groups_of(self._optimizer) if not group["params"]]
+        groups = ParamGroups(self._owners, stored, self._tensors, empty)
         grouped_fqns = {fqn for group in stored for fqn in group["params"]}
         used: set[str] = set()
         # First, since amsgrad and momentum decide which entries the state of a parameter has.

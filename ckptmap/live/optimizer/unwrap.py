@@ -13,7 +13,11 @@ from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.optimizer.optimizer_types import LiveOptimizer, OffloadedOptimizer
+    from ckptmap.live.optimizer.optimizer_types import (
+        LiveOptimizer,
+        OffloadedOptimizer,
+        ParamGroup,
+    )
 
 
 def unwrapped(optimizer: object) -> Any:
@@ -73,6 +77,14 @@ def inner_optimizers(optimizer: LiveOptimizer) -> list[LiveOptimizer]:
 
 def _is_optimizer(optimizer: object) -> TypeGuard[LiveOptimizer]:
     return hasattr(optimizer, "param_groups")
+
+
+def groups_of(optimizer: object) -> Iterator[ParamGroup]:
+    """Yield every parameter group of an optimizer in order, also one without parameters; of several, one by
+    one."""
+    for one in each_of(optimizer):
+        for inner in inner_optimizers(one) if _is_optimizer(one) else ():
+            yield from inner.param_groups
 
 
 def parts_of(optimizer: object) -> Iterator[OptimizerParam]:

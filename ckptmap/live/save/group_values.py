@@ -12,22 +12,26 @@ from ckptmap.errors import LoadError
 from ckptmap.live.optimizer.group_objects import is_object
 from ckptmap.live.optimizer.local_state import ParamOwner, holds_tensor
 from ckptmap.live.optimizer.optimizer_types import ParamGroup
+from ckptmap.live.optimizer.unwrap import groups_of
 
 LEFT_OUT = ("params", "param_names")
 
 
-def groups(owners: Sequence[ParamOwner]) -> list[ParamGroup]:
-    """Return the parameter groups: hyper-parameters, and `params` by FQN.
+def groups(owners: Sequence[ParamOwner], optimizer: object) -> list[ParamGroup]:
+    """Return the parameter groups in order: hyper-parameters, and `params` by FQN. A group may have no
+    parameters: those that a run adds later go into it.
+
+    optimizer  `unwrapped`, whose parameters the owners are
 
     Raises LoadError CKM508 for tensors that are kept by parameter."""
     found: dict[int, ParamGroup] = {}
     for owner in owners:
-        group = owner.part.group
-        if id(group) not in found:
-            _refuse_unnamed(owner, group)
-            values = {k: v for k, v in group.items() if k not in LEFT_OUT and not is_object(v)}
-            found[id(group)] = {**values, "params": []}
-        found[id(group)]["params"] += [target.fqn for target, _ in owner.members]
+        _refuse_unnamed(owner, owner.part.group)
+    for group in groups_of(optimizer):
+        values = {k: v for k, v in group.items() if k not in LEFT_OUT and not is_object(v)}
+        found[id(group)] = {**values, "params": []}
+    for owner in owners:
+        found[id(owner.part.group)]["params"] += [target.fqn for target, _ in owner.members]
     return list(found.values())
 
 

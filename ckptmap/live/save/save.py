@@ -286,7 +286,7 @@ def _held(
             _values(held, (*_rank_path(flat_lowbit.KEY, peers), fqn), kept, private=True)
         vectors = lbfgs.held(mine)
         if peers.rank == 0:
-            _values(held, ("optimizer", "param_groups"), group_values.groups(mine))
+            _values(held, ("optimizer", "param_groups"), group_values.groups(mine, optimizer))
             held.notes += group_values.notes(mine)
             for fqn, of_all in vectors.items():
                 _values(held, ("extra", lbfgs.KEY, fqn), of_all)

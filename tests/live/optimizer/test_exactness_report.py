@@ -388,6 +388,35 @@ def test_groups_that_share_a_tensor_get_their_own_values(tmp_path: Path) -> None
     assert [float(group["lr"]) for group in again.param_groups] == [0.25, 1.0]
 
 
+def test_a_group_without_parameters(tmp_path: Path) -> None:
+    """A run that unfreezes layers later has a group for them, whose settings are restored, too; an optimizer
+    without such a group is not the one that was saved."""
+
+    def build(rate: float, empty: int = 1) -> Any:
+        none = [{"params": [], "lr": rate, "betas": (rate, 0.9)} for _ in range(empty)]
+        first, last = ({"params": [layer.weight], "lr": rate} for layer in layers)
+        return torch.optim.AdamW([first, *none, last])
+
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    model, optimizer = nn.Sequential(*layers), build(0.5)
+    optimizer.param_groups[1]["lr"] = 0.125
+    ckptmap.save(tmp_path / "out", model, optimizer).wait()
+    again = build(0.25)
+    report = ckptmap.load(tmp_path / "out", model, again, exact=True)
+    assert [group["lr"] for group in again.param_groups] == [0.5, 0.125, 0.5]
+    assert again.param_groups[1]["betas"] == (0.5, 0.9) and report.inexact == ()
+    for other in (0, 2):
+        with pytest.raises(LoadError, match=f"the checkpoint has 1, the optimizer {other}"):
+            ckptmap.load(tmp_path / "out", model, build(0.25, other), exact=True)
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        assert [len(group["params"]) for group in ckpt.optimizer_groups] == [1, 0, 1]
+    ckptmap.convert(tmp_path / "out", tmp_path / "full.pt", to="full", optimizer_keys="index")
+    state = torch.load(tmp_path / "full.pt")["optimizer"]
+    theirs = build(0.25)
+    theirs.load_state_dict(state)
+    assert [group["lr"] for group in theirs.param_groups] == [0.5, 0.125, 0.5]
+
+
 def test_foreign_values_under_our_names(tmp_path: Path) -> None:
     """Whatever a file has where ckptmap keeps settings, streams and schedulers."""
     model, optimizer = stepped(build=torch.optim.AdamW)
