@@ -51,6 +51,7 @@ _INT8 = "torchao's Int8Tensor, frozen, in linear layers"
 _FLOAT8 = "decoded: ckptmap.load builds no live float8"
 _MICROSCALED = "decoded: ckptmap.load builds no live microscaled weights"
 _GGUF = "decoded: ckptmap.load builds no live blocks of ggml"
+_STRIPED = "decoded: ckptmap.load builds no live weights of HQQ or quanto"
 _BNB = "bitsandbytes' own loader; ckptmap.load decodes it"
 TABLE: dict[tuple[str, str], LiveSupport] = {
     ("plain", "nf4"): LiveSupport(_NF4, needs=TORCHAO),
@@ -114,6 +115,14 @@ TABLE: dict[tuple[str, str], LiveSupport] = {
         nearest=("fsdp1-bf16", "fsdp2-bf16"),
     ),
     ("FSDP2", "gguf"): LiveSupport(_GGUF),
+    ("plain", "striped"): LiveSupport("its library's own loader; ckptmap.load decodes it"),
+    ("compiled", "striped"): LiveSupport(_STRIPED),
+    ("DDP", "striped"): LiveSupport(_STRIPED),
+    ("FSDP1", "striped"): LiveSupport(
+        "FSDP1 flattens parameters of one dtype: codes and their scales are bytes",
+        nearest=("fsdp1-bf16", "fsdp2-bf16"),
+    ),
+    ("FSDP2", "striped"): LiveSupport(_STRIPED),
 }
 
 

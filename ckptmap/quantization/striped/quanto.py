@@ -1,0 +1,275 @@
+"""optimum-quanto's weights, as its modules store them in a state dict. They are read only.
+
+    qint8, qfloat8*  fc.weight._data        i8 or fp8 [out, in]          fc.weight._scale T [out, 1]
+    qint4, qint2     fc.weight._data._data  words of codes, see `stripes`
+                     fc.weight._scale       T [groups, 1]                fc.weight._shift T or u8 [groups, 1]
+
+    w' = scale * code                       rounded to T once
+    w' = scale * code - shift               each step rounded to T; T shifts
+    w' = scale * (code - shift)             u8 shifts, the difference in i8
+
+Source: `QBytesTensor`, `QBitsTensor` and `QModuleMixin._save_to_state_dict` (optimum-quanto 0.2.7). The scales
+of a layer's activations (`input_scale`, `output_scale`) move with its weight. The kernels' own packings are
+never stored: quanto converts them back when it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols.file_systems import ReadsFiles
+from ckptmap.quantization.blockwise.group_checks import DAMAGED, group_by_names, malformed
+from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, ScaledEncoding
+from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.dense import Dense
+from ckptmap.quantization.linear_weights import LinearLayerScheme
+from ckptmap.quantization.striped.quanto_shapes import config_beside, shape_of
+from ckptmap.quantization.striped.striped_encoding import CodeRows, Extra, StripedEncoding
+from ckptmap.quantization.striped.stripes import Stripes
+from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.tensors import StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+LIBRARY = "quanto"
+ACTIVATIONS = ("input_scale", "output_scale")
+INTEGERS = ("uint8", "int8")
+"""Dtypes of shifts that are zero points."""
+CODES_8 = ("int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
+
+
+class _Named:
+    def part_key(self, key: str, part: str) -> str:
+        """Return the stored name: activation scales are in the module, other parts below the weight."""
+        return _beside(key, part) if part in ACTIVATIONS else f"{key}.{part}"
+
+
+@dataclass(frozen=True)
+class Quanto8(_Named, ScaledEncoding):
+    """8-bit codes; `kind` is their dtype."""
+
+    name: ClassVar[str] = "quanto-8bit"
+    scheme: ClassVar[str] = "quanto-8bit"
+    codes_part: ClassVar[str] = "_data"
+    scale_part: ClassVar[str] = "_scale"
+    activations: ClassVar[Collection[str]] = ACTIVATIONS
+
+    kind: str = "int8"
+
+    @property
+    def codes_dtype(self) -> str:  # type: ignore[override]
+        return self.kind
+
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
+        """Return None: names and dtypes say it."""
+        return None
+
+    def cannot_encode(self, info: TensorInfo) -> Refusal | None:
+        return Refusal(f"{self.name} is read, and not made anew")
+
+    def afresh(self) -> Encoding:
+        """Return the encoding that changed values are written in."""
+        return Dense()
+
+
+@dataclass(frozen=True)
+class QuantoPacked(_Named, StripedEncoding):
+    """Codes of 2 or 4 bits.
+
+    bits   bits of a code
+    group  elements of a group; 0: a group is a row of the weight
+    shift  dtype of the shifts: uint8, int8, or that of the weight
+    """
+
+    scheme: ClassVar[str] = "quanto-packed"
+    codes_part: ClassVar[str] = "_data._data"
+    scale_part: ClassVar[str] = "_scale"
+    shift_part: ClassVar[str] = "_shift"
+    activations: ClassVar[Collection[str]] = ACTIVATIONS
+
+    bits: int = 4
+    group: int = 128
+    shift: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        return f"quanto-qint{self.bits}"
+
+    @property
+    def stripes(self) -> Stripes:
+        return Stripes(self.bits, 8 // self.bits, first_is_high=False)
+
+    def layout(self, info: TensorInfo) -> CodeRows | Refusal:
+        width = self.group or info.numel // info.shape[0]
+        rows, rest = divmod(info.numel, width)
+        if rest:
+            return Refusal(f"groups of {width} do not divide shape {list(info.shape)}")
+        return CodeRows(rows, width)
+
+    def packed_parts(self, info: TensorInfo, layout: CodeRows) -> Mapping[str, TensorInfo]:
+        inner = (self.group,) if self.group else info.shape[1:]
+        scales = layout.rows, *(1 for _ in inner)
+        return {
+            self.codes_part: TensorInfo((self.stripes.step(layout.rows), *inner), "uint8"),
+            self.scale_part: TensorInfo(scales, info.dtype),
+            self.shift_part: TensorInfo(scales, self.shift),
+        }
+
+    def values(self, codes: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        if shift.dtype.is_floating_point:
+            return codes.to(scale.dtype).mul_(scale).sub_(shift)
+        return (codes.to(torch.int8) - shift.to(torch.int8)).to(scale.dtype).mul_(scale)
+
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
+        return {
+            "scheme": self.scheme, "version": 1, "native": LIBRARY, "bits": self.bits,
+            "block": [*(1 for _ in info.shape[1:]), self.group or 1], "is_grouped": bool(self.group),
+            "scale_dtype": info.dtype, "shift_dtype": self.shift, "shape": list(info.shape),
+            "dtype": info.dtype, "extra": [[n, dtype, list(shape)] for n, dtype, shape in self.extra],
+        }  # fmt: skip
+
+
+class _Scheme(ReadsFiles, LinearLayerScheme):
+    """The base of the two."""
+
+    name: str
+    suffix = ""
+    live = "striped"
+    ending: ClassVar[str]
+    """What follows the weight's name in the key of its codes."""
+
+    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
+        return False
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        return Refusal("it is read only; choose -int8, -ct-int8, -nf4")
+
+    def _found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+        for key in stored:
+            if key.endswith(self.ending) and f"{key.removesuffix(self.ending)}._scale" in stored:
+                yield key.removesuffix(self.ending)
+
+
+class Quanto8Scheme(_Scheme):
+    """Recognizes 8-bit codes by their names."""
+
+    name = Quanto8.scheme
+    ending = "._data"
+
+    def example(self, info: TensorInfo) -> Encoding:
+        """Return an encoding of this form: see `planning.encoding_forms`."""
+        return Quanto8(scale_dtype=info.dtype)
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+    ) -> list[Found]:
+        """Return the groups. Raises SourceError CKM115 where parts do not fit."""
+        forms = WeightForms(stored)
+        return [
+            forms.group(fqn, partial(_made_8, fqn))
+            for fqn in self._found(stored)
+            if _is_by_row(stored[f"{fqn}._data"].info, stored[f"{fqn}._scale"].info)
+        ]
+
+
+class QuantoPackedScheme(_Scheme):
+    """Recognizes packed codes by their names; those whose shape nothing tells are left."""
+
+    name = QuantoPacked.scheme
+    ending = "._data._data"
+
+    def example(self, info: TensorInfo) -> Encoding:
+        """Return an encoding of this form: see `planning.encoding_forms`."""
+        return QuantoPacked(shift=info.dtype)
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+    ) -> list[Found]:
+        """Return the groups. Raises SourceError CKM115 where parts do not fit."""
+        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
+        found = [fqn for fqn in self._found(stored) if fqn not in mine]
+        if not found:
+            return groups
+        config = config_beside(stored[found[0] + self.ending], self.mounts)
+        forms = WeightForms(stored)
+        for fqn in found:
+            read = _read(fqn, stored, config)
+            if read is not None:
+                groups.append(forms.group(fqn, partial(_made, fqn, *read), *read))
+        return groups
+
+
+def _is_by_row(codes: TensorInfo, scale: TensorInfo) -> bool:
+    """Return whether there is a scale of each row: a layer of one output has one of the whole."""
+    by_row = (*codes.shape[:1], *(1 for _ in codes.shape[1:]))
+    shown = codes.dtype in CODES_8 and scale.dtype in DTYPES and len(codes.shape) > 1
+    return shown and scale.shape == by_row
+
+
+def _made_8(fqn: str, stored: Mapping[str, StoredTensor]) -> Found:
+    codes, scale = stored[f"{fqn}._data"].info, stored[f"{fqn}._scale"].info
+    info = TensorInfo(codes.shape, scale.dtype)
+    block = (1, *codes.shape[1:])
+    encoding = Quanto8(block, scale.dtype, extra=_extra(fqn, stored), kind=codes.dtype)
+    return group_by_names(fqn, info, encoding, stored)
+
+
+def _read(
+    fqn: str, stored: Mapping[str, StoredTensor], config: Mapping[str, object]
+) -> tuple[int, int, tuple[int, ...]] | None:
+    """Return bits, group and shape of packed codes; None: something does not tell them."""
+    words, scale = stored[f"{fqn}._data._data"].info, stored[f"{fqn}._scale"].info
+    if f"{fqn}._shift" not in stored or len(words.shape) < 2 or words.dtype != "uint8":
+        return None
+    shift = stored[f"{fqn}._shift"].info.dtype
+    rows, inner = scale.shape[0] if scale.shape else 0, words.shape[1:]
+    fitting = [bits for bits in (2, 4) if rows and -(-rows * bits // 8) == words.shape[0]]
+    by_row = scale.shape == (rows, *(1 for _ in inner))
+    known = scale.dtype in DTYPES and shift in (*INTEGERS, scale.dtype)
+    if len(fitting) != 1 or 0 in inner or not known or not by_row:
+        return None
+    if len(inner) > 1:
+        return fitting[0], 0, (rows, *inner)
+    bias = stored.get(_beside(fqn, "bias"))
+    shape = shape_of(fqn, rows, inner[0], bias, config)
+    if shape is None:
+        return None
+    return fitting[0], 0 if shape == (rows, inner[0]) else inner[0], shape
+
+
+def _made(
+    fqn: str, bits: int, group: int, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]
+) -> Found:
+    scale, shift = stored[f"{fqn}._scale"].info, stored[f"{fqn}._shift"].info
+    encoding = QuantoPacked(_extra(fqn, stored), bits, group, shift.dtype)
+    return group_by_names(fqn, TensorInfo(shape, scale.dtype), encoding, stored)
+
+
+def _recorded(fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]) -> Found:
+    read = read_record(fqn, record, QuantoPacked.scheme)
+    bits, shift = read.count("bits", 0), read.dtype("shift_dtype")
+    if bits not in (2, 4) or shift not in (*INTEGERS, read.info.dtype):
+        raise malformed(fqn, f"quanto record: bits {bits}, shift_dtype {shift!r}", DAMAGED)
+    group = read.block[-1] if record.get("is_grouped") else 0
+    return group_by_names(fqn, read.info, QuantoPacked(read.extra(), bits, group, shift), stored)
+
+
+def _extra(fqn: str, stored: Mapping[str, StoredTensor]) -> Extra:
+    return tuple(
+        (name, tensor.info.dtype, tensor.info.shape)
+        for name in ACTIVATIONS
+        if (tensor := stored.get(_beside(fqn, name))) is not None
+    )
+
+
+def _beside(fqn: str, name: str) -> str:
+    stem, dot, _ = fqn.rpartition(".")
+    return f"{stem}{dot}{name}"
