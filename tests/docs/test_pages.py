@@ -99,7 +99,7 @@ def test_the_tables_name_every_setup_and_encoding() -> None:
     encodings = (DOCS / "reference" / "encodings.md").read_text()
     rows = "\n".join(re.findall(r"^\| (`-[^|]+)\|", encodings, re.MULTILINE))
     suffixes = {scheme.suffix for scheme in registry.schemes() if scheme.suffix}
-    assert set(re.findall(r"`-([a-z0-9-]+)`", rows)) == suffixes - {"bf16", "fp32", "fp16"}
+    assert set(re.findall(r"`-([a-z0-9_-]+)`", rows)) == suffixes - {"bf16", "fp32", "fp16"}
 
 
 def test_the_page_for_models_names_everything() -> None:
