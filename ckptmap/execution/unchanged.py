@@ -1,6 +1,7 @@
 """Find the weights whose values are those of the checkpoint of --as, bit for bit.
 
-The reference is decoded and cast to the dtype that the source has; then the bits are compared, so that
+The reference is decoded, a change of values by its names (norms of 1 + w) is undone, and it is cast to the dtype
+that the source has; then the bits are compared, so that
 -0.0 is not 0.0 and a NaN equals the same NaN alone. A weight that differs is read up to the first block
 that does. Nothing is believed by name, size or date.
 """
@@ -81,7 +82,7 @@ def _compared(tensor: LazyTensor, reference: LazyTensor, limit: int) -> bool:
 
 
 def has_values_of(tensor: LazyTensor, reference: LazyTensor, limit: int) -> bool:
-    """Return whether the reference, decoded and cast to the dtype of the tensor, has its bits.
+    """Return whether the reference, decoded and cast to the dtype in which the tensor is stored, has its bits.
 
     Reads at most `limit` values at once, where the encodings can be cut so.
     """
@@ -90,7 +91,7 @@ def has_values_of(tensor: LazyTensor, reference: LazyTensor, limit: int) -> bool
     if tensor.shape != reference.shape:
         return False
     for box in _boxes(tensor, reference, limit):
-        mine, theirs = _read(tensor, box), _read(reference, box).to(tensor.torch_dtype)
+        mine, theirs = (tensor.as_stored(_read(lazy, box)) for lazy in (tensor, reference))
         if not torch.equal(_bits(mine), _bits(theirs)):
             return False
     return True

@@ -118,6 +118,13 @@ class DerivedTensor(LazyTensor):
     def lossy(self) -> bool:
         return bool(self._mapped.ops)
 
+    def as_stored(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what its sources would hold for these values: value operations undone, in their dtype."""
+        for text, inverse in reversed(self._mapped.ops):
+            values = value_ops.parse_value_op(text).apply(values, not inverse)
+        source = next(iter(self._sources.values()))
+        return values.to(source.torch_dtype if self._mapped.ops else self.torch_dtype)
+
     @property
     def sources(self) -> Iterable[LazyTensor]:
         return self._sources.values()

@@ -36,18 +36,19 @@ def read_config(path: str | os.PathLike[str], mounts: Mounts) -> dict[str, objec
 
 
 def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[str, object] | None:
-    """Return the config at `asked`, else the one beside a checkpoint, else Meta's params.json there, else
+    """Return the config at `asked`, a GGUF file too, else the one beside a checkpoint, else Meta's params.json there, else
     what a GGUF file says.
 
     Their sizes are returned under the names of config.json. Returns None where there is none of them.
     """
-    if asked is not None:
+    if asked is not None and not holds_gguf(Path(asked), mounts):
         return read_config(asked, mounts)
-    place = Path(path)
+    place = Path(path if asked is None else asked)
     folder = place if place.is_dir() else place.parent
-    if (folder / CONFIG).is_file():
+    if asked is None and (folder / CONFIG).is_file():
         return read_config(folder / CONFIG, mounts)
-    params = read_params(folder / PARAMS, mounts) if (folder / PARAMS).is_file() else None
+    has_params = asked is None and (folder / PARAMS).is_file()
+    params = read_params(folder / PARAMS, mounts) if has_params else None
     if params is not None:
         return params.config
     if not holds_gguf(place, mounts):

@@ -72,6 +72,10 @@ class LazyTensor:
         """Return the same tensor under another FQN."""
         return LazyTensor(fqn, self.group, self.files)
 
+    def as_stored(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of the tensor in the dtype in which it is stored, or comes from."""
+        return values.to(self.torch_dtype)
+
     @property
     def sources(self) -> Iterable[LazyTensor]:
         """Return the tensors of the checkpoint that this tensor is read through: itself, if it is

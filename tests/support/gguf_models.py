@@ -74,6 +74,13 @@ def _stacked(
         yield name, w[0] if name.endswith("shared_expert_gate.weight") else w
 
 
+def _mixtral(
+    name: str, w: torch.Tensor, config: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for each, values in _stacked(name, w, config):
+        yield from _rotary_rows(each, values, config)
+
+
 def _gpt_oss(
     name: str, w: torch.Tensor, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -132,6 +139,13 @@ MODELS: Mapping[str, Model] = {
         MODEL_ARCH.GEMMA3,
         {**GEMMA, "rope_theta": 1000000.0, "model_type": "gemma3_text"},
         _norm_plus_one,
+    ),
+    "gemma": Model(MODEL_ARCH.GEMMA, {**BASE, "head_dim": 256, "model_type": "gemma"}, _norm_plus_one),
+    "mixtral": Model(
+        MODEL_ARCH.LLAMA,
+        {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "model_type": "mixtral"},
+        _mixtral,
+        {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     ),
     "phi3": Model(
         MODEL_ARCH.PHI3, {k: v for k, v in BASE.items() if k != "head_dim"} | {"model_type": "phi3"}, _same

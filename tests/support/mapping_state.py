@@ -103,7 +103,7 @@ def _made(made: MappedTensor, state: State) -> Tensor:
 def _changed(values: Tensor, ops: Sequence[tuple[str, bool]]) -> Tensor:
     """The values after operations, of which shipped files have `add` only."""
     for text, inverse in ops:
-        op, number = text.split()
+        op, number, *_ = text.split()  # `add 1 float32`: the states are fp32 already
         assert op == "add", text
         values = values - float(number) if inverse else values + float(number)
     return values

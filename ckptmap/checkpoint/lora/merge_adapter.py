@@ -204,6 +204,13 @@ class _Merger:
             return fqn
         if self.tied is not None and self.tied.head and is_head(fqn):
             return self._untied_head()
+        if self.ckpt.index.naming:
+            raise SourceError(
+                "CKM321",
+                f"{self.where}: {lazy.fqn}: the base has no {fqn}: its names are those of"
+                f" {self.ckpt.index.naming}",
+                _by_way_of_hub(self.ckpt.shown, self.where),
+            )
         near, low = difflib.get_close_matches(fqn, list(self.ckpt), n=1), name.rpartition(".")[0]
         raise SourceError(
             "CKM321",
@@ -356,6 +363,14 @@ class _Merger:
 
 def _is_frozen(lazy: LazyTensor) -> bool:
     return lazy.encoding_ != DENSE and ".modules_to_save." not in lazy.fqn
+
+
+def _by_way_of_hub(base: str, adapter: str) -> str:
+    """Return the commands that merge into a base whose format has names of its own."""
+    return (
+        f"merge under Hugging Face's names, then go back: ckptmap convert {quote(base)} BASE --to hf-bf16; ckptmap"
+        f" merge BASE {quote(adapter)} MERGED; ckptmap convert MERGED NEW --as {quote(base)}"
+    )
 
 
 def _share(group: Group) -> object:

@@ -64,7 +64,7 @@ class Architecture:
 def config_of(header: GgufHeader) -> Config | None:
     """Return the config; None where the architecture is not known here, its sizes are not stated, or layers differ."""
     name = header.text("general.architecture")
-    known = ARCHITECTURES.get(name)
+    known = MIXTRAL if _is_mixtral(header, name) else ARCHITECTURES.get(name)
     if known is None or any(header.count(f"{name}.{key}") is None for key in NEEDED):
         return None
     config: Config = {"architectures": [known.model], "model_type": known.model_type}
@@ -151,6 +151,11 @@ def _llama(header: GgufHeader, config: Config) -> Config:
     return found
 
 
+def _is_mixtral(header: GgufHeader, name: str) -> bool:
+    """Return whether a Llama has experts, as llama.cpp sees Mixtral."""
+    return name == "llama" and bool(header.count("llama.expert_count"))
+
+
 def _qwen2_moe(header: GgufHeader, config: Config) -> Config:
     return {"norm_topk_prob": False, "decoder_sparse_step": 1}
 
@@ -200,6 +205,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", EXPERTS, _qwen2_moe),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", EXPERTS, _qwen3_moe),
+    "gemma": Architecture("gemma", "GemmaForCausalLM"),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", SOFTCAPS, _gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", SOFTCAPS, _gemma3),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", fixed=_phi3),
@@ -211,3 +217,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
 }
 """`general.architecture` -> the model of transformers."""
+MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", {"expert_count": "num_local_experts"})

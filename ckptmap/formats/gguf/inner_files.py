@@ -2,7 +2,7 @@
 metadata of another GGUF file.
 
     --as model.gguf       its metadata, byte for byte
-    a GGUF file as source its metadata; the type that most weights have is stated anew
+    a GGUF file as source its metadata, or of --config-from; the type that most weights have is stated anew
     else                  config.json, tokenizer.json, tokenizer_config.json beside the weights, or of --config-from
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptmap.core.json_text import JsonError, parse_object
 from ckptmap.formats.gguf.key_values import KeyValues, head, read_key_values
-from ckptmap.formats.gguf.splits import SPLIT_KEYS, files_of
+from ckptmap.formats.gguf.splits import SPLIT_KEYS, files_of, holds_gguf
 from ckptmap.formats.gguf.text_splits import split_name
 from ckptmap.formats.gguf.tokenizer_metadata import splits_text, unwritten
 from ckptmap.protocols.file_systems import ReadsFiles
@@ -45,6 +45,8 @@ class GgufInner(ReadsFiles):
             return {LIKE: self._metadata(like)}, []
         if source is not None and given is None:
             return {SOURCE: self._metadata(source)}, []
+        if given is not None and holds_gguf(Path(given), self.mounts):
+            return {SOURCE: self._metadata(given)}, []
         folder = None if given is None else Path(given)
         if folder is not None and folder.is_dir():
             siblings = [str(file) for file in folder.iterdir()]

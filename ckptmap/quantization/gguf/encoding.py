@@ -104,7 +104,8 @@ class GgufBlocks:
         if self.kind in ENCODERS:
             return None
         return Refusal(
-            f"of GGUF's types, {', '.join(ENCODERS)} are made of values, and {self.kind} is not"
+            f"of GGUF's types, {', '.join(ENCODERS)} are made of values, and {self.kind} is not; all weights"
+            " can be written in one of these: --to gguf-q8_0 --config-from MODEL.gguf in place of --as"
         )
 
     def afresh(self) -> Encoding:

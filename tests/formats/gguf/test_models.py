@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ckptmap
-from ckptmap.errors import CkptmapError, PlanError
+from ckptmap.errors import CkptmapError
 from ckptmap.operations.inspect import InspectReport
 from tests.support.gguf_files import blocks, write
 from tests.support.gguf_models import MODELS, build, logits, named, write_model
@@ -173,7 +173,7 @@ def test_factors_of_phi_3_become_rope_scaling(tmp_path: Path) -> None:
 
 
 def test_weights_that_did_not_change_come_back_as_their_blocks(tmp_path: Path) -> None:
-    """GGUF -> bf16 -> the form of its blocks in a torch.save file: `--as`. GGUF itself is not written."""
+    """GGUF -> bf16 -> the form of its blocks in a torch.save file: `--as`."""
     model = MODELS["llama"]
     path = write_model(model, build(model), tmp_path / "m.gguf", "Q8_0")
     ckptmap.convert(path, tmp_path / "blocks.pt", to="full")
@@ -187,8 +187,6 @@ def test_weights_that_did_not_change_come_back_as_their_blocks(tmp_path: Path) -
     assert {key for key in before if not torch.equal(before[key], after[key])} == {changed}
     expected = quants.quantize(state[changed].float().numpy(), GGMLQuantizationType.Q8_0)
     assert np.array_equal(after[changed].numpy(), expected)
-    with pytest.raises(PlanError, match="is gguf, which ckptmap reads and does not write"):
-        ckptmap.plan(tmp_path / "trained.pt", as_=path)
 
 
 def test_types_that_are_not_encoded_are_refused_by_name(tmp_path: Path) -> None:

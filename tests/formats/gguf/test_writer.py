@@ -84,7 +84,7 @@ def test_bf16_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("name", [name for name in BY_TRANSFORMERS if name != "qwen3"])
+@pytest.mark.parametrize("name", BY_TRANSFORMERS)
 def test_transformers_loads_it_with_the_same_logits(name: str, tmp_path: Path) -> None:
     source = saved(name, tmp_path)
     ckptmap.convert(source, tmp_path / "m.gguf", to="gguf")

@@ -24,6 +24,7 @@ MADE = {
     "llama": "llama", "llama_tied": "llama", "llama_bias": "llama", "mistral": "llama", "qwen2": "qwen2",
     "qwen2_tied": "qwen2", "qwen3": "qwen3", "qwen3_tied": "qwen3", "qwen2_moe": "qwen2_moe",
     "qwen3_moe": "qwen3_moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "gpt_oss": "gpt_oss",
+    "gemma": "gemma", "mixtral": "mixtral",
 }  # fmt: skip
 SUFFIXES = (".weight", ".bias")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
