@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckptmap.quantization.blockwise.chunks import chunk_numel
+from ckptmap.quantization.blockwise.chunks import chunk_numel, constant
 from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.tensors import Box
 
@@ -47,7 +47,8 @@ def dequantize(
     for inner in row_major_boxes(Box.whole(box.sizes), most):
         part = window(out, inner)
         shift = None if zeros is None else zeros.spread(inner)
-        values = _shifted(window(codes, inner), shift, out.dtype).mul_(scales.spread(inner))
+        values = _shifted(window(codes, inner), shift, out.dtype)
+        scales.multiply(values, inner)
         part.copy_(values if factor == 1.0 else values.mul_(factor))
 
 
@@ -63,10 +64,30 @@ def _shifted(codes: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype)
     import torch
 
     if zero is None:
-        return codes.to(torch.float32, copy=True)
+        return _widened(codes)
     if zero.dtype.is_floating_point:
-        return (codes.to(dtype) - zero.to(dtype)).to(torch.float32)
-    return codes.to(torch.float32, copy=True).sub_(zero.to(torch.float32))
+        return (codes.to(dtype) - zero.to(dtype)).to(torch.float32).contiguous()
+    return _widened(codes).sub_(zero.to(torch.float32))
+
+
+def _widened(codes: torch.Tensor) -> torch.Tensor:
+    """Return codes as a new fp32 tensor, contiguous.
+
+    Float8 is looked up on a CPU: torch converts it element by element, which takes five times as long.
+    """
+    import torch
+
+    if not codes.is_cpu or not codes.is_floating_point():
+        wide = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        return wide.copy_(codes)
+
+    def made() -> torch.Tensor:
+        every = torch.arange(256, dtype=torch.uint8, device="cpu")
+        return every.view(codes.dtype).to(torch.float32)
+
+    table = constant(("float8 values", codes.dtype), codes.device, made)
+    index = codes.view(torch.uint8).reshape(-1).to(torch.int32)
+    return table.index_select(0, index).view(codes.shape)
 
 
 class _Grid:
@@ -84,12 +105,29 @@ class _Grid:
                 at = torch.arange(start, start + box.sizes[dim], device=grid.device)
                 self._blocks[dim] = at.floor_divide_(size)
 
-    def spread(self, inner: Box) -> torch.Tensor:
-        """Return the scales for `inner` (relative to the box), in a shape that broadcasts against it."""
+    def multiply(self, values: torch.Tensor, inner: Box) -> None:
+        """Multiply contiguous values of `inner` (relative to the box) by their scales.
+
+        Whole blocks of a row take their scale as it is, which saves a scale for each element.
+        """
+        size, count = self._block[-1], inner.sizes[-1]
+        start = self._box.offsets[-1] + inner.offsets[-1]
+        if start % size or count % size or count == size:
+            values.mul_(self.spread(inner))
+            return
+        blocks = values.view(*inner.sizes[:-1], count // size, size)
+        blocks.mul_(self.spread(inner, by_block=True).unsqueeze(-1))
+
+    def spread(self, inner: Box, by_block: bool = False) -> torch.Tensor:
+        """Return the scales for `inner` (relative to the box), in a shape that broadcasts against it.
+
+        `by_block`: against the blocks of its rows.
+        """
         grid = self._grid
         for dim, (offset, count) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
             low, high = self._touched(dim, offset, count)
-            if self._block[dim] > 1 and high - low > 1:
+            kept = by_block and dim == len(inner.sizes) - 1
+            if not kept and self._block[dim] > 1 and high - low > 1:
                 grid = grid.index_select(dim, self._blocks[dim].narrow(0, offset, count))
             else:
                 grid = grid.narrow(dim, low, high - low)
