@@ -1,9 +1,10 @@
 """The base of a checkpoint that holds only a part of a model's weights, as `save(only=...)` records it.
 
-extra.ckptmap.base.""       {"path": "/models/llama", "digest": "files:5a...", "names": {...}, "drop": []}
+extra.ckptmap.base.""       {"path": "/models/llama", "beside": "../../models/llama", "digest": "files:5a...", ...}
 extra.ckptmap.base.policy   that of the model `policy`, of several
 
-The digest is of content: of the manifest of a directory that ckptmap wrote, which has a digest of every
+Where nothing is at `path` any more, the base is looked for at `beside`, a path from the checkpoint's directory,
+which stays true where both are moved together. The digest is of content: of the manifest of a directory that ckptmap wrote, which has a digest of every
 tensor; else of the bytes of all files. A place on the Hub is named by its commit.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path as FilePath
+from typing import cast
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import SourceError
@@ -34,16 +36,40 @@ class BaseRecord:
     """A base as it is recorded.
 
     names, drop  how its names were changed when it was loaded, and which of its weights were left out
+    beside       the path from the checkpoint's directory; empty: of no directory on the same disk
     """
 
     path: str
     digest: str
     names: Renaming = field(default_factory=Renaming)
     drop: Sequence[str] = ()
+    beside: str = ""
 
     def to_plain(self) -> dict[str, object]:
-        names = self.names.record()
-        return {"path": self.path, "digest": self.digest, "names": names, "drop": list(self.drop)}
+        names, drop = self.names.record(), list(self.drop)
+        found: dict[str, object] = {
+            "path": self.path,
+            "digest": self.digest,
+            "names": names,
+            "drop": drop,
+        }
+        return found | ({"beside": self.beside} if self.beside else {})
+
+    def places(self, checkpoint: str | os.PathLike[str]) -> list[str]:
+        """Return the paths at which the base may be, for a checkpoint at this path: the one at which
+        something is comes first."""
+        found = [self.path]
+        if self.beside and FilePath(checkpoint).is_dir():
+            found.append(os.path.normpath(os.path.join(os.path.realpath(checkpoint), self.beside)))
+        return sorted(found, key=lambda path: "://" not in path and not os.path.exists(path))
+
+
+def path_beside(base: str, checkpoint: str | os.PathLike[str]) -> str:
+    """Return the path of a base from the directory of a checkpoint, links resolved; empty: the base is on
+    the Hub."""
+    if "://" in base:
+        return ""
+    return os.path.relpath(os.path.realpath(base), os.path.realpath(checkpoint))
 
 
 def recorded(ckpt: Checkpoint) -> dict[str, BaseRecord]:
@@ -67,13 +93,15 @@ def recorded(ckpt: Checkpoint) -> dict[str, BaseRecord]:
 
 def _record(entry: Mapping[str, object], where: str) -> BaseRecord:
     path, digest, drop = (entry.get(name) for name in ("path", "digest", "drop"))
+    beside = entry.get("beside", "")
     listed = isinstance(drop, list | tuple) and all(isinstance(one, str) for one in drop)
-    if not (isinstance(path, str) and isinstance(digest, str) and listed):
+    texts = (path, digest, beside)
+    if not (all(isinstance(text, str) for text in texts) and listed):
         raise SourceError(
             "CKM109", f"{where}: its record of a base is malformed", "load the base by itself first"
         )
-    assert isinstance(drop, list | tuple)
-    return BaseRecord(path, digest, Renaming.recorded(entry.get("names")), tuple(drop))
+    names = Renaming.recorded(entry.get("names"))
+    return BaseRecord(str(path), str(digest), names, tuple(cast(Sequence[str], drop)), str(beside))
 
 
 def note(ckpt: Checkpoint) -> str:

@@ -124,7 +124,11 @@ def _described(found: StepDirectory, ckpt: Checkpoint) -> SavedStep:
     return SavedStep(
         found.step, found.path, ckpt.setup, ckpt.world_size or 1, len(ckpt), nbytes, metrics,
         is_managed, number if isinstance(number, int) and number > 0 else 0,
-        bases=[base.path for base in base_record.recorded(ckpt).values()],
+        bases=[
+            place
+            for base in base_record.recorded(ckpt).values()
+            for place in base.places(ckpt.path)
+        ],
     )  # fmt: skip
 
 

@@ -59,7 +59,8 @@ class Continuation:
         values = {**checkpoint.plain, **checkpoint.other}
         everything = nest(module_extra_state.without(values, checkpoint))
         self._saved = _pop_dict(everything, run_settings.KEY)
-        self._scheduler_state = _pop_scheduler_state(everything)
+        saved_scheduler = _pop_scheduler_state(everything)
+        self._scheduler_state = integer_keys.restored_below(saved_scheduler)
         self._rounding = RoundingContinuation()
         self._rounding_note = ""
         self._takers = module_extra_state.setters(model)
@@ -217,7 +218,9 @@ class Continuation:
     def report(self, report: LoadReport, state: StatePlan | None) -> LoadReport:
         """Return the report of the weights, with all that was restored beside them."""
         step = self._extra.get("step")
-        extra = {key: _read(value) for key, value in self._extra.items() if key != "step"}
+        extra = cast(
+            dict[str, object], _read({k: v for k, v in self._extra.items() if k != "step"})
+        )
         per_rank = cast(Mapping[str, object], _read(self._per_rank))
         lost = [name for name in self._takers if name not in self._states]
         strange = [name for name in self._states if name not in {*self._takers, *report.unexpected}]

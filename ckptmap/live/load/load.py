@@ -259,7 +259,7 @@ def _base(
     if len(bases) > 1:
         return None
     ((head, base),) = bases.items()
-    place = base.path if options.base is None else os.fspath(options.base)
+    place = base.places(checkpoint.path)[0] if options.base is None else os.fspath(options.base)
     return LoadedBase(place, {}, base.names, tuple(base.drop), several and not head)
 
 

@@ -61,7 +61,7 @@ def _opened(
     checkpoint: Checkpoint, record: BaseRecord, given: str | os.PathLike[str] | None
 ) -> Checkpoint:
     """Return the base, read by the files of the checkpoint. The first rank compares its digest."""
-    place = record.path if given is None else given
+    place = record.places(checkpoint.path)[0] if given is None else given
     try:
         base = open_in(checkpoint.files, place)
     except CkptmapError as error:

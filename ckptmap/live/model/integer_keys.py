@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckptmap.live.model import tuples
+
 KEY = "ckptmap.integer_keys"
 """Name, beside the items of a dict, of the list of its integer keys."""
 
@@ -20,13 +22,13 @@ def of(value: Mapping[Any, object]) -> list[int]:
 
 
 def restored(value: Mapping[Any, object]) -> dict[Any, object]:
-    """Return a saved dict with its integer keys, in the order in which it had them."""
+    """Return a saved dict with its integer keys, in the order in which it had them, and its tuples."""
     listed = value.get(KEY)
     rest = {key: item for key, item in value.items() if key != KEY}
     if not isinstance(listed, list | tuple):
-        return rest
+        return tuples.restored(rest)
     known = {str(key): key for key in listed if isinstance(key, int) and str(key) in rest}
-    return {key: rest.pop(text) for text, key in known.items()} | rest
+    return tuples.restored({key: rest.pop(text) for text, key in known.items()} | rest)
 
 
 def restored_below(value: Any) -> Any:

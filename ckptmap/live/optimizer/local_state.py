@@ -18,6 +18,7 @@ from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import stored_form
 from ckptmap.live.model.live_tensor import LiveTensor, cut, is_dtensor, local_boxes
 from ckptmap.live.model.tensor_reader import window
+from ckptmap.live.model.tuples import holds_tensor
 from ckptmap.live.optimizer.family import Codes, Moment, OptimizerParam, codes_of, local_of
 from ckptmap.live.optimizer.unwrap import parts_of
 from ckptmap.optim.lowbit import LOGICAL, LowBit
@@ -256,17 +257,6 @@ def _refuse_nested(owner: ParamOwner, name: str, value: object) -> None:
             " tensors, expected a tensor or a plain value",
             "save without the optimizer, and save its own state_dict() with torch.save",
         )
-
-
-def holds_tensor(value: object) -> bool:
-    """Return whether a nested value of dicts and lists has a tensor in it."""
-    import torch
-
-    if isinstance(value, Mapping):
-        return any(map(holds_tensor, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(holds_tensor, value))
-    return isinstance(value, torch.Tensor)
 
 
 def is_decoded(value: object, owner: ParamOwner) -> TypeGuard[Moment]:

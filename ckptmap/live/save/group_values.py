@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptmap.errors import LoadError
+from ckptmap.live.model.tuples import holds_tensor
 from ckptmap.live.optimizer.group_objects import is_object
-from ckptmap.live.optimizer.local_state import ParamOwner, holds_tensor
+from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.live.optimizer.optimizer_types import ParamGroup
 from ckptmap.live.optimizer.unwrap import groups_of
 

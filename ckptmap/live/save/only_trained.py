@@ -13,9 +13,10 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
-from ckptmap.checkpoint.base_record import BaseRecord, content_digest
+from ckptmap.checkpoint.base_record import BaseRecord, content_digest, path_beside
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.core.formatting import counted
@@ -147,10 +148,12 @@ def changed(
 class SavedPart:
     """A choice of tensors to save, and the bases of the others.
 
+    path     of the checkpoint to be
     further  names of those that `only` does not name, and that no base has
     changed  names of those that this rank does not find in their base
     """
 
+    path: str | os.PathLike[str]
     kept: Sequence[LiveTensor]
     left: Sequence[LiveTensor]
     bases: Mapping[str, LoadedBase]
@@ -159,18 +162,18 @@ class SavedPart:
 
     @classmethod
     def of(
-        cls, targets: Sequence[LiveTensor], model: torch.nn.Module, optimizer: object,
-        only: Sequence[str], base: str | os.PathLike[str] | None,
+        cls, path: str | os.PathLike[str], targets: Sequence[LiveTensor], model: torch.nn.Module,
+        optimizer: object, only: Sequence[str], base: str | os.PathLike[str] | None,
     ) -> SavedPart:  # fmt: skip
         """Return the choice of this rank. Raises ArgumentError CKM516, and as `changed` does."""
         if not only:
-            return cls(targets, [], {}, [], [])
+            return cls(path, targets, [], {}, [], [])
         stepped = [] if optimizer is None else owners(unwrapped(optimizer), targets)
         kept, further = chosen(targets, only, stepped)
         names = {target.fqn for target in kept}
         left = [target for target in targets if target.fqn not in names]
         bases = bases_of(left, model, base)
-        return cls(kept, left, bases, further, changed(left, bases, model))
+        return cls(path, kept, left, bases, further, changed(left, bases, model))
 
     def with_changed(self, names: Collection[str]) -> SavedPart:
         """Return the choice with those saved, too, that any rank does not find in their base."""
@@ -183,7 +186,9 @@ class SavedPart:
         rank does."""
         heads = {_head(t, model, loaded_bases.known(t)) for t in self.left}
         needed = {head: base for head, base in self.bases.items() if not head or head in heads}
-        return {head: _record(base, digests) for head, base in needed.items() if self.left}
+        return {
+            head: _record(base, self.path, digests) for head, base in needed.items() if self.left
+        }
 
     def notes(self) -> list[str]:
         """Return what is said of tensors that are saved although `only` does not name them, or not."""
@@ -234,10 +239,12 @@ def _has(base: Checkpoint, target: LiveTensor) -> bool:
     return bool(found) and tuple(base[found[0]].shape) == tuple(shape)
 
 
-def _record(base: LoadedBase, digests: bool) -> dict[str, object]:
+def _record(base: LoadedBase, path: str | os.PathLike[str], digests: bool) -> dict[str, object]:
     digest = ""
     if digests:
         with open_checkpoint(base.path) as ckpt:
             require_unchanged(base.fingerprints, ckpt.files.mounts, LOAD_AGAIN)
             digest = content_digest(ckpt)
-    return BaseRecord(base.path, digest, base.names, base.drop).to_plain()
+    place = base.path if "://" in base.path else str(FilePath(base.path).absolute())
+    beside = path_beside(base.path, path)
+    return BaseRecord(place, digest, base.names, base.drop, beside).to_plain()

@@ -27,11 +27,13 @@ from ckptmap.live.model import (
     rng_state,
     several_models,
     stateful,
+    tuples,
 )
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
+from ckptmap.live.model.tuples import holds_tensor
 from ckptmap.live.optimizer import flat_lowbit, gradients, lbfgs, run_settings, state_placement
 from ckptmap.live.optimizer.local_state import (
     LocalShard,
@@ -39,7 +41,6 @@ from ckptmap.live.optimizer.local_state import (
     LocalTensor,
     hold_model,
     hold_optimizer,
-    holds_tensor,
     info_of,
     owners,
 )
@@ -71,7 +72,7 @@ OWN_NAMES = frozenset(
     {
         run_settings.KEY, rng_state.KEY, flat_lowbit.KEY, module_extra_state.KEY, "scheduler",
         run_settings.PER_RANK, gradients.PENDING, stateful.KEY,
-        lbfgs.KEY,
+        lbfgs.KEY, tuples.KEY, integer_keys.KEY,
     }
 )  # fmt: skip
 """Names among the extra values that ckptmap uses itself."""
@@ -113,7 +114,7 @@ def save(
         with peers.together():
             _check(path, given, scheduler, options, unseen)
             states, (targets, _) = stateful.states_of(options.stateful), find_targets(one)
-            part = SavedPart.of(targets, one, optimizer, options.patterns, options.base)
+            part = SavedPart.of(path, targets, one, optimizer, options.patterns, options.base)
         part = changed_on_any(part, options.patterns, peers)
         with peers.together():
             held = _held(one, targets, part, optimizer, scheduler, peers, random_state, options)
@@ -300,6 +301,8 @@ def _held(
             _values(held, ("extra", "scheduler"), run_scheduler.state_dict())
         for key, value in extra.items():
             _values(held, ("extra", key), value)
+        if places := tuples.of(extra):
+            held.values["extra", tuples.KEY] = places
     return held
 
 
@@ -343,8 +346,12 @@ def _values(held: LocalState, path: Path, value: object, private: bool = False) 
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _values(held, (*path, key), item, private)
-        if counted_keys := integer_keys.of(value):
-            held.values[(*path, integer_keys.KEY)] = counted_keys
+        for key, marks in (
+            (integer_keys.KEY, integer_keys.of(value)),
+            (tuples.KEY, tuples.of(value)),
+        ):
+            if marks:
+                held.values[(*path, key)] = marks
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             _values(held, (*path, ListIndex(number)), item, private)

@@ -18,6 +18,7 @@ from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import is_loadable, quantized_classes
 from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor, local_boxes
 from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.model.tuples import holds_tensor
 from ckptmap.live.optimizer.family import codes_of
 from ckptmap.live.optimizer.local_state import (
     LocalCodes,
@@ -25,7 +26,6 @@ from ckptmap.live.optimizer.local_state import (
     LocalState,
     LocalTensor,
     hold_tensor,
-    holds_tensor,
 )
 from ckptmap.live.save.assign_writers import Assigner, Assignment, Offer, offers_of
 from ckptmap.live.state_dict import sharded_tensor as sharded

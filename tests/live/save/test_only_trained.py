@@ -232,6 +232,37 @@ def test_a_weight_and_its_bias_of_two_checkpoints(tmp_path: Path) -> None:
         ckptmap.save(tmp_path / "c", model, only="trainable")
 
 
+def test_a_tree_of_runs_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base is found from the checkpoint's own directory where nothing is at its recorded path any more,
+    and a manager keeps it; a relative path is recorded as an absolute one."""
+    (tmp_path / "tree").mkdir()
+    monkeypatch.chdir(tmp_path / "tree")
+    model = net(1)
+    with ckptmap.CheckpointManager("runs", keep=1) as manager:
+        manager.save(1, net(0))
+        manager.wait()
+        ckptmap.load("runs/step-1", model)
+        manager.save(2, model, only="trainable")
+    monkeypatch.chdir(tmp_path)
+    assert ckptmap.load(tmp_path / "tree/runs/step-2", net(2)).missing == ()
+    (tmp_path / "tree").rename(tmp_path / "elsewhere")
+    again = net(3)
+    with ckptmap.CheckpointManager("elsewhere/runs", keep=1) as manager:
+        manager.restore(again)
+        assert same(model, again)
+        for step in (3, 4):
+            manager.save(step, again, only="trainable")
+        manager.wait()
+        assert manager.steps() == [1, 4]
+    last = net(5)
+    ckptmap.load("elsewhere/runs/step-4", last)
+    assert same(model, last)
+    shutil.copytree("elsewhere/runs/step-4", tmp_path / "alone")
+    shutil.rmtree("elsewhere")
+    with pytest.raises(LoadError, match="its base cannot be opened"):
+        ckptmap.load(tmp_path / "alone", last)
+
+
 def test_a_base_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
     """By a save over it, or by the rules of a manager, as long as a checkpoint needs it."""
     with ckptmap.CheckpointManager(tmp_path, keep=1) as manager:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptmap
 from ckptmap.errors import ArgumentError, DestinationError, LoadError, PlanError
@@ -156,6 +157,39 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
     ckptmap.save(tmp_path / "none", plain).wait()
     with pytest.raises(LoadError, match=r"no 0\._extra_state, no 1\.0\._extra_state"):
         ckptmap.load(tmp_path / "none", again, exact=True)
+
+
+def test_tuples_of_tensors(tmp_path: Path) -> None:
+    """Tuples come back as tuples, and lists as lists, in what all ranks share, of a rank and of an object;
+    torch reads the files alone."""
+    value = {
+        "pair": (torch.ones(1), [torch.zeros(2), (3, torch.ones(1))]),
+        "list": [torch.ones(1), 2],
+        "below": {4: ((torch.ones(1),),)},
+    }
+
+    class Holder:
+        def __init__(self, state: dict[str, object]) -> None:
+            self.state = state
+
+        def state_dict(self) -> dict[str, object]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            self.state = state
+
+    model = nn.Linear(2, 2)
+    ckptmap.save(
+        tmp_path / "out", model, extra=value, extra_per_rank=value, stateful={"one": Holder(value)}
+    ).wait()
+    again = Holder({})
+    report = ckptmap.load(tmp_path / "out", model, stateful={"one": again})
+    for found in (report.extra, report.extra_per_rank, again.state):
+        assert str(dict(sorted(found.items()))) == str(dict(sorted(value.items())))
+    dcp_to_torch_save(str(tmp_path / "out"), str(tmp_path / "torch.pt"))
+    assert "pair" in torch.load(tmp_path / "torch.pt")["extra"]
+    with pytest.raises(ArgumentError, match=r"names of ckptmap's own"):
+        ckptmap.save(tmp_path / "no", model, extra={"ckptmap.tuples": [["pair"]]})
 
 
 def test_values_are_those_of_the_call(tmp_path: Path) -> None:
