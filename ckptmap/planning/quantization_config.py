@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 from ckptmap.errors import PlanError
 from ckptmap.formats.huggingface.loaded_names import UNKNOWN, loaded_as
 from ckptmap.formats.huggingface.tied_heads import unstored
+from ckptmap.planning.stacked_experts import misread_experts, require_experts_found
 from ckptmap.protocols import Encoding
 from ckptmap.tensors import TensorInfo
 
@@ -170,7 +171,8 @@ class WrittenWeights:
         for scheme in self.schemes.values():
             loaded |= set(scheme.declares) if isinstance(scheme, DeclaresEach) else set()
         names = {encoding.name for encoding, _ in self.encodings.values()} - {"dense"} - loaded
-        return [self._unread_note(name, loaded) for name in sorted(names)]
+        notes = [self._unread_note(name, loaded) for name in sorted(names)]
+        return notes + misread_experts(self.encodings)
 
     def _unread_note(self, name: str, loaded: Collection[str]) -> str:
         similar = [other for other in self.schemes if other in loaded and name in other.split("-")]
@@ -195,6 +197,7 @@ class WrittenWeights:
         if QUANTIZATION in document:
             _require_torch_linear(*encoded[0], sorted(OWN_LAYERS & model_types))
             self._require_experts_found(*encoded[0], document[QUANTIZATION])
+            require_experts_found(self.encodings, document[QUANTIZATION])
         self._require_served(encoded, model_types)
         by_loaded_name = [
             (fqn, scheme)

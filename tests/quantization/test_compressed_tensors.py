@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     "w8a8": (args(strategy="channel"), "int-quantized", args(**TOKEN)),
     "w8a8-tensor": (args(strategy="tensor"), "int-quantized", args(**TOKEN)),
     "w8a8-asymmetric": (args(strategy="channel", symmetric=False), "int-quantized", args(**TOKEN)),
+    "w4a8": (args(bits=4, strategy="group", group_size=32), "int-quantized", args(**TOKEN)),
     "fp8": (args("float", strategy="channel"), "float-quantized", args("float", **TOKEN)),
     "fp8-tensor": (args("float", strategy="tensor"), "float-quantized", args("float", **TOKEN)),
     "fp8-block": (args("float", strategy="block", block_structure=[32, 32]), "naive-quantized", None),

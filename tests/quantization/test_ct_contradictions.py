@@ -52,7 +52,7 @@ def refused(folder: Path, *values: str) -> None:
     [
         ("w4-group", {"num_bits": 8}, "num_bits 8", "have 4 bits"),
         ("w8a16-packed", {"num_bits": 4}, "num_bits 4", "have 8 bits"),
-        ("w8a8", {"num_bits": 4}, "num_bits 4", "have 8 bits"),
+        ("w8a8", {"num_bits": 16}, "num_bits 16", "have 8 bits"),
         ("w4-group", {"group_size": 16}, "group_size 16", "[64, 4]"),
         ("w4-group", {"strategy": "channel", "group_size": None}, "'channel'", "[64, 4]"),
         ("w4-group", {"strategy": "tensor", "group_size": None}, "'tensor'", "[64, 4]"),

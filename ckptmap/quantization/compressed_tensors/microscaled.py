@@ -45,7 +45,7 @@ from ckptmap.quantization.compressed_tensors.config_json import (
     declared,
 )
 from ckptmap.quantization.compressed_tensors.scheme import ACTIVATIONS, PlainFp8
-from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
+from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert, is_linear_module
 from ckptmap.quantization.microscaling.mxfp8 import Mxfp8Rule
 from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
 from ckptmap.quantization.microscaling.packed_fp4 import Extra, PackedFp4
@@ -118,6 +118,7 @@ class _Target(ReadsFiles, LinearLayerScheme):
 
     made    the class of its encodings
     codes   the part that holds the codes
+    stacks  does transformers decode it where it stacks experts? (5.23, integrations/compressed_tensors.py)
     """
 
     name: str
@@ -126,9 +127,10 @@ class _Target(ReadsFiles, LinearLayerScheme):
     declares = DECLARES
     made: type[_Encoding]
     codes: ClassVar[str] = "packed"
+    stacks: ClassVar[bool] = False
 
     def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
-        return is_linear_module(fqn, info)
+        return is_linear_module(fqn, info) and (self.stacks or not is_expert(fqn))
 
     def fresh(self, info: TensorInfo, scale_dtype: str = "", extra: Extra = ()) -> _Encoding:
         """Return the encoding of a tensor."""
@@ -251,6 +253,7 @@ class CompressedMxfp4(_Target):
     name = "ct-mxfp4"
     suffix = "ct-mxfp4"
     made = CtMxfp4
+    stacks = True
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         for fqn, scale in _packed(stored):

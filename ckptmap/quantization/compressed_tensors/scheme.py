@@ -13,11 +13,11 @@ points of activations belong to the tensor and move with it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from ckptmap.core.quantized_codes import CodeGrid
+from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
@@ -93,8 +93,12 @@ class Plain(ScaledEncoding):
 
 @dataclass(frozen=True)
 class PlainInt8(Plain):
+    """Codes of up to 8 `bits`, one in each byte: with fewer, codes and values of --as use fewer levels."""
+
     name: ClassVar[str] = "ct-int8"
     scheme: ClassVar[str] = "ct-int8-plain"
+
+    bits: int = 8
 
     def cannot_encode(self, info: TensorInfo) -> Refusal | None:
         if len(info.shape) != 2:
@@ -103,8 +107,16 @@ class PlainInt8(Plain):
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
         rows, columns = self.block_of(info)
-        form = IntegerForm(8, (rows, columns), bool(self.zero_dtype), "", False)
+        form = IntegerForm(self.bits, (rows, columns), bool(self.zero_dtype), "", False)
         return IntegerEncoder((info.shape[0], info.shape[1]), form, self.constants(info))
+
+    def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
+        """Return a recoder for codes of 8 bits, unless codes have fewer here."""
+        return super().recoder(info, grid, device) if self.bits == 8 else None
+
+    def more_record(self, info: TensorInfo) -> Mapping[str, object]:
+        more = super().more_record(info)
+        return more if self.bits == 8 else {**more, "bits": self.bits}
 
 
 @dataclass(frozen=True)
@@ -222,6 +234,8 @@ def _recorded(
     read, kind = read_record(fqn, record, "compressed-tensors"), kinds[str(record["scheme"])]
     single = _single(read.count("scale_ndim", 1))
     encoding = kind(read.block, read.scale_dtype, read.dtype("zero_dtype"), read.extra(), single)
+    if isinstance(encoding, PlainInt8):
+        encoding = replace(encoding, bits=min(max(1, read.count("bits", 8)), 8))
     group, keys = group_by_names(read.fqn, read.info, encoding, stored)
     unstated = {
         part: encoding.part_key(read.fqn, part)
@@ -234,8 +248,10 @@ def _recorded(
 
 def _require_agreement(group: Group, config: Mapping[str, object]) -> None:
     parts = group.parts
-    kind = "float" if isinstance(group.encoding, PlainFp8) else "int"
-    shown = Stored(group.info, kind, 8, False, parts[""], parts["scale"], parts.get("zero_point"))
+    bits = group.encoding.bits if isinstance(group.encoding, PlainInt8) else None
+    kind = "float" if bits is None else "int"
+    zero = parts.get("zero_point")
+    shown = Stored(group.info, kind, bits or 8, False, parts[""], parts["scale"], zero)
     require_agreement(group.fqn, shown, config)
 
 
@@ -249,6 +265,7 @@ def _found(
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Yield the groups of other writers, recognized by `weight_scale` beside 8-bit codes."""
     config: Mapping[str, object] | None = None
+    said = ConfigGroups({})
     forms = WeightForms(stored)
     for key in [key for key in stored if key.endswith("_scale")]:
         fqn = key.removesuffix("_scale")
@@ -258,12 +275,22 @@ def _found(
             continue
         if config is None:
             config = quantization_config(codes, mounts)
-        yield forms.group(fqn, partial(_made, fqn, kind, config))
+            said = ConfigGroups(config)
+        bits = _bits(said.of(fqn.rpartition(".")[0]))
+        yield forms.group(fqn, partial(_made, fqn, kind, bits, config), bits)
+
+
+def _bits(groups: Sequence[Mapping[str, object]]) -> int:
+    """Return the bits of codes in whole bytes, which only a config tells; 8 where it does not."""
+    said = {w.get("num_bits") for group in groups if isinstance(w := group.get("weights"), Mapping)}
+    bits = said.pop() if len(said) == 1 else 8
+    return bits if type(bits) is int and 1 <= bits <= 8 else 8
 
 
 def _made(
     fqn: str,
     kind: type[Plain],
+    bits: int,
     config: Mapping[str, object],
     stored: Mapping[str, StoredTensor],
 ) -> Found:
@@ -279,4 +306,6 @@ def _made(
     block = block_found(fqn, info, scale, config)
     single = _single(len(scale.shape)) if block == info.shape else None
     made = kind(block, scale.dtype, zero.info.dtype if zero else "", extra, single)
+    if isinstance(made, PlainInt8):
+        made = replace(made, bits=bits)
     return group_by_names(fqn, info, made, stored)
