@@ -126,6 +126,25 @@ def test_smoothed_weights_are_not_decoded(tmp_path: Path) -> None:
         ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bf16")
 
 
+@pytest.mark.parametrize("beside", ["both", "own"])
+@pytest.mark.parametrize("dims", ["rows", "tiles"])
+def test_scales_of_rows_and_tiles_move_as_bytes(dims: str, beside: str, tmp_path: Path) -> None:
+    """They have other dims than compressed-tensors' (an imitation), whose reader refused to open the file."""
+    path, stored = write(tmp_path / "in", "FP8", beside=beside), dict(made("FP8", DTYPES[0])[0])
+    for key in [key for key in stored if key.endswith("weight_scale")]:
+        rows, columns = stored[key.removesuffix("_scale")].shape
+        shape = (rows,) if dims == "rows" else (rows // 32, 1, columns // 32, 1)
+        stored[key] = torch.full(shape, float(stored[key]))
+    save_file(stored, path / FILE, {"format": "pt"})
+    ckptmap.convert(path, tmp_path / "out", to="hf")
+    after = load_file(tmp_path / "out" / FILE)
+    assert after.keys() == stored.keys()
+    for key, value in stored.items():
+        same(after[key], value)
+    with pytest.raises(ckptmap.CkptmapError, match="is part of a scaled int8 or fp8 tensor"):
+        ckptmap.plan(path, "hf-bf16").execute(tmp_path / "bf16")
+
+
 def _cut(tensors: Tensors) -> None:
     tensors[f"{QUERY}_scale"] = tensors[f"{QUERY}_scale"][:, :-1].contiguous()
 

@@ -30,6 +30,7 @@ from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoF
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.compressed_tensors.config_agreement import (
+    METHOD,
     Stored,
     kept_modules,
     require_agreement,
@@ -276,8 +277,20 @@ def _found(
         if config is None:
             config = quantization_config(codes, mounts)
             said = ConfigGroups(config)
+        if _is_of_others(codes.info, scale.info, config):
+            continue
         bits = _bits(said.of(fqn.rpartition(".")[0]))
         yield forms.group(fqn, partial(_made, fqn, kind, bits, config), bits)
+
+
+def _is_of_others(codes: TensorInfo, scale: TensorInfo, config: Mapping[str, object]) -> bool:
+    """Return whether the scales have dims as this library never stores them, and no config says that it did.
+
+    ModelOpt stores [out] for rows and [out / 128, 1, in / 128, 1] for tiles, and Quark [out] (vLLM 0.11,
+    model_executor/layers/quantization).
+    """
+    alike = scale.numel == 1 or len(scale.shape) == len(codes.shape)
+    return not alike and config.get("quant_method") != METHOD
 
 
 def _bits(groups: Sequence[Mapping[str, object]]) -> int:
