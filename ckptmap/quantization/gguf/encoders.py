@@ -20,6 +20,7 @@ from ckptmap.errors import RunError
 from ckptmap.formats.gguf.block_types import BY_NAME
 from ckptmap.protocols import Write
 from ckptmap.quantization.blockwise.chunks import chunk_numel
+from ckptmap.quantization.blockwise.exact_division import divide
 from ckptmap.quantization.dense import flat
 from ckptmap.quantization.gguf.small_blocks import E2M1_DOUBLED, powers_halved
 
@@ -33,7 +34,7 @@ CHUNK_NUMEL = 256 * 1024
 def _q8_0(x: torch.Tensor) -> torch.Tensor:
     import torch
 
-    d = x.abs().amax(1, keepdim=True) / 127
+    d = divide(x.abs().amax(1, keepdim=True), 127.0)
     scaled = x * _inverse(d)
     size = scaled.abs()
     whole = size.floor()
@@ -56,7 +57,7 @@ def _between(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor, 
     import torch
 
     low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
-    d = (high - low) / (levels - 1)
+    d = divide(high - low, levels - 1.0)
     codes = ((x - low) * _inverse(d)).add_(0.5).trunc_().clamp_(0, levels - 1)
     return d, low, codes.to(torch.uint8)
 

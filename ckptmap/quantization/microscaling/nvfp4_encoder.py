@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptmap.errors import RunError
 from ckptmap.protocols import Write
-from ckptmap.quantization.blockwise.chunks import chunk_numel
+from ckptmap.quantization.blockwise.chunks import chunk_numel, constant
 from ckptmap.quantization.blockwise.exact_division import divide
 from ckptmap.quantization.blockwise.quantizer import absmax_of
 from ckptmap.quantization.dense import flat
@@ -58,7 +58,7 @@ class CompressedTensorsRule:
 
         scales = overall * divide(absmax, e2m1.LARGEST).to(torch.float32)
         stored = scales.clamp(-LARGEST_SCALE, LARGEST_SCALE).to(torch.float8_e4m3fn)
-        least = torch.tensor(0.125, dtype=torch.float32, device=absmax.device)
+        least = constant("1/8", absmax.device, lambda: torch.tensor(0.125, device="cpu"))
         wide = stored.to(torch.float32)
         return torch.where(wide == 0, least, wide).to(torch.float8_e4m3fn)
 
@@ -122,18 +122,26 @@ class Nvfp4Encoder:
             self._absmax = absmax_of(both.view(1, -1), (1,))
 
     def _scale(self) -> torch.Tensor:
-        """Return the scale of the tensor, f32 []. Raise RunError CKM309 where it is not finite."""
+        """Return the scale of the tensor, f32 [].
+
+        A CPU asks at once whether it is finite, as `finish` does; to ask a device would be to wait for it.
+        """
         if self._overall is None:
             absmax = self._absmax
             assert absmax is not None, "the values were looked at before they are fed"
-            if not bool(absmax.isfinite()):
-                raise RunError(
-                    "CKM309",
-                    "expected finite values, found NaN or infinity",
-                    "leave this tensor unquantized with --no-encode, or repair it",
-                )
+            if absmax.is_cpu:
+                self._require_finite()
             self._overall = self._rule.overall(absmax[0])
         return self._overall
+
+    def _require_finite(self) -> None:
+        """Raise RunError CKM309 where a value was not finite. Waits once for the device."""
+        if self._absmax is not None and not bool(self._absmax.isfinite()):
+            raise RunError(
+                "CKM309",
+                "expected finite values, found NaN or infinity",
+                "leave this tensor unquantized with --no-encode, or repair it",
+            )
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterator[Write]:
         """Encode values [m] T; m and `offset` are multiples of 16."""
@@ -151,5 +159,6 @@ class Nvfp4Encoder:
             yield Write("scale", flat(at // BLOCK, scales.numel()), scales)
 
     def finish(self) -> Iterable[Write]:
-        """Yield the scale of the tensor."""
+        """Yield the scale of the tensor. Raises RunError CKM309 where a value was not finite."""
+        self._require_finite()
         yield Write(self._global, flat(0, 1), self._scale().view(1))
