@@ -60,6 +60,7 @@ RENAMINGS = (
     _renaming(r"^embed_out\.", (r"^embed_out$", "lm_head")),  # GPT-NeoX
     _renaming(r"^backbone\.layers\.\d+\.mixer\.", (r"^backbone\.", "model.")),  # Nemotron-H
     _renaming(r"^thinker\.", (r"^thinker\.", "")),  # Qwen2.5-Omni
+    _renaming(r"^vlm\.language_model\.model\.", (r"^(vlm\.language_model)\.model\.", r"\1.")),  # ColPali
     # CLIP and SigLIP, alone or as the tower of another model
     _renaming(r"(?:^|_tower\.)vision_model\.", (r"(^|_tower\.)vision_model\.", r"\1")),
     # models of several towers, which the loader puts into `model`, heads taken out of them

@@ -121,6 +121,33 @@ def llama4() -> Any:
     return transformers.Llama4ForCausalLM(config)
 
 
+def colpali() -> Any:
+    """Its tower of text has a segment on disk that it has not in memory."""
+    text = dict(TEXT, model_type="gemma", head_dim=16)
+    vision = dict(VISION, model_type="siglip_vision_model", vision_use_head=False)
+    vlm = transformers.PaliGemmaConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=100,
+        hidden_size=64,
+        projection_dim=64,
+    )
+    config = transformers.ColPaliConfig(vlm_config=vlm, text_config=text, embedding_dim=64)
+    return transformers.ColPaliForRetrieval(config)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "float8", "bnb-nf4", "ct-fp8"])
+def test_transformers_loads_colpali(scheme: str, tmp_path: Path) -> None:
+    model = saved(colpali, tmp_path / "in")
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to=f"hf-{scheme}")
+    loaded, said = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(said.values()), said
+    inputs = dict(TEXT_ONLY, attention_mask=torch.ones(1, 8, dtype=torch.long))
+    with torch.no_grad():
+        theirs, found = model(**inputs).embeddings.float(), loaded(**inputs).embeddings.float()
+    assert torch.cosine_similarity(found.flatten(), theirs.flatten(), 0) > 0.9
+
+
 def saved(make: Any, path: Path) -> Any:
     torch.manual_seed(0)
     model = make().bfloat16().eval()
