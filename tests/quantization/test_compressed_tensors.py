@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 import ckptmap
 from ckptmap.errors import SourceError
 from ckptmap.protocols.encodings import KeepsOnHost
-from ckptmap.quantization.compressed_tensors.packed import Packed, Packing, packed_rows
+from ckptmap.quantization.blockwise.word_packing import Packing
+from ckptmap.quantization.compressed_tensors.packed import Packed, packed_rows
 from ckptmap.quantization.compressed_tensors.scheme import PlainFp8
 from ckptmap.tensors import Box, TensorInfo
 from tests.support.int8_models import (

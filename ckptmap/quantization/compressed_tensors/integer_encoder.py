@@ -21,12 +21,11 @@ from ckptmap.errors import RunError
 from ckptmap.protocols import Write
 from ckptmap.quantization.blockwise.exact_division import divide
 from ckptmap.quantization.blockwise.scaled_encoder import Constants, constant_writes
+from ckptmap.quantization.blockwise.word_packing import packed
 from ckptmap.quantization.dense import flat
 
 if TYPE_CHECKING:
     import torch
-
-WORD = 32
 
 
 @dataclass(frozen=True)
@@ -145,53 +144,6 @@ class IntegerEncoder:
         along = torch.cat(ordered).transpose(0, 1).contiguous()
         words = packed(along, self._form.bits, self._form.aligned).transpose(0, 1).contiguous()
         return Write("zero_point", flat(0, words.numel()), words.view(-1))
-
-
-def packed(codes: torch.Tensor, bits: int, aligned: bool) -> torch.Tensor:
-    """Pack codes i8 [r, n] into words i32, the first code in the lowest bits; codes are stored as
-    code + 2^(bits-1), and bits without a code are 0.
-
-    aligned  no code spans two words
-    """
-    import torch
-
-    unsigned = (codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
-    if WORD % bits == 0:
-        return _packed_bytes(unsigned, bits)
-    if aligned:
-        return _packed_whole(unsigned, bits)
-    count = unsigned.shape[1]
-    at = torch.arange(count, device=codes.device) * bits
-    low = unsigned.to(torch.int64) << (at % WORD)
-    words = low.new_zeros((len(codes), -(-count * bits // WORD) + 1))
-    words.index_add_(1, at // WORD, low & 0xFFFFFFFF)
-    words.index_add_(1, at // WORD + 1, low >> WORD)
-    return words[:, :-1].to(torch.int32).contiguous()
-
-
-def _packed_bytes(unsigned: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes u8 [r, n], of which a byte holds 1, 2, 4 or 8."""
-    import torch
-
-    edge = -unsigned.shape[1] % (WORD // bits)
-    if edge:
-        unsigned = torch.nn.functional.pad(unsigned, (0, edge))
-    parts = unsigned.view(len(unsigned), -1, 8 // bits)
-    out = parts[:, :, 0].clone()
-    for place in range(1, 8 // bits):
-        out |= parts[:, :, place] << (place * bits)
-    return out.contiguous().view(torch.int32)
-
-
-def _packed_whole(unsigned: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes u8 [r, n], as many into a word as fit as a whole."""
-    import torch
-
-    whole = WORD // bits
-    edge = -unsigned.shape[1] % whole
-    wide = torch.nn.functional.pad(unsigned, (0, edge)).to(torch.int64)
-    shifts = torch.arange(0, whole * bits, bits, device=unsigned.device)
-    return (wide.view(len(wide), -1, whole) << shifts).sum(-1).to(torch.int32)
 
 
 def _require_finite(scales: torch.Tensor, band: int) -> None:

@@ -33,18 +33,14 @@ from ckptmap.quantization.blockwise.scaled_encoder import (
     ScaledRecoder,
 )
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
-from ckptmap.quantization.compressed_tensors.integer_encoder import (
-    IntegerEncoder,
-    IntegerForm,
-    packed,
-)
+from ckptmap.quantization.blockwise.word_packing import Packing, packed
+from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncoder, IntegerForm
 from ckptmap.quantization.dense import flat
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
     import torch
 
-WORD = 32
 PACKED_ZERO = "int32"
 """The dtype of packed zero points; others are not packed and have the scale's shape."""
 
@@ -243,81 +239,6 @@ class Packed(ScaledEncoding):
             "native": "compressed-tensors", "bits": self.bits, "zero_dtype": self.zero_dtype,
             "ordered": self.ordered, "aligned": self.aligned,
         }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How codes are packed into 32-bit words."""
-
-    bits: int
-    aligned: bool = False
-
-    @property
-    def _whole(self) -> int:
-        """Codes per word where no code spans two words."""
-        return WORD // self.bits
-
-    def words(self, count: int) -> int:
-        """Return the number of words for `count` codes."""
-        return -(-count // self._whole) if self.aligned else -(-count * self.bits // WORD)
-
-    def span(self, start: int, count: int) -> tuple[int, int]:
-        """Return the first word and the number of words that hold these codes."""
-        low = start // self._whole if self.aligned else start * self.bits // WORD
-        return low, self.words(start + count) - low
-
-    def unpacked(self, words: torch.Tensor, start: int, count: int) -> torch.Tensor:
-        """Unpack words i32 [r, n], the first of which holds code `start` -> codes i8 [r, count].
-
-        Raises SourceError CKM115 where bits are set that no code has.
-        """
-        import torch
-
-        if self.aligned:
-            self._require_free_bits_zero(words)
-        if self.bits == 8:
-            of_bytes = words.contiguous().view(torch.uint8).narrow(1, start % 4, count)
-            return (of_bytes ^ 0x80).view(torch.int8)
-        if WORD % self.bits == 0:
-            return self._unpacked_whole(words).narrow(1, start % self._whole, count)
-        word, shift = self._places(torch.arange(start, start + count, device=words.device), start)
-        low = words.index_select(1, word).to(torch.int64).bitwise_and_(0xFFFFFFFF) >> shift
-        spills = shift + self.bits > WORD
-        if not self.aligned:
-            after = words.index_select(1, (word + spills).clamp_(max=words.shape[1] - 1))
-            low |= torch.where(spills, after.to(torch.int64) << (WORD - shift), 0)
-        half = 1 << (self.bits - 1)
-        return (low.bitwise_and_(2 * half - 1) - half).to(torch.int8)
-
-    def _require_free_bits_zero(self, words: torch.Tensor) -> None:
-        """Raise SourceError CKM115 where words of 32 bits hold more than their whole codes.
-
-        Seven bits fill as many words as eight, so only these bits tell a wrong `num_bits`.
-        """
-        free = WORD - self._whole * self.bits
-        if bool((words >> (WORD - free)).any()):
-            raise SourceError(
-                "CKM115",
-                f"weight_packed: its codes have {self.bits} bits, as config.json or the record says,"
-                f" but the upper {free} bits of its words, which these leave 0, are set",
-                "write the num_bits that it was quantized with into config.json, or save it again",
-            )
-
-    def _unpacked_whole(self, words: torch.Tensor) -> torch.Tensor:
-        """Unpack all codes of words that hold whole codes: i32 [r, n] -> i8 [r, n * 32 / bits]."""
-        import torch
-
-        half = 1 << (self.bits - 1)
-        shifts = torch.arange(0, WORD, self.bits, dtype=torch.int32, device=words.device)
-        codes = words.unsqueeze(-1).bitwise_right_shift(shifts)
-        return codes.bitwise_and_(2 * half - 1).sub_(half).to(torch.int8).flatten(1)
-
-    def _places(self, codes: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the word of each code, relative to that of `start`, and the bit at which the code begins."""
-        if self.aligned:
-            return codes // self._whole - start // self._whole, codes % self._whole * self.bits
-        at = codes * self.bits
-        return at // WORD - start * self.bits // WORD, at % WORD
 
 
 def packed_rows(codes: torch.Tensor, width: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ckptmap.quantization.blockwise.group_checks import (
 from ckptmap.quantization.blockwise.read_config import quantization_config, read_each_small
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
 from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.blockwise.word_packing import WORD, Packing
 from ckptmap.quantization.compressed_tensors.config_agreement import (
     Stored,
     kept_modules,
@@ -37,7 +38,7 @@ from ckptmap.quantization.compressed_tensors.config_json import (
     version_said,
     weights_said,
 )
-from ckptmap.quantization.compressed_tensors.packed import WORD, Packed, Packing
+from ckptmap.quantization.compressed_tensors.packed import Packed
 from ckptmap.quantization.weight_forms import Found, WeightForms
 from ckptmap.storage.files import Files
 from ckptmap.tensors import StoredTensor, TensorInfo
