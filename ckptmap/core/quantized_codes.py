@@ -34,6 +34,10 @@ class CodeGrid:
             decode to equal bits
     axes    the dim of the tensor along which each dim of `codes` runs, where their order differs: (0, 2, 1)
             for the codes of experts that are stored transposed
+    zeros   whether each block has a zero point, too: an integer that is subtracted from its codes; the name
+            of such a grid is one of its own
+    scale_dtype
+            the dtype in which the scales are stored, where that of their values would not tell; "" else
     """
 
     name: str
@@ -41,16 +45,20 @@ class CodeGrid:
     block: tuple[int, ...]
     values: str = ""
     axes: tuple[int, ...] = ()
+    zeros: bool = False
+    scale_dtype: str = ""
 
     @property
     def scales(self) -> tuple[int, ...]:
-        """The shape of the scales: one for each block; the last block of a dim may be shorter."""
-        return tuple(-(-n // b) for n, b in zip(self.codes.shape, self.block, strict=True))
+        """The shape of the scales: one for each block; the last block of a dim may be shorter. With zero
+        points it is [2, ...]: the scales, then the zero points."""
+        grid = tuple(-(-n // b) for n, b in zip(self.codes.shape, self.block, strict=True))
+        return (2, *grid) if self.zeros else grid
 
 
 @runtime_checkable
 class Coded(Protocol):
-    """An encoding with one scale for each block of codes and no zero point.
+    """An encoding with one scale for each block of codes, and perhaps one zero point.
 
     Another encoding of the same grid can take its codes as they are. `grid` and `scale_parts`
     import no torch.
@@ -65,7 +73,7 @@ class Coded(Protocol):
     def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the scales, fp32, of shape `grid.scales`: value = meaning of the code * scale.
 
-        For nf4 they are the decoded absmax values.
+        For nf4 they are the decoded absmax values. With zero points: value = (code - zero) * scale.
         """
 
     def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:

@@ -256,7 +256,7 @@ def _by_rows(
     if not isinstance(encoding, Coded) or isinstance(encoding.parts(mapped.info), Refusal):
         return None
     grid = encoding.grid(mapped.info)
-    rows = None if grid is None else _in_units(grid, mapped.info, unit)
+    rows = None if grid is None or grid.zeros else _in_units(grid, mapped.info, unit)
     if grid is None or rows is None:
         return None
     codes = [part_piece(piece, unit, rows[0], grid.codes.shape) for piece in pieces]

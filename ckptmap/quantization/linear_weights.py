@@ -53,6 +53,8 @@ def is_linear_weight(fqn: str, info: TensorInfo) -> bool:
 
 CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
 """Modules that GPT-2 and its relatives in transformers build as `Conv1D`, with weights [in, out]."""
+CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
+"""Those relatives, by `model_type`; others have linear layers of the same names."""
 
 
 ACROSS = "bitsandbytes quantizes the transpose of a Conv1D, which is read, and not made anew"

@@ -33,11 +33,12 @@ def dequantize(
     block: Sequence[int],
     out: torch.Tensor,
     factor: float = 1.0,
+    rounded: torch.dtype | None = None,
 ) -> None:
     """Fill `out` [box.sizes] T with the values of a box.
 
     `codes` is that box of the codes; `scale` and `zero` are the box `grid_box(box, block)` of their
-    grids. `factor` is multiplied last, in fp32.
+    grids. `factor` is multiplied last, in fp32. The product is rounded to the dtype `rounded` first, if given.
     """
     if not box.numel:
         return
@@ -49,7 +50,8 @@ def dequantize(
         shift = None if zeros is None else zeros.spread(inner)
         values = _shifted(window(codes, inner), shift, out.dtype)
         scales.multiply(values, inner)
-        part.copy_(values if factor == 1.0 else values.mul_(factor))
+        product = values if factor == 1.0 else values.mul_(factor)
+        part.copy_(product if rounded is None else product.to(rounded))
 
 
 def window(tensor: torch.Tensor, box: Box) -> torch.Tensor:

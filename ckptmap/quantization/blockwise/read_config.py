@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.quantization.blockwise.model_dtype import FLOATS
 from ckptmap.storage.box_reader import fill
 from ckptmap.storage.files import Files
 from ckptmap.storage.json_file import read_json
@@ -21,19 +22,40 @@ def quantization_config(stored: StoredTensor, mounts: Mounts) -> Mapping[str, ob
 
     It is only a hint: where the file is missing or cannot be read, the result is empty.
     """
+    for holder in _holders(stored, mounts):
+        section = holder.get("quantization_config")
+        if isinstance(section, dict):
+            return section
+    return {}
+
+
+def stated_dtype(stored: StoredTensor, mounts: Mounts) -> str:
+    """Return the dtype that config.json beside a tensor's file states for the model; "" where it states none."""
+    for holder in _holders(stored, mounts):
+        said = holder.get("dtype") or holder.get("torch_dtype")
+        if said in FLOATS:
+            return str(said)
+    return ""
+
+
+def model_type(stored: StoredTensor, mounts: Mounts) -> str:
+    """Return the `model_type` of the config.json beside a tensor's file; "" where it states none."""
+    kinds = [str(holder.get("model_type") or "") for holder in _holders(stored, mounts)]
+    return kinds[0] if kinds else ""
+
+
+def _holders(stored: StoredTensor, mounts: Mounts) -> list[Mapping[str, object]]:
+    """Return the config.json beside a tensor's file, and its part for text; neither where there is none."""
     place = next(iter(stored.chunks), None)
     if place is None:
-        return {}
+        return []
     file = Path(place.region.file).parent / "config.json"
     try:
         config = read_json(file, mounts, max_nbytes=MAX_NBYTES)
     except (OSError, ValueError):
-        return {}
-    for holder in (config, config.get("text_config") if isinstance(config, dict) else None):
-        section = holder.get("quantization_config") if isinstance(holder, dict) else None
-        if isinstance(section, dict):
-            return section
-    return {}
+        return []
+    inner = config.get("text_config") if isinstance(config, dict) else None
+    return [holder for holder in (config, inner) if isinstance(holder, dict)]
 
 
 NEAR = 4096

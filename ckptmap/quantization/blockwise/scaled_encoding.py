@@ -33,6 +33,12 @@ POWERS = "code * power of two in fp32"
 """How values follow from codes and scales; the second is the first for some scales."""
 
 
+def rounded_products(scale_dtype: str, dtype: str) -> str:
+    """Return how values of `dtype` follow where the product is rounded to the dtype of the scales first."""
+    is_rounded = scale_dtype not in (dtype, "float32")
+    return f"{PRODUCTS}, rounded to {scale_dtype}" if is_rounded else PRODUCTS
+
+
 @dataclass(frozen=True)
 class ScaledEncoding:
     """8-bit codes with one scale per block of elements.
@@ -244,7 +250,7 @@ class ScaledEncoding:
         if not block_geometry.cuts(mine.block, grid.block, info.shape):
             return None
         alike = mine.values == grid.values or (mine.values, grid.values) == (PRODUCTS, POWERS)
-        exact = alike and self.scale_dtype == "float32"
+        exact = alike and self.scale_dtype in ("float32", grid.scale_dtype)
         return ScaledRecoder(
             self.codes_part, self.scale_part, self.scale_dtype,
             lambda scales: self.unscaled(block_geometry.spread(scales, grid.block, mine.block, info.shape)),

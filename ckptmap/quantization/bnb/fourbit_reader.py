@@ -37,7 +37,7 @@ from ckptmap.quantization.bnb.fourbit import (
     FourBit,
     Nested,
 )
-from ckptmap.quantization.linear_weights import CONV1D
+from ckptmap.quantization.linear_weights import CONV1D, CONV1D_MODELS
 from ckptmap.quantization.weight_forms import Found, WeightForms
 from ckptmap.storage.files import Files
 from ckptmap.storage.json_file import read_object
@@ -48,7 +48,6 @@ TABLE = TensorInfo((16,), "float32")
 """The table that a `quant_map` is."""
 TABLE_ERROR = 1e-6
 """How much a stored table may differ from the one that readers use: by rounding, not by a value."""
-CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 
 
 def find_fourbit(

@@ -18,7 +18,7 @@ word is four bytes of codes with the upper bit inverted.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
@@ -32,9 +32,10 @@ from ckptmap.quantization.blockwise.scaled_encoder import (
     ScaledEncoder,
     ScaledRecoder,
 )
-from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
+from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding, rounded_products
 from ckptmap.quantization.blockwise.word_packing import Packing, packed
 from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncoder, IntegerForm
+from ckptmap.quantization.compressed_tensors.zeros_recoder import ZerosRecoder
 from ckptmap.quantization.dense import flat
 from ckptmap.tensors import Box, TensorInfo
 
@@ -143,7 +144,10 @@ class Packed(ScaledEncoding):
             scale = scale.index_select(1, index)
             zero = None if zero is None else zero.index_select(1, index)
             block = (block[0], 1)
-        dequantize(codes, scale, zero, box, block, out)
+        rounded = None
+        if self.scale_dtype != info.dtype:  # the library computes in the dtype of the scales
+            rounded = getattr(torch, self.scale_dtype)
+        dequantize(codes, scale, zero, box, block, out, rounded=rounded)
 
     @property
     def host_parts(self) -> Collection[str]:
@@ -214,10 +218,22 @@ class Packed(ScaledEncoding):
         return IntegerEncoder((info.shape[0], info.shape[1]), form, self.constants(info))
 
     def grid(self, info: TensorInfo) -> CodeGrid | None:
-        if self.zero_dtype or self.ordered:
+        has_zeros, block = bool(self.zero_dtype), self.block_of(info)
+        if self.ordered or (has_zeros and (self.zero_dtype != PACKED_ZERO or block[0] != 1)):
             return None
-        name = "int8" if self.bits == 8 else f"int{self.bits}"
-        return CodeGrid(name, TensorInfo(info.shape, "int8"), self.block_of(info), self.values_name)
+        values = rounded_products(self.scale_dtype, info.dtype)
+        name = f"int{self.bits} with zeros" if has_zeros else f"int{self.bits}"
+        return CodeGrid(name, TensorInfo(info.shape, "int8"), block, values, has_zeros)
+
+    def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the scales in fp32, in the grid's shape, and zero points where there are any."""
+        if not self.zero_dtype:
+            return super().scales(info, parts)
+        import torch
+
+        scales = replace(self, zero_dtype="").scales(info, parts)
+        grid = block_geometry.grid_box(Box.whole(info.shape), self.block_of(info))
+        return torch.stack([scales, self._zero(parts["zero_point"], grid).to(torch.float32)])
 
     def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         return self.part_box(info, part, box) if part == "packed" else None
@@ -229,16 +245,38 @@ class Packed(ScaledEncoding):
             out.copy_(self.packing.unpacked(parts["packed"], box.offsets[1], box.sizes[1]))
 
     def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
+        if grid.zeros:
+            return self._recoder_with_zeros(info, grid, device)
         inner = super().recoder(info, grid, device)
         if not isinstance(inner, ScaledRecoder):
             return None
         return PackedRecoder(inner, info.shape[1], self.packing)
+
+    def _recoder_with_zeros(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
+        mine = self.grid(info)
+        if mine is None or not mine.zeros or mine.name != grid.name:
+            return None
+        plain = replace(grid, name=f"int{self.bits}", zeros=False)
+        inner = replace(self, zero_dtype="").recoder(info, plain, device)
+        return None if inner is None else ZerosRecoder(inner, self.packing)
 
     def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         return {
             "native": "compressed-tensors", "bits": self.bits, "zero_dtype": self.zero_dtype,
             "ordered": self.ordered, "aligned": self.aligned,
         }  # fmt: skip
+
+
+def packed_keeping(bits: int, info: TensorInfo, grid: CodeGrid) -> Packed | None:
+    """Return the encoding for codes of so many bits by groups of columns, which stores their scales in the
+    dtype that they have, and their zero points; None where it could not."""
+    if len(grid.block) != 2 or grid.block[0] != 1 or info.shape[-1] % grid.block[1]:
+        return None
+    if not grid.zeros and not grid.scale_dtype:
+        return None
+    zero_dtype = PACKED_ZERO if grid.zeros else ""
+    encoding = Packed(grid.block, grid.scale_dtype or "float32", zero_dtype, bits=bits)
+    return encoding.keeping(info, grid)
 
 
 def packed_rows(codes: torch.Tensor, width: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ from ckptmap.quantization.compressed_tensors.config_json import (
     declared,
 )
 from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncoder, IntegerForm
-from ckptmap.quantization.compressed_tensors.packed import Packed
+from ckptmap.quantization.compressed_tensors.packed import Packed, packed_keeping
 from ckptmap.quantization.compressed_tensors.packed_reader import find_packed
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
 from ckptmap.quantization.weight_forms import Found, WeightForms, one_of_each_form
@@ -52,6 +52,9 @@ from ckptmap.tensors import StoredTensor, TensorInfo
 ACTIVATIONS = (
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "input_global_scale",
 )  # fmt: skip
+
+
+GROUP = 128
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,36 @@ class CompressedInt8(_Target):
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the groups of packed codes. Raises SourceError CKM115 where parts do not fit."""
         return find_packed(stored, records, self.mounts)
+
+    def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
+        return packed_keeping(8, info, grid) or super().keeping(info, grid, exact)
+
+
+class CompressedInt4(_Target):
+    """Packed 4-bit codes with a scale for each 128 columns, as compressed-tensors' preset W4A16; with one a
+    row where 128 does not divide them. `CompressedInt8` reads them."""
+
+    name = "ct-int4"
+    suffix = "ct-int4"
+    live = "microscaled"
+
+    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding:
+        return Packed(block, scale_dtype, bits=4)
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        if len(info.shape) != 2:
+            return Refusal(f"quantizes matrices by groups, found shape {list(info.shape)}")
+        width = info.shape[1]
+        encoding = self._fresh((1, max(1, GROUP if width % GROUP == 0 else width)), info.dtype)
+        return encoding.refusal(info) or encoding
+
+    def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
+        return packed_keeping(4, info, grid) or super().keeping(info, grid, exact)
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+    ) -> list[tuple[Group, Sequence[str]]]:
+        return []
 
 
 def _recorded(
