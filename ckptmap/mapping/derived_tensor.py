@@ -239,7 +239,7 @@ def _moved_codes(
     for key, lazy in sources.items():
         encoding = lazy.encoding_
         grid = encoding.grid(lazy.info) if isinstance(encoding, Coded) else None
-        if grid is None:
+        if grid is None or grid.zeros:
             return None
         grids[key] = grid
     infos = {key: lazy.info for key, lazy in sources.items()}

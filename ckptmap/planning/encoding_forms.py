@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ckptmap import registry
-from ckptmap.core.quantized_codes import Coded, KeepsCodes
+from ckptmap.core.quantized_codes import Coded, CodeGrid, KeepsCodes, Recodes
 from ckptmap.planning.live_encodings import TABLE, HeldLive
 from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.tensors import TensorInfo
@@ -58,7 +58,14 @@ def _form(scheme: Scheme, schemes: Sequence[Scheme]) -> EncodingForm:
             other.suffix
             for other in schemes
             if other is not scheme and other.suffix and grid is not None
-            if isinstance(other, KeepsCodes) and other.keeping(SAMPLE, grid, False) is not None
+            if isinstance(other, KeepsCodes) and _takes(other.keeping(SAMPLE, grid, False), grid)
         ]
     how = TABLE["FSDP2", scheme.live].how
     return EncodingForm(scheme.name, scheme.suffix, not how.startswith("decoded"), kept_in)
+
+
+def _takes(encoding: object, grid: CodeGrid) -> bool:
+    """Return whether an encoding that a scheme chose for these codes takes them unchanged."""
+    if not isinstance(encoding, Recodes):
+        return False
+    return encoding.recoder(SAMPLE, grid, "cpu") is not None

@@ -223,7 +223,7 @@ class Packed(ScaledEncoding):
             return None
         values = rounded_products(self.scale_dtype, info.dtype)
         name = f"int{self.bits} with zeros" if has_zeros else f"int{self.bits}"
-        return CodeGrid(name, TensorInfo(info.shape, "int8"), block, values, has_zeros)
+        return CodeGrid(name, TensorInfo(info.shape, "int8"), block, values, zeros=has_zeros)
 
     def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the scales in fp32, in the grid's shape, and zero points where there are any."""

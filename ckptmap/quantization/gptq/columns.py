@@ -244,7 +244,7 @@ class GroupedColumns:
         return CodeGrid(
             f"int{self.bits} with zeros" if zeros else f"int{self.bits}",
             TensorInfo(info.shape, "int8"), (1, self.group),
-            rounded_products(self.scale_dtype, info.dtype), zeros, self.scale_dtype,
+            rounded_products(self.scale_dtype, info.dtype), zeros=zeros, scale_dtype=self.scale_dtype,
         )  # fmt: skip
 
     def scale_parts(self, info: TensorInfo) -> Sequence[str]:

@@ -121,17 +121,13 @@ def _key(fqn: str, part: str) -> str:
 
 
 def _found(stored: Mapping[str, StoredTensor], mounts: Mounts) -> list[str]:
-    """Return the FQNs of weights that have codes, zero points and scales, but those of `Conv1D` modules."""
+    """Return the FQNs of weights that have codes and scales, but those of `Conv1D` modules."""
     stems = [
         key.removesuffix("qweight")
         for key, tensor in stored.items()
         if key.endswith(".qweight") and tensor.info.dtype == "int32"
     ]
-    whole = [
-        stem
-        for stem in stems
-        if f"{stem}qzeros" in stored and f"{stem}scales" in stored and f"{stem}weight" not in stored
-    ]
+    whole = [stem for stem in stems if f"{stem}scales" in stored and f"{stem}weight" not in stored]
     turned = [stem for stem in whole if CONV1D.intersection(stem.split(".")[-2:-1])]
     if turned and model_type(stored[f"{turned[0]}qweight"], mounts) in CONV1D_MODELS:
         whole = [stem for stem in whole if stem not in turned]

@@ -18,7 +18,12 @@ from typing import TypeAlias
 
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.protocols import Encoding
-from ckptmap.quantization.blockwise.group_checks import CONTRADICTORY, contradiction, file_of
+from ckptmap.quantization.blockwise.group_checks import (
+    CONTRADICTORY,
+    contradiction,
+    file_of,
+    malformed,
+)
 from ckptmap.quantization.blockwise.word_packing import WORD
 from ckptmap.quantization.gptq.columns import LISTED, ORDERED, UNORDERED, GroupedColumns
 from ckptmap.quantization.gptq.encodings import AWQ_BITS, Awq, Gptq, GptqV2
@@ -122,12 +127,13 @@ def encoding_of(
     fqn: str, said: Statement, parts: Infos, dtype: str
 ) -> tuple[GroupedColumns, TensorInfo]:
     """Return the encoding and the logical info of a weight. Raise SourceError CKM115 for a contradiction."""
-    codes, scales, zeros = parts["qweight"], parts["scales"], parts["qzeros"]
+    codes, scales, zeros = parts["qweight"], parts["scales"], parts.get("qzeros")
+    if zeros is None:
+        raise malformed(fqn, f"qweight {codes.info} and scales, without qzeros: {file_of(codes)}")
     for part in (codes, scales, zeros):
         if len(part.info.shape) != 2 or not part.info.numel:
-            raise SourceError(
-                "CKM115", f"{fqn}: {part.info}, expected a matrix: {file_of(part)}", CONTRADICTORY
-            )
+            said_so = f"{part.info}, expected a matrix: {file_of(part)}"
+            raise malformed(fqn, said_so, CONTRADICTORY)
     groups, rows = scales.info.shape
     bits = said.bits or zeros.info.shape[1] * WORD // rows
     width = codes.info.shape[0] if said.kind is Awq else codes.info.shape[0] * WORD // max(1, bits)
