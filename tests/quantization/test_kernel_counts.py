@@ -69,7 +69,9 @@ DECODERS = {name: 10 for name in targets("bfloat16")}
 
 
 def test_every_block_wise_scheme_is_counted() -> None:
-    waiting = "ct-int4 ct-nvfp4 ct-mxfp4 ct-mxfp8 torchao-mxfp8 torchao-mxfp4 torchao-nvfp4 fp8-ue8m0"
+    waiting = (
+        "ct-int4 ct-nvfp4 ct-mxfp4 ct-mxfp8 torchao-mxfp8 torchao-mxfp4 torchao-nvfp4 fp8-ue8m0"
+    )
     encoded = set(targets_of_all("bfloat16"))
     assert set(ENCODERS) == set(DECODERS) == COUNTED == encoded - set(waiting.split())
 
@@ -168,7 +170,7 @@ def test_a_decoder_takes_far_less_than_its_result(name: str) -> None:
     encoding.decode(INFO, parts, box, out)
     with Traffic() as moved:
         encoding.decode(INFO, parts, box, out)
-    low, high = (44, 71) if "int4" in name else (10, 28)
+    low, high = (29, 48) if "int4" in name else (10, 28)
     assert low <= moved.nbytes / DEVICE_NUMEL <= high, "as the table says"
     assert moved.nbytes / MEMORY <= 0.4 * out.nbytes / LINK
 

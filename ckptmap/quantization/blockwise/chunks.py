@@ -19,7 +19,7 @@ back on the kernels' stream, so for each element this must hold on an H200 (4.8 
     bfloat16 -> int8, float8          33 - 52 B     7 - 11 ps           20 ps            40 ps
     float32  -> any of them         41 - 60 B     9 - 13 ps      10 - 20 ps            80 ps
     any 4 or 8 bits -> bfloat16       11 - 27 B     2 - 6 ps            40 ps       10 - 20 ps
-    packed 4-bit    -> bfloat16       44 - 71 B     9 - 15 ps           40 ps            10 ps
+    packed 4-bit    -> bfloat16       29 - 48 B     6 - 10 ps           40 ps            10 ps
 
 So torch's ops hide behind the link even if they reach a third of the memory's rate (0.6 of it, from bfloat16
 to 8 bits), and where a decoder does not hide, one that took no time would gain 5 to 27 %. The bytes are
