@@ -273,10 +273,12 @@ def made(source: Source, folder: Path) -> Path:
 
 
 def options(source: Source, to: str) -> dict[str, Any]:
-    """Three ranks where the setup has any."""
+    """Three ranks where the setup has any, and the model's config where its names need one."""
     wanted = dict(source.options or {})
     sharded = {setup.name for setup in registry.setups() if setup.sharded}
     name = max((s.name for s in registry.setups() if to.startswith(s.name)), key=len)
+    if name == "gguf" and "like" in wanted:  # the sizes of the model are in its metadata
+        wanted["config_from"] = wanted.pop("like")
     return wanted | ({"world_size": 3} if name in sharded and "mesh" not in wanted else {})
 
 

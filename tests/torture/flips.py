@@ -88,7 +88,7 @@ def written(folder: Path) -> Iterator[Path]:
     source = golden.made(runs, folder / "source")
     setups = [setup.name for setup in registry.setups()]
     encoded = [f"hf-{name}" for name in golden.encodings() if name]
-    for to in (*setups, *encoded, "fsdp2-nf4", "full-int8"):
+    for to in (*setups, *encoded, "fsdp2-nf4", "full-int8", "gguf-q4_0"):
         yield _converted(source, folder / to, to, **golden.options(runs, to))
     yield _converted(source, folder / "hf-sha256", "hf", digest="sha256")
     yield saved(folder)

@@ -232,7 +232,9 @@ OURS: Mapping[str, tuple[Sequence[m.Mutator], Callable[[Path], r.Named]]] = {
     "fsdp1": (OWN_DCP, r.read_dcp),
     "fsdp1-local": (OWN_RANKS, r.read_ranks),
     "trainer": ((*OWN, *TENSORS), r.read_hf),
+    "gguf": (BYTES, r.read_gguf),
 }
+ONE_FILE: Mapping[str, str] = {"full": "model.pt", "gguf": "model.gguf"}
 
 
 def ours(corpus: Corpus, folder: Path) -> list[Subject]:
@@ -240,7 +242,7 @@ def ours(corpus: Corpus, folder: Path) -> list[Subject]:
     source = corpus["torch_module_attribute"].path
     found = []
     for to, (mutators, read) in OURS.items():
-        place = folder / f"ours-{to}" / ("model.pt" if to == "full" else "out")
+        place = folder / f"ours-{to}" / ONE_FILE.get(to, "out")
         place.parent.mkdir()
         world_size = 2 if to.startswith("fsdp") else 1
         ckptmap.convert(source, place, to, world_size=world_size, sync=False)
