@@ -76,7 +76,7 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
     """Let the digests of the chunks that a manifest lists count as stated by the files beside it,
     and compare the bytes around the chunks.
 
-    Files that state checksums of their own keep those; the manifest inside a file has no others.
+    Files that state checksums of their own keep those.
     Raise SourceError CKM403 where the manifest is damaged, CKM105 where a file has another size or
     header than it lists, CKM101 where one of them cannot be read.
     """
@@ -118,10 +118,16 @@ def _chunks(document: Mapping[str, Any]) -> Iterator[tuple[str, StatedSum]]:
 
 
 def _check_one_file(manifest: OwnManifest, document: Mapping[str, Any], mounts: Mounts) -> None:
-    """Raise SourceError CKM105 where a one-file output is not as it was written around its tensors."""
+    """Raise SourceError CKM105 where a one-file output is not as it was written around its tensors.
+
+    Where its format states no checksums (GGUF), the digests of its chunks count as stated.
+    """
+    chunks = [chunk for _, chunk in _chunks(document)]
+    if manifest.file not in mounts.stated and any(chunk.sum for chunk in chunks):
+        mounts.state(manifest.file, [chunk for chunk in chunks if chunk.sum])
     if manifest.spans is None or document.get(AROUND, NOT_TAKEN) == NOT_TAKEN:
         return
-    spans = [chunk[:2] for _, chunk in _chunks(document)]
+    spans = [chunk[:2] for chunk in chunks]
     way_out = (
         "if another program edited it after ckptmap, --check-source none converts what is there"
         f' (in Python: check_source="none", or verify="none" of load); else {AGAIN}'
