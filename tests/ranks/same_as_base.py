@@ -17,8 +17,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import ckptmap
 from ckptmap.errors import ArgumentError
+from ckptmap.live.model import loaded_bases
 from tests.live.save.test_only_trained import net
 from tests.ranks.only_trained import sharded
+from tests.support.cpu_sharding import fully_shard
+from tests.support.live_model import QUANTIZED, write
+from tests.support.live_model import net as quantized_net
 
 
 def fsdp1(seed: int) -> Any:
@@ -49,7 +53,34 @@ def one_rank_changes(folder: Path, make: Callable[[int], Any], changed: str) -> 
     dist.barrier()
 
 
+def sharded_nf4(folder: Path) -> None:
+    """Sharded codes are the base's, whether a load of this run is remembered or not; changed ones are saved."""
+    if dist.get_rank() == 0:
+        folder.mkdir()
+        write(folder)
+    dist.barrier()
+    model: Any = quantized_net(4)
+    for name in QUANTIZED:
+        fully_shard(model.get_submodule(name.removesuffix(".weight")))
+    fully_shard(model)
+    ckptmap.load(folder / "nf4.pt", model)
+    codes = model.up.weight.to_local().quantized_data
+    for number, expected in enumerate(
+        [["norm.weight"], ["norm.weight"], ["norm.weight", "up.weight"]]
+    ):
+        path, base = folder / f"c{number}", folder / "nf4.pt" if number else None
+        if number:
+            loaded_bases._PROOFS.clear()
+        if number == 2 and dist.get_rank() == 1:
+            codes[0] ^= 0x11
+        ckptmap.save(path, model, only="norm.*", base=base).wait()
+        with ckptmap.open(path) as ckpt:
+            assert sorted(ckpt) == expected
+    dist.barrier()
+
+
 def main(folder: Path) -> None:
+    sharded_nf4(folder / "nf4")
     one_rank_changes(folder / "fsdp2", sharded, "2.weight")
     one_rank_changes(folder / "fsdp1", fsdp1, "2.bias")
 

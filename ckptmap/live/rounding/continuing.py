@@ -98,8 +98,9 @@ class RoundingContinuation:
             return
         if not self.goes_on_elsewhere:
             yield (
-                "gradients are not known to be the same bits on these ranks: install the rounding, in every"
-                " optimizer, with same_gradients=True where their sums do not depend on the order"
+                "gradients are not known to be the same bits on these ranks: where their sums do not depend on"
+                " the order, say so for every optimizer: rounding.install(optimizer, seed=...,"
+                " same_gradients=True)"
             )
         if other_blocks:
             yield (

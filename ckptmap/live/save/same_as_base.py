@@ -10,16 +10,14 @@ nothing can be proven counts as changed.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.errors import CkptmapError
 from ckptmap.live.model import loaded_bases
 from ckptmap.live.model.base_names import as_loaded
 from ckptmap.live.model.live_form import LoadContext, LoadStep, form_of, live_forms
-from ckptmap.live.model.live_tensor import LiveTensor, fallback_device
+from ckptmap.live.model.live_tensor import LiveTensor, fallback_device, like
 from ckptmap.live.model.loaded_bases import LoadedBase, SameAsBase
 from ckptmap.live.model.local_digest import is_same, local_digest
 from ckptmap.live.model.tensor_reader import TensorReader, window
@@ -67,11 +65,13 @@ def changed(
 def _is_loaded(target: LiveTensor, source: LazyTensor, reader: TensorReader) -> bool:
     """Return whether a load of `source` would leave the memory of this rank as it is."""
     form = form_of(target)
-    if form is not None and (not form.takes_values or form.logical(target) is not None):
-        return _is_quantized_so(target, source, reader)
-    return tuple(target.tensor.shape) == tuple(source.shape) and all(
-        _same_box(reader, source, box, view) for box, view in target.windows(target.local)
-    )
+    if form is None:
+        return tuple(target.tensor.shape) == tuple(source.shape) and all(
+            _same_box(reader, source, box, view) for box, view in target.windows(target.local)
+        )
+    if form.takes_values and form.logical(target) is None:
+        return False  # a load would write into the tensor itself
+    return _is_quantized_so(target, source, reader)
 
 
 def _same_box(reader: TensorReader, source: LazyTensor, box: Box, live: torch.Tensor) -> bool:
@@ -99,25 +99,28 @@ def _is_quantized_so(target: LiveTensor, source: LazyTensor, reader: TensorReade
         if not isinstance(step, LoadStep):
             return False
         reader.run(step.run)
-    except (CkptmapError, RuntimeError, AttributeError, NotImplementedError):
-        return False  # not proven: it is saved
+    except Exception:  # whatever the library says: nothing is proven, and the weight is saved
+        return False
     made, now = local_digest(beside), local_digest(target)
     return made is not None and now is not None and is_same(target, now, made)
 
 
-def _beside(target: LiveTensor) -> LiveTensor:
-    """Return the tensor in a copy of its module alone: a load replaces it there, and not in the model."""
-    from torch import nn
+class _Beside(LiveTensor):
+    """A tensor in a copy of its module alone, where a load replaces it, and not in the model."""
 
+    def put(self, local: torch.Tensor) -> None:
+        module, name = self.places[0]
+        _held(module, self.is_buffer)[name] = like(self.tensor, local)
+
+
+def _held(module: torch.nn.Module, is_buffer: bool) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = module.__dict__["_buffers" if is_buffer else "_parameters"]
+    return found
+
+
+def _beside(target: LiveTensor) -> LiveTensor:
     module, name = target.places[0]
-    twin = copy.copy(module)
-    twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
-    alias = target.tensor.detach()
-    if (
-        type(alias).__name__ == "Tensor"
-    ):  # bitsandbytes' parameter, which a load replaces by another
-        alias = target.tensor
-    is_parameter = isinstance(alias, nn.Parameter) or target.is_buffer
-    held: dict[str, torch.Tensor] = twin.__dict__["_buffers" if target.is_buffer else "_parameters"]
-    held[name] = alias if is_parameter else nn.Parameter(alias, requires_grad=False)
-    return LiveTensor(target.names, ((twin, name),), target.is_buffer, adapted=target.adapted)
+    twin = object.__new__(type(module))  # FSDP2's classes refuse copy.copy
+    own = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)}
+    twin.__dict__ = module.__dict__ | own
+    return _Beside(target.names, ((twin, name),), target.is_buffer, target.fsdp_param)
