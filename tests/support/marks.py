@@ -168,6 +168,7 @@ SLOW = frozenset(
         "operations/test_convert_restart.py::test_old_destination_stays_until_the_new_one_is_whole",
         "operations/test_convert_restart.py::test_what_a_run_left_that_was_killed_after_its_rename_is_removed",
         "operations/test_default_device.py::test_conversions_do_not_depend_on_it",
+        "operations/test_low_bit_releases.py::test_what_was_not_trained_is_the_bytes_of_the_release",
         "operations/test_merge.py::test_any_encoding_is_a_base",
         "operations/test_merge_models.py::test_a_head_that_peft_unties_is_a_tensor_of_its_own",
         "operations/test_merge_models.py::test_the_checkpoint_of_a_qlora_run",
