@@ -47,7 +47,8 @@ class Aim:
 def parse(text: str) -> Aim:
     """Return the setup and scheme of a `--to` value.
 
-    Raises PlanError CKM201, with the nearest name as its hint, if there is no such setup.
+    Raises PlanError CKM201, with the nearest name as its hint, if there is no such setup; for an empty text it names
+    `--as`, too.
     """
     name = str(text).strip().lower()
     for setup in sorted(registry.setups(), key=lambda s: -len(s.name)):
@@ -57,6 +58,12 @@ def parse(text: str) -> Aim:
             scheme = _scheme(name.removeprefix(setup.name + "-"), setup)
             if scheme is not None:
                 return Aim(text, setup, scheme)
+    if not name:
+        raise PlanError(
+            "CKM201",
+            f"--to {text!r} and no --as: expected one of them",
+            "name a setup, --to hf-bf16; or a checkpoint that the output is like, --as PATH",
+        )
     raise PlanError("CKM201", f"--to {text!r} is not a setup", _nearest(name))
 
 

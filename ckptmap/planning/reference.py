@@ -116,7 +116,9 @@ def open_reference(options: Options, files: Files) -> Reference | None:
     if options.as_ is None:
         return None
     with open_in(Files(mounts=files.mounts), options.as_) as opened:
-        return Reference(replace(opened, files=files))
+        named = files.mounts.with_origins(opened.path)  # of the Hub, `as_` is its mirror by now
+        origin = opened.origin or (named if named != opened.path else "")
+        return Reference(replace(opened, files=files, origin=origin))
 
 
 def beside(ckpt: Checkpoint, reference: Reference) -> Checkpoint:
