@@ -87,6 +87,7 @@ SLOW = frozenset(
         "integrations/test_integrations.py::test_resume_skips_what_was_seen",
         "integrations/test_integrations.py::test_trainer_resumes_from_another_trainers_checkpoint",
         "integrations/test_manager_integrations.py",
+        "live/load/test_every_form.py",
         "live/load/test_load.py::test_an_optimizer_built_before_has_what_was_loaded",
         "live/load/test_load.py::test_the_dense_model_is_never_materialised",
         "live/load/test_load_corpus.py::test_every_case_loads",
