@@ -124,7 +124,8 @@ def worst(errors: Mapping[str, float]) -> str:
 def sampled_error(a: LazyTensor, b: LazyTensor, numel: int) -> tuple[float, int]:
     """Return the relative error of b in a sample, and how many values b has lost there.
 
-    The sample is up to 4 evenly spaced runs of rows, `numel` values in all. The error is the rms of
+    The sample is up to 4 evenly spaced runs of rows, or parts of a row that has more values than `numel`,
+    `numel` values in all. The error is the rms of
     b - a over the rms of a. A value is lost that is finite in a, and NaN or infinite in b.
     """
     squares_diff = squares = 0.0
@@ -143,10 +144,23 @@ def _sample(shape: tuple[int, ...], numel: int, runs: int) -> Iterator[Box]:
     if not shape or 0 in shape:
         return
     inner = math.prod(shape[1:])
+    if inner > numel:
+        yield from _parts_of_rows(shape, max(1, numel // runs), runs)
+        return
     rows = max(1, min(shape[0], numel // inner) // runs)
     starts = {(shape[0] - rows) * i // max(1, runs - 1) for i in range(runs)}
     for start in sorted(starts):
         yield Box((start, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+
+
+def _parts_of_rows(shape: tuple[int, ...], numel: int, runs: int) -> Iterator[Box]:
+    """Yield boxes of up to `numel` values each, spaced along all dims from the first corner to the last."""
+    sizes: tuple[int, ...] = ()
+    for size in reversed(shape):
+        sizes = (min(size, max(1, numel // math.prod(sizes))), *sizes)
+    for run in range(runs):
+        free = [size - taken for size, taken in zip(shape, sizes, strict=True)]
+        yield Box(tuple(n * run // max(1, runs - 1) for n in free), sizes)
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
