@@ -29,6 +29,7 @@ from ckptmap.quantization.unsupported_schemes import (
     RESTORE,
     WITHOUT_SCALES,
     foreign_tensors,
+    who_reads,
 )
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
@@ -153,7 +154,8 @@ def _foreign_part(request: Request, fqn: str, scheme: str) -> list[Unresolved]:
     """Return the part of a quantized tensor as unresolved, unless the user asks to keep its bytes."""
     if matches_any(fqn, request.options.no_encode):
         return []
-    restore = RESTORE if scheme in (WITHOUT_SCALES, INT8_WITHOUT_SCALES) else ""
+    restorable = scheme in (WITHOUT_SCALES, INT8_WITHOUT_SCALES)
+    restore = RESTORE if restorable else who_reads(scheme)
     return [
         Unresolved(
             fqn,

@@ -68,6 +68,9 @@ SCHEMES = (
     _scheme("MXFP6", ".weight_scale", ".weight_packed", ".weight",
             ".weight_scale", dtypes=("uint8", "float8_e8m0fnu")),
     _scheme("bitsandbytes int8", ".SCB", ".weight", ".SCB", ".weight_format"),
+    _scheme("FP-Quant", ".forward_hadamard_matrix", ".qweight", ".dqweight", ".scales",
+            ".forward_hadamard_matrix", ".backward_hadamard_matrix", ".weight_global_scale",
+            ".act_global_scale"),
     _scheme("GPTQ or AWQ", ".qweight", ".qweight", ".qzeros", ".scales", ".g_idx", ".scaled_zeros"),
     _scheme("sparse compressed-tensors", ".bitmask", ".bitmask", ".compressed", ".shape",
             ".row_offsets"),
@@ -75,6 +78,14 @@ SCHEMES = (
     _scheme("quanto", ".weight._data"),
     _scheme("quanto", ".weight._data._data"),
     _scheme("Marlin", ".B", ".B", ".s", dtypes=("int32",)),
+    _scheme("Marlin 2:4", ".scale_packed", ".weight_packed", ".scale_packed", ".meta"),
+    _scheme("AQLM", ".codebooks", ".codes", ".codebooks", ".scales"),
+    _scheme("VPTQ", ".centroids.weight", ".indices", ".res_indices", ".outlier_indices",
+            ".centroids.weight", ".res_centroids.weight", ".outlier_centroids.weight",
+            ".weight_scale", ".weight_bias", ".perm"),
+    _scheme("HIGGS", ".tables2", ".weight", ".scales", ".tables", ".tables2"),
+    _scheme("EETQ int8", ".weight_scales", ".weight", ".weight_scales", payload=("int8",)),
+    _scheme("Metal", ".qbiases", ".weight", ".scales", ".qbiases", payload=("uint32",)),
     _scheme("EXL2", ".q_weight", dtypes=("int32",)),
     _scheme("EXL3", ".trellis", dtypes=("int16",)),
     _scheme("SpQR", ".dense_weights"),
@@ -92,6 +103,35 @@ SCHEMES = (
     _scheme("torchao safetensors", "._weight_qdata", "._weight_qdata", "._weight_scale",
             "._weight_zero_point", "._weight_per_tensor_scale", "._weight_act_per_tensor_scale"),
 )  # fmt: skip
+
+
+READERS: Mapping[str, str] = {
+    "AQLM": "transformers with the package aqlm runs it",
+    "VPTQ": "transformers with the package vptq runs it",
+    "EXL2": "exllamav2 runs it",
+    "EXL3": "exllamav3 runs it",
+    "HIGGS": "transformers with flute-kernel and fast-hadamard-transform runs it on a GPU",
+    "FP-Quant": "transformers with the package fp_quant runs it on a GPU",
+    "SpQR": "transformers with the package spqr_quant runs it on a GPU",
+    "Marlin": "vLLM runs it on a GPU; it was packed from a GPTQ checkpoint, which has the same codes",
+    "Marlin 2:4": "vLLM runs it on a GPU",
+    "EETQ int8": "transformers with the package eetq runs it on a GPU",
+    "Metal": "transformers runs it on an Apple GPU",
+    "BitNet": "transformers runs it",
+    "HQQ": "hqq loads it, and writes a form that is decoded with `save_to_safetensors`",
+    "quanto": "optimum-quanto loads it; put the model's config.json beside the weights",
+    "sparse compressed-tensors": "compressed-tensors decompresses it",
+}
+"""Who can read a scheme, as a hint says it. Look for the checkpoint it was made from first: it has the values."""
+
+
+def who_reads(scheme: str) -> str:
+    """Return a sentence of a hint on who reads tensors of a scheme; "" where nobody is named."""
+    return (
+        f"{READERS[scheme]}; convert the dense checkpoint it was made from; or "
+        if scheme in READERS
+        else ""
+    )
 
 
 WITHOUT_SCALES = "bitsandbytes 4-bit, without its scales"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from safetensors.torch import load_file, save_file
 
 import ckptmap
-from ckptmap.quantization.unsupported_schemes import foreign_tensors
+from ckptmap.quantization.unsupported_schemes import READERS, foreign_tensors
 from ckptmap.tensors import TensorInfo
 from tests.support.int8_models import QUERY, compressed, llama, loaded
 from tests.support.paths import GOLDEN
@@ -224,3 +225,70 @@ def test_bitnet(packed: bool, tmp_path: Path) -> None:
     assert all("part of a BitNet tensor" in item.reason for item in plan.unresolved)
     lost = [note for note in plan.notes if "no longer says quantization_config of bitnet" in note]
     assert len(lost) == (0 if packed else 1)
+
+
+LAYERS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
+    "AQLM": {
+        "codes": ((8, 8, 2), torch.int16), "codebooks": ((2, 256, 1, 8), torch.float16),
+        "scales": ((8, 1, 1, 1), torch.float16),
+    },
+    "VPTQ": {
+        "indices": ((1, 8, 8), torch.int16), "centroids.weight": ((1, 512), torch.float16),
+        "res_centroids.weight": ((1, 512), torch.float16), "weight_scale": ((64,), torch.float16),
+        "weight_bias": ((64,), torch.float16), "perm": ((64,), torch.int16),
+    },
+    "EXL2": {
+        "q_weight": ((8, 64), torch.int32), "q_invperm": ((64,), torch.int16),
+        "q_scale": ((2, 8), torch.int32), "q_scale_max": ((2,), torch.float16),
+        "q_groups": ((4,), torch.int16),
+    },
+    "EXL3": {
+        "trellis": ((4, 4, 48), torch.int16), "suh": ((64,), torch.float16),
+        "svh": ((64,), torch.float16), "mcg": ((1,), torch.int32),
+    },
+    "HIGGS": {
+        "weight": ((4, 64), torch.int16), "scales": ((64, 1), torch.float16),
+        "tables": ((16,), torch.float16), "tables2": ((16, 16, 1), torch.float32),
+    },
+    "FP-Quant": {
+        "qweight": ((64, 32), torch.uint8), "scales": ((64, 2), torch.uint8),
+        "forward_hadamard_matrix": ((32, 32), torch.bfloat16),
+        "backward_hadamard_matrix": ((32, 32), torch.bfloat16),
+        "weight_global_scale": ((1,), torch.float32), "act_global_scale": ((1,), torch.float32),
+    },
+    "SpQR": {
+        "dense_weights": ((64,), torch.int64), "row_offsets": ((65,), torch.int32),
+        "col_vals": ((8,), torch.int32), "in_perm": ((64,), torch.int16),
+    },
+    "Marlin": {"B": ((4, 128), torch.int32), "s": ((1, 64), torch.float16)},
+    "Marlin 2:4": {
+        "weight_packed": ((2, 128), torch.int32), "scale_packed": ((1, 64), torch.float16),
+        "meta": ((64, 2), torch.int16),
+    },
+    "EETQ int8": {"weight": ((64, 64), torch.int8), "weight_scales": ((64,), torch.float16)},
+    "Metal": {
+        "weight": ((64, 8), torch.uint32), "scales": ((64, 2), torch.float16),
+        "qbiases": ((64, 2), torch.float16),
+    },
+}  # fmt: skip
+"""The names, ranks and dtypes of one layer, by hand: each library needs a GPU, or CUDA to be built."""
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_schemes_are_named_with_who_reads_them(name: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    state = {
+        f"fc.{part}": torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+        for part, (shape, dtype) in LAYERS[name].items()
+    }
+    parts = set(state)
+    state |= {"fc.bias": torch.ones(64).half(), "norm.weight": torch.ones(64).half()}
+    save_file(state, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    plan = ckptmap.plan(tmp_path / "in", "hf-bf16")
+    assert {item.key for item in plan.unresolved} == parts
+    assert all(f"is part of a {name} tensor" in item.reason for item in plan.unresolved)
+    with pytest.raises(ckptmap.CkptmapError) as caught:
+        plan.require_resolved()
+    assert READERS[name] in str(caught.value) + str(caught.value.hint)
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
+    assert_same_files(tmp_path / "in", tmp_path / "out")
