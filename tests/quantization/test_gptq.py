@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import ckptmap
 from ckptmap.core.quantized_codes import Coded
 from tests.support.bnb_cases import same
-from tests.support.int8_models import decoded, encoded
+from tests.support.int8_models import decoded, encoded, loaded
 from tests.support.merge_cases import adapted, save_adapter
 from tests.support.paths import ROOT
 
@@ -141,6 +141,18 @@ def test_codes_kept_in_compressed_tensors(name: str, dtype: str, tmp_path: Path)
             assert digest(values[fqn].to(getattr(torch, dtype))) == digests[at], fqn
             assert digest(ckpt[fqn].read()) == digests[at], fqn
     assert ckptmap.verify(tmp_path / "out", against=path).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "to"), [("gptq-4", "hf-ct-int4"), ("gptq-8", "hf-ct-int8")])
+def test_transformers_computes_the_same_with_kept_codes(name: str, to: str, tmp_path: Path) -> None:
+    """Symmetric ones: transformers 5.23 refuses packed zero points, whoever wrote them."""
+    ckptmap.convert(GOLDEN / name, tmp_path / "kept", to=to)
+    ckptmap.convert(GOLDEN / name, tmp_path / "dense", to="hf-fp16")
+    kept, dense = (loaded(tmp_path / each, torch.float16) for each in ("kept", "dense"))
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        assert torch.equal(kept(tokens).logits, dense(tokens).logits)
 
 
 def test_what_cannot_be_kept_is_quantized_anew() -> None:
