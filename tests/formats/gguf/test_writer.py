@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ckptmap
-from ckptmap.errors import DestinationError, PlanError
+from ckptmap.errors import CkptmapError, DestinationError, PlanError, SourceError
 from tests.formats.gguf.test_models import BY_TRANSFORMERS
 from tests.support.bnb_cases import refused
 from tests.support.gguf_models import MODELS, build, logits, named, write_model
@@ -194,3 +194,17 @@ def test_refusals(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2, dtype=torch.bool)}, tmp_path / "bool.pt")
     with refused(PlanError, "CKM203", "GGUF has no type of tensor for bool"):
         ckptmap.plan(tmp_path / "bool.pt", "gguf")
+
+
+def test_a_manifest_of_another_size_is_refused(tmp_path: Path) -> None:
+    torch.save({"some.w": torch.ones(4, 8)}, tmp_path / "m.pt")
+    ckptmap.convert(tmp_path / "m.pt", tmp_path / "m.gguf", to="gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    assert data.endswith(b"ckptmap\n")
+    for stated in (0, 1 << 63, len(data)):
+        (tmp_path / "m.gguf").write_bytes(data[:-16] + stated.to_bytes(8, "little") + data[-8:])
+        with refused(SourceError, "CKM119", f"its manifest: expected .*, found {stated} stated"):
+            ckptmap.open(tmp_path / "m.gguf")
+    (tmp_path / "m.gguf").write_bytes(data[:-1])
+    with pytest.raises(CkptmapError, match="has no manifest, so ckptmap did not write it"):
+        ckptmap.verify(tmp_path / "m.gguf")
