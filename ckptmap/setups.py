@@ -62,7 +62,7 @@ def parse(text: str) -> Aim:
         raise PlanError(
             "CKM201",
             f"--to {text!r} and no --as: expected one of them",
-            "name a setup, --to hf-bf16; or a checkpoint that the output is like, --as PATH",
+            f"a checkpoint that the output is like: --as PATH; {_nearest(name)}",
         )
     raise PlanError("CKM201", f"--to {text!r} is not a setup", _nearest(name))
 

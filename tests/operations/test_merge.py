@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ckptmap
+from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.checkpoint.lora.adapter_config import read_config
 from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
@@ -320,13 +321,16 @@ def test_forced_back_into_nf4_says_what_survives(qlora: Path, tmp_path: Path) ->
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-SCHEMES = ["nf4", "bnb-fp4", "int8", "bnb-int8", "ct-int8", "float8", "fp8"]
+SCHEMES = sorted(
+    {made.suffix for made in registry.schemes()} - {"", "bf16", "fp16", "fp32", "mxfp4"}
+)
+"""Every encoding of linear layers; `test_gpt_oss_mxfp4` has the one of stacked experts."""
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_any_encoding_is_a_base(tmp_path: Path, scheme: str) -> None:
     wrapped = saved(tmp_path, llama(torch.bfloat16, 128), target_modules=["q_proj"])
-    ckptmap.convert(tmp_path / "base", tmp_path / "coded", f"hf-{scheme}")
+    ckptmap.convert(tmp_path / "base", tmp_path / "coded", f"full-{scheme}")
     coded = values(tmp_path / "coded")
     merge(tmp_path / "coded", tmp_path / "adapter", tmp_path / "out", "hf-fp32")
     found = values(tmp_path / "out")
