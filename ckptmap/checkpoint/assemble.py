@@ -70,7 +70,7 @@ def assemble(
         moments, key_forms(), read.optimizer, model, path, files.mounts, index.sidecar_dir
     )  # fmt: skip
     notes = [*index.notes, *unread_note(index.unread_files)]
-    notes += encoding_notes(groups.encoded())
+    notes += encoding_notes(groups.forms())
     notes += [*missing_scales_note(groups.infos()), *stray_notes]
     if reader.form is None and reader.why:
         notes.append(f"optimizer state cannot be read: {reader.why}")

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import LogicalTensors
 from ckptmap.core.columns import distinct
 from ckptmap.core.quantized_codes import Repairs
 from ckptmap.core.state_paths import class_of, described, join, opaques
+from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.tensor_columns import PlainTensors
+from ckptmap.core.weight_columns import Groups, LoneWeight, WeightForm
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
 from ckptmap.protocols.file_systems import Mounts, through
@@ -23,6 +26,10 @@ from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor, TensorInfo
 
 VALUES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
 """A scheme is asked only where there is a record, or a tensor of another dtype: for codes."""
+
+
+Formed: TypeAlias = tuple[str, WeightForm | LoneWeight]
+"""The FQN of a weight, and its form."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ def group_parts(
     infos = distinct([tensor.info for tensor in stored.values()]).values()
     if len(stored) == len(leaves) and not records and _is_plain(infos):
         return LogicalTensors(stored)
-    order: dict[str, Group | None] = dict.fromkeys(stored) if len(stored) == len(leaves) else {}
+    order: dict[str, Formed | None] = dict.fromkeys(stored) if len(stored) == len(leaves) else {}
     for path, leaf in () if order else leaves.items():
         key = join(path)
         if key in order:
@@ -71,20 +78,23 @@ def group_parts(
                 f"{where}: key {key!r} occurs twice",
                 "rename one of the two, and save it again",
             )
-        group = None
+        weight = None
         if not isinstance(leaf, StoredTensor):
             group = _adopted(key, leaf, refused)
             if group is None:
                 continue
-        order[key] = group
+            weight = group.fqn, LoneWeight(group, ())
+        order[key] = weight
     mine = records_below(records, root)
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
+    left = StoredParts(stored)
     for scheme in registry.schemes():
-        for group, consumed in through(scheme, mounts).group(stored, mine):
-            for key in consumed:
-                del stored[key]
-            order[consumed[0]] = group
-    return _in_order(order, stored)
+        groups = Groups.of(through(scheme, mounts).group(left, mine))
+        for fqn, form in zip(groups.fqns, groups.forms, strict=True):
+            consumed = form.keys(fqn)
+            left.take(consumed)
+            order[consumed[0]] = fqn, form
+    return _in_order(order, left)
 
 
 def records_below(
@@ -107,7 +117,7 @@ def without_stray_parts(
     """
     strays, notes = stray_parts(groups.dense(), groups.infos(), records, mounts)
     refused += [RefusedLeaf(key, why, droppable=True, repair=REPAIR) for key, why in strays]
-    notes += activation_notes(groups.encoded(), mounts)
+    notes += activation_notes(groups.forms(), mounts)
     return (groups.without({key for key, _ in strays}) if strays else groups), notes
 
 
@@ -125,12 +135,12 @@ def string_records(rest: Mapping[Path, object], root: Path) -> dict[str, str]:
 
 
 def _in_order(
-    order: Mapping[str, Group | None], stored: Mapping[str, StoredTensor]
+    order: Mapping[str, Formed | None], stored: Mapping[str, StoredTensor]
 ) -> LogicalTensors:
-    held: dict[str, Group | StoredTensor] = {}
-    for key, group in order.items():
-        if group is not None:
-            held[group.fqn] = group
+    held: dict[str, WeightForm | LoneWeight | StoredTensor] = {}
+    for key, weight in order.items():
+        if weight is not None:
+            held[weight[0]] = weight[1]
         elif key in stored:
             held[key] = stored[key]
     return LogicalTensors(held)
@@ -158,18 +168,18 @@ def _is_plain(infos: Iterable[TensorInfo]) -> bool:
     return all(info.dtype in VALUES for info in infos)
 
 
-def encoding_notes(groups: Mapping[str, Group]) -> list[str]:
+def encoding_notes(forms: Mapping[str, WeightForm | LoneWeight]) -> list[str]:
     """Return what encodings say about tensors that they had to repair, one note for equal remarks."""
-    kinds = distinct([group.encoding for group in groups.values()])
+    kinds = distinct([form.encoding for form in distinct(forms.values()).values()])
     remarks = {
         key: encoding.remark
         for key, encoding in kinds.items()
         if encoding.name != "dense" and isinstance(encoding, Repairs) and encoding.remark
     }
     by_remark: dict[str, list[str]] = {}
-    for fqn, group in groups.items() if remarks else ():
-        if id(group.encoding) in remarks:
-            by_remark.setdefault(remarks[id(group.encoding)], []).append(fqn)
+    for fqn, form in forms.items() if remarks else ():
+        if id(form.encoding) in remarks:
+            by_remark.setdefault(remarks[id(form.encoding)], []).append(fqn)
     return [
         f"{fqns[0]}{f' and {len(fqns) - 1} more' if len(fqns) > 1 else ''}: {remark}"
         for remark, fqns in by_remark.items()

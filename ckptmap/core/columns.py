@@ -12,6 +12,7 @@ the manifest that is written, tensors stay in this one form:
     Slots         Slot                  paths, boxes, offsets, sizes           where a chunk is written
     Sources       StoredTensor or None  infos, files, offsets, crcs, others    where a chunk is read
     Chunks        ChunkRow              files, offsets, sizes, boxes, digests  what the manifest says of it
+    Groups        Group, keys           fqns, forms                            how weights are quantized
 
 A value that many rows share (an info, a form, a box) is one object. `distinct` and `each` work on
 these few objects instead of the many rows.

@@ -261,15 +261,12 @@ def _plain(info: TensorInfo) -> Look:
 
 def _encoded(ckpt: Checkpoint) -> dict[str, Look]:
     """Return the facts of the encoded weights: one object for all of one form."""
-    looks: dict[str, Look] = {}
-    made: dict[tuple[int, ...], Look] = {}
-    for fqn in ckpt.groups.encoded():
-        lazy = ckpt[fqn]
-        look = made.get(lazy.form) or look_of(lazy)
-        if lazy.form:
-            made[lazy.form] = look
-        looks[fqn] = look
-    return looks
+    forms = ckpt.groups.forms()
+    first: dict[int, str] = {}
+    for fqn, form in forms.items():
+        first.setdefault(id(form), fqn)
+    look = {key: look_of(ckpt[fqn]) for key, fqn in first.items()}
+    return dict(zip(forms, map(look.__getitem__, map(id, forms.values())), strict=True))
 
 
 def look_of(lazy: LazyTensor) -> Look:

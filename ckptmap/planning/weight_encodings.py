@@ -140,7 +140,7 @@ def _one_object(encoding: Encoding, made: dict[Encoding, Encoding]) -> Encoding:
 
 def _stored_dense(ckpt: Checkpoint) -> Mapping[str, TensorInfo]:
     """Return the weights that are one plain tensor each."""
-    encoded = ckpt.groups.encoded()
+    encoded = ckpt.groups.forms()
     return {fqn: info for fqn, info in ckpt.infos().items() if fqn not in encoded}
 
 

@@ -146,7 +146,7 @@ class Scheme(Protocol):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[tuple[Group, Sequence[str]]]:
+    ) -> Sequence[tuple[Group, Sequence[str]]]:
         """Return the logical tensors among stored tensors, each with the keys of its parts.
 
         Called only if there is a record, or a tensor that is no float of 16 bits or more.

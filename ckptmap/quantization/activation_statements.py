@@ -14,41 +14,48 @@ from typing import TYPE_CHECKING
 
 from ckptmap.core.columns import distinct
 from ckptmap.core.quantized_codes import ScalesActivations
-from ckptmap.protocols import Group
 from ckptmap.protocols.file_systems import Mounts
 
 if TYPE_CHECKING:
+    from ckptmap.core.weight_columns import LoneWeight, WeightForm
     from ckptmap.quantization.compressed_tensors.config_json import ConfigGroups
 
 _SCHEMES = {"static": True, "dynamic": False}
 
 
-def activation_notes(groups: Mapping[str, Group], mounts: Mounts) -> Iterator[str]:
-    """Yield a note on weights with another kind of scales of activations than config.json states."""
-    kinds = distinct([group.encoding for group in groups.values()])
+def activation_notes(forms: Mapping[str, WeightForm | LoneWeight], mounts: Mounts) -> Iterator[str]:
+    """Yield a note on weights with another kind of scales of activations than config.json states.
+
+    forms  FQN of a weight -> its form
+    """
+    kinds = distinct([form.encoding for form in distinct(forms.values()).values()])
     scaling = {key: kind for key, kind in kinds.items() if isinstance(kind, ScalesActivations)}
     scaled = (
-        [g for g in groups.values() if id(g.encoding) in scaling and g.parts] if scaling else []
+        {fqn: scaling[key] for fqn, form in forms.items() if (key := id(form.encoding)) in scaling}
+        if scaling
+        else {}
     )
     if not scaled:
         return
     # Imported here: few checkpoints have such weights, and `inspect` of the others is not to wait.
     from ckptmap.quantization.blockwise.read_config import quantization_config
 
-    config = quantization_config(next(iter(scaled[0].parts.values())), mounts)
+    first = next(iter(scaled))
+    parts = forms[first].group(first).parts
+    config = quantization_config(next(iter(parts.values())), mounts) if parts else {}
     said = _Statements(config)
     wrong: dict[str, list[str]] = {}
-    for fqn, _, encoding, _ in scaled:
-        stated = said.is_static(fqn.rpartition(".")[0])
-        if stated is None:
+    has_keys = {key: bool(kind.activation_keys(first)) for key, kind in scaling.items()}
+    for fqn, encoding in scaled.items():
+        stated = said.is_static(fqn)
+        if stated is None or stated == has_keys[id(encoding)]:
             continue
-        stored = scaling[id(encoding)].activation_keys(fqn)
-        if stated and not stored:
+        if stated:
             text = "config.json states static scales of activations, and none is stored"
-            wrong.setdefault(text, []).append(fqn)
-        elif stored and not stated:
-            text = f"config.json states no static scales of activations, and {_last(stored[0])} is stored"
-            wrong.setdefault(text, []).append(fqn)
+        else:
+            last = _last(encoding.activation_keys(fqn)[0])
+            text = f"config.json states no static scales of activations, and {last} is stored"
+        wrong.setdefault(text, []).append(fqn)
     for text, fqns in wrong.items():
         more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
         yield f"{fqns[0]}{more}: {text}"
@@ -64,6 +71,7 @@ class _Statements:
     def __init__(self, config: Mapping[str, object]) -> None:
         self._all: bool | None = None
         self._groups: ConfigGroups | None = None
+        self._told: dict[tuple[int, ...], bool | None] = {}
         method = config.get("quant_method")
         if method == "fp8":
             self._all = _SCHEMES.get(str(config.get("activation_scheme")))
@@ -72,12 +80,17 @@ class _Statements:
 
             self._groups = ConfigGroups(config)
 
-    def is_static(self, module: str) -> bool | None:
-        """Return whether static scales are stated for the activations of a module; None: it is not told."""
+    def is_static(self, fqn: str) -> bool | None:
+        """Return whether static scales are stated for the activations of a weight's module; None: it is
+        not told."""
         if self._groups is None:
             return self._all
-        stated = {_of_group(group) for group in self._groups.of(module)}
-        return stated.pop() if len(stated) == 1 else None
+        groups = self._groups.of(fqn.rpartition(".")[0])
+        key = (*map(id, groups),)
+        if key not in self._told:
+            stated = {_of_group(group) for group in groups}
+            self._told[key] = stated.pop() if len(stated) == 1 else None
+        return self._told[key]
 
 
 def _of_group(group: Mapping[str, object]) -> bool | None:

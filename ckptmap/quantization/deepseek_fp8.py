@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
@@ -43,7 +44,7 @@ from ckptmap.quantization.blockwise.rounding_rules import (
 from ckptmap.quantization.blockwise.scaled_encoding import POWERS, PRODUCTS, ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
-from ckptmap.quantization.weight_forms import Found, WeightForms, one_of_each_form
+from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 BLOCK = (128, 128)
@@ -132,20 +133,17 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[tuple[Group, Sequence[str]]]:
+    ) -> Groups:
         """Return the groups of weights and scales. Raises SourceError CKM115 where scales do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Fp8.scheme}
-        forms = WeightForms(stored)
-        groups = [
-            forms.group(fqn, partial(_recorded, fqn, record), repr(record))
-            for fqn, record in mine.items()
-        ]
+        groups = WeightForms(stored).groups(
+            mine, lambda fqn, near: _recorded(fqn, mine[fqn], near), map(repr, mine.values())
+        )
         groups += _found(stored, mine, self.mounts)
         config = quantization_config(groups[0][0].parts[""], self.mounts) if groups else {}
         if config.get("quant_method", "fp8") == "fp8":
-            made = [group for group, _ in groups]
-            refuse_kept_modules(made, "", ("modules_to_not_convert",), config)
-            for group in one_of_each_form(made):
+            refuse_kept_modules(groups, "", ("modules_to_not_convert",), config)
+            for group in one_of_each_form(groups):
                 _require_agreement(group, config)
         return groups
 
@@ -216,7 +214,7 @@ class Fp8ExponentScheme(Fp8Scheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[tuple[Group, Sequence[str]]]:
+    ) -> Groups:
         """Return the groups that are not read yet. Raises as `Fp8Scheme.group`."""
         return super().group(stored, {fqn: r for fqn, r in records.items() if fqn in stored})
 
@@ -254,20 +252,20 @@ def _recorded(
     return group, keys
 
 
-def _found(
-    stored: Mapping[str, StoredTensor], known: Collection[str], mounts: Mounts
-) -> Iterator[tuple[Group, Sequence[str]]]:
-    """Yield the groups of other writers, recognized by a scale's name beside e4m3 codes."""
+def _found(stored: Mapping[str, StoredTensor], known: Collection[str], mounts: Mounts) -> Groups:
+    """Return the groups of other writers, recognized by a scale's name beside e4m3 codes."""
     pairs = dict(_pairs(stored))
-    if not pairs.keys() - set(known):
-        return
+    fqns = [fqn for fqn in pairs if fqn not in known]
+    if not fqns:
+        return Groups([], [])
     activations = {activation_key(fqn, name) for fqn in pairs for name in ACTIVATIONS}
     dtype = model_dtype(stored, activations | {key for key, _ in pairs.values()})
     config = quantization_config(stored[next(iter(pairs))], mounts)
-    forms = WeightForms(stored)
-    for fqn, (key, name) in pairs.items():
-        if fqn not in known:
-            yield forms.group(fqn, partial(_made, fqn, key, name, dtype, config), name)
+    return WeightForms(stored).groups(
+        fqns,
+        lambda fqn, near: _made(fqn, *pairs[fqn], dtype, config, near),
+        [pairs[fqn][1] for fqn in fqns],
+    )
 
 
 def _made(
@@ -293,13 +291,8 @@ def _made(
 
 
 def _pairs(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield (FQN of e4m3 codes, (key of their scale, its name)).
-
-    Keys are tested first: most checkpoints have no scales, and there may be 100,000 keys.
-    """
-    for key in stored:
-        if not key.endswith(_ENDINGS):
-            continue
+    """Yield (FQN of e4m3 codes, (key of their scale, its name))."""
+    for key in StoredParts.of(stored).ending(*_ENDINGS, dtypes=_SCALES):
         name = next(
             name for name, ending in zip(_NAMES, _ENDINGS, strict=True) if key.endswith(ending)
         )
@@ -309,8 +302,7 @@ def _pairs(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[str,
             else f"{key.rpartition('.')[0]}.weight"
         )
         codes = stored.get(fqn)
-        good = codes is not None and codes.info.dtype == CODES and codes.info.shape != ()
-        if good and stored[key].info.dtype in _SCALES:
+        if codes is not None and codes.info.dtype == CODES and codes.info.shape != ():
             yield fqn, (key, name)
 
 

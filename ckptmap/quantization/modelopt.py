@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
@@ -35,7 +36,7 @@ from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_reco
 from ckptmap.quantization.linear_weights import LinearLayerScheme
 from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
 from ckptmap.quantization.microscaling.packed_fp4 import Extra
-from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.storage.json_file import read_json
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -130,21 +131,20 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[Found]:
+    ) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         found = [fqn for fqn in self.found(stored) if fqn not in mine]
         if found and not self.stated(stored[found[0]], self.mounts):
             found = []
         if not mine and not found:
-            return []
+            return Groups([], [])
         forms = WeightForms(stored)
-        groups = [
-            forms.group(fqn, partial(self._recorded, fqn, record), repr(record))
-            for fqn, record in mine.items()
-        ]
+        groups = forms.groups(
+            mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), map(repr, mine.values())
+        )
         dtype = model_dtype(stored, {key for fqn in found for key in _scales(fqn)})
-        return groups + [forms.group(fqn, partial(self._made, fqn, dtype), dtype) for fqn in found]
+        return groups + forms.groups(found, lambda fqn, near: self._made(fqn, dtype, near))
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         """Yield the FQNs of weights that may be of this form, by names and dtypes."""
@@ -208,9 +208,7 @@ class ModeloptNvfp4(_Scheme):
     algo = "NVFP4"
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        for key in stored:
-            if not key.endswith("weight_scale_2"):
-                continue
+        for key in StoredParts.of(stored).ending("weight_scale_2"):
             fqn = key.removesuffix("_scale_2")
             codes, scale = stored.get(fqn), stored.get(f"{fqn}_scale")
             if (
@@ -245,14 +243,14 @@ class ModeloptFp8(_Scheme):
     algo = "FP8"
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        for key, scale in stored.items():
-            if not key.endswith("weight_scale") or scale.info.numel != 1:
+        for key in StoredParts.of(stored).ending("weight_scale", dtypes=("float32",)):
+            if stored[key].info.numel != 1:
                 continue
             fqn = key.removesuffix("_scale")
             codes = stored.get(fqn)
-            if codes is None or codes.info.dtype != "float8_e4m3fn" or _is_smoothed(fqn, stored):
+            if codes is None or codes.info.dtype != "float8_e4m3fn":
                 continue
-            if scale.info.dtype == "float32":
+            if not _is_smoothed(fqn, stored):
                 yield fqn
 
     def stated(self, codes: StoredTensor, mounts: Mounts) -> bool:

@@ -1,4 +1,4 @@
-"""Work once for all quantized weights of one form: the first is checked, the others take what was found.
+"""Work once for all quantized weights of one form: the first is made and checked, the others take what was found.
 
     layers.0.fc.weight_packed i32 [64, 8], layers.0.fc.weight_scale bf16 [64, 2]     made and checked
     layers.1.fc.weight_packed i32 [64, 8], layers.1.fc.weight_scale bf16 [64, 2]     the same encoding
@@ -6,99 +6,134 @@
 A checkpoint has 100,000 quantized weights, of three or four forms. A reader makes the group of a weight from
 tensors that it looks up by name. What it looks up, found or not, is noted; another weight that shows the
 same under the same names has the same form. So no reader tells what its checks depend on, save the values
-that it read.
+that it read. The groups are columns, names and forms: a `Group` is made when it is looked up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from ckptmap.protocols import Encoding, Group
-from ckptmap.tensors import StoredTensor, TensorInfo
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Found, Groups, LoneWeight, WeightForm, stem_of
+from ckptmap.protocols import Group
+from ckptmap.tensors import StoredTensor
 
-Found: TypeAlias = tuple[Group, Sequence[str]]
-"""The group of a weight, and the stored keys of its parts."""
-Make: TypeAlias = Callable[[Mapping[str, StoredTensor]], Found]
-"""Makes a group from the tensors that it looks up: from their names, shapes and dtypes alone."""
+Make: TypeAlias = Callable[[str, Mapping[str, StoredTensor]], Found]
+"""Makes the group of a weight from the tensors that it looks up: from their names, shapes and dtypes alone."""
 
 
 class WeightForms:
     """Makes groups of the tensors `stored`, one call of `make` for each form."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        self._stored = stored
-        self._forms: dict[tuple[Hashable, ...], list[_Form]] = {}
-        self._lasts: Set[str] = frozenset()
+        self._stored = StoredParts.of(stored)
+        self._lasts: frozenset[str] = frozenset()
 
-    def group(self, fqn: str, make: Make, *facts: Hashable) -> Found:
-        """Return the group of the weight `fqn`, as `make` would.
+    def groups(
+        self, fqns: Iterable[str], make: Make, facts: Iterable[Hashable] | None = None
+    ) -> Groups:
+        """Return the groups of these weights, as `make` would.
 
-        facts  what else `make` depends on: values that were read, its record, its part of a config
+        facts  what else `make` depends on, of each weight: values that were read, its record, its
+               part of a config
 
         Raise what `make` raises.
         """
-        stem, dot, last = fqn.rpartition(".")
-        stem += dot
-        forms = self._forms.setdefault((last, *facts), [])
-        for form in forms:
-            found = form.of(fqn, stem, self._stored)
-            if found is not None:
-                return found
+        fqns = list(fqns)
+        if not fqns:
+            return Groups([], [])
+        alike: dict[Hashable, list[int]] = {}
+        lasts = [fqn[fqn.rfind(".") + 1 :] for fqn in fqns]
+        for number, fact in enumerate(lasts if facts is None else zip(lasts, facts, strict=True)):
+            if fact in alike:
+                alike[fact].append(number)
+            else:
+                alike[fact] = [number]
+        forms: dict[int, WeightForm | LoneWeight] = {}
+        for numbers in alike.values():
+            self._add_forms(fqns, numbers, make, forms)
+        return Groups(fqns, [forms[number] for number in range(len(fqns))])
+
+    def _add_forms(
+        self,
+        fqns: Sequence[str],
+        numbers: Sequence[int],
+        make: Make,
+        forms: dict[int, WeightForm | LoneWeight],
+    ) -> None:
+        """Add the forms of weights of equal facts, by number."""
+        seen: dict[tuple[str, ...], dict[tuple[int | None, ...], list[int]]] = {}
+        for number in numbers:
+            if number in forms:
+                continue
+            form = self._made(fqns[number], make)
+            forms[number] = form
+            if isinstance(form, LoneWeight) or len(numbers) == 1:
+                continue
+            tails = (*form.shown,)
+            if tails not in seen:
+                seen[tails] = self._showing(tails, fqns, numbers)
+            shown = tuple(map(self._stored.kinds.get, map(stem_of(fqns[number]).__add__, tails)))
+            for other in seen[tails][shown]:
+                forms.setdefault(other, form)
+
+    def _showing(
+        self, tails: Sequence[str], fqns: Sequence[str], numbers: Sequence[int]
+    ) -> dict[tuple[int | None, ...], list[int]]:
+        """Return the numbers of the weights by what is found under the keys that end in `tails`."""
+        kind_of = self._stored.kinds.get
+        stems = [stem_of(fqns[number]) for number in numbers]
+        shown = zip(*[map(kind_of, [stem + tail for stem in stems]) for tail in tails], strict=True)
+        by_shown: dict[tuple[int | None, ...], list[int]] = {}
+        for number, kinds in zip(numbers, shown, strict=True):
+            if kinds in by_shown:
+                by_shown[kinds].append(number)
+            else:
+                by_shown[kinds] = [number]
+        return by_shown
+
+    def _made(self, fqn: str, make: Make) -> WeightForm | LoneWeight:
+        """Return the form of a weight that is made now; a LoneWeight if it depends on more than tensors of
+        its module, whose other weights may have other ones."""
         looked = _Looked(self._stored)
-        group, keys = make(looked)
-        if not self._lasts:
-            self._lasts = {key.rpartition(".")[2] for key in self._stored}
-        made = _form(stem, group, keys, looked, self._lasts)
-        if made is not None:
-            forms.insert(0, made)
-        return group, keys
+        group, keys = make(fqn, looked)
+        lasts, stem = self._stored.lasts, stem_of(fqn)
+        # What ends in no last segment that is stored is absent everywhere.
+        found = {
+            key: tensor
+            for key, tensor in looked.found.items()
+            if tensor is not None or key.rpartition(".")[2] in lasts
+        }
+        key_of = {id(tensor): key for key, tensor in found.items()}
+        inside = all(key.startswith(stem) for key in found)
+        taken = all(id(part) in key_of for part in group.parts.values())
+        if looked.listed or not inside or not taken or not all(key in found for key in keys):
+            return LoneWeight(group, keys)
+        at = len(stem)
+        return WeightForm(
+            {key[at:]: tensor is not None for key, tensor in found.items()},
+            group.info,
+            group.encoding,
+            [(name, key_of[id(part)][at:]) for name, part in group.parts.items()],
+            [key[at:] for key in keys],
+            self._stored.all,
+        )
 
 
 def one_of_each_form(
-    groups: Sequence[Group], said: Callable[[str], Sequence[object]] = lambda fqn: ()
+    groups: Groups, said: Callable[[str], Sequence[object]] | None = None
 ) -> Iterator[Group]:
     """Yield one of the groups that `WeightForms` made of each form, of which all others have the same parts.
 
     said  returns the objects that describe a weight besides: only weights of the same objects are alike
     """
     seen = set()
-    for group in groups:
-        shown = [id(part.info) for part in group.parts.values()]
-        form = id(group.encoding), id(group.info), *shown, *map(id, said(group.fqn))
-        if form not in seen:
-            seen.add(form)
-            yield group
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What the weights of a form have in common.
-
-    shown     (what follows the module in a key, the tensor's shape and dtype; None: there is none)
-    parts     (name of a part, its number in `shown`)
-    consumed  the numbers of the parts' keys in `shown`
-    """
-
-    shown: Sequence[tuple[str, TensorInfo | None]]
-    info: TensorInfo
-    encoding: Encoding
-    parts: Sequence[tuple[str, int]]
-    consumed: Sequence[int]
-
-    def of(self, fqn: str, stem: str, stored: Mapping[str, StoredTensor]) -> Found | None:
-        """Return the group of a weight in the module `stem`; None: it has another form."""
-        tensors = []
-        for tail, want in self.shown:
-            tensor = stored.get(stem + tail)
-            have = None if tensor is None else tensor.info
-            if have is not want and have != want:
-                return None
-            tensors.append(tensor)
-        parts = {name: tensors[number] for name, number in self.parts}
-        keys = [stem + self.shown[number][0] for number in self.consumed]
-        return Group(fqn, self.info, self.encoding, parts), keys  # type: ignore[arg-type]
+    for fqn, form in zip(groups.fqns, groups.forms, strict=True):
+        alike = id(form) if said is None else (id(form), *map(id, said(fqn)))
+        if alike not in seen:
+            seen.add(alike)
+            yield form.group(fqn)
 
 
 class _Looked(Mapping[str, StoredTensor]):
@@ -123,33 +158,3 @@ class _Looked(Mapping[str, StoredTensor]):
     def __len__(self) -> int:
         self.listed = True
         return len(self._stored)
-
-
-def _form(
-    stem: str, group: Group, keys: Sequence[str], looked: _Looked, lasts: Set[str]
-) -> _Form | None:
-    """Return the form of a group that was made; None: it depends on more than tensors of its module.
-
-    lasts  the last segments of all stored keys: what ends in none of them is absent everywhere
-    """
-    found = {
-        key: tensor
-        for key, tensor in looked.found.items()
-        if tensor is not None or key.rpartition(".")[2] in lasts
-    }
-    numbers = {id(tensor): at for at, tensor in enumerate(found.values())}
-    names = {key: at for at, key in enumerate(found)}
-    inside = all(key.startswith(stem) for key in found)
-    taken = all(id(part) in numbers for part in group.parts.values())
-    if looked.listed or not inside or not taken or not all(key in names for key in keys):
-        return None
-    return _Form(
-        [
-            (key[len(stem) :], None if tensor is None else tensor.info)
-            for key, tensor in found.items()
-        ],
-        group.info,
-        group.encoding,
-        [(name, numbers[id(part)]) for name, part in group.parts.items()],
-        [names[key] for key in keys],
-    )

@@ -146,7 +146,7 @@ def test_groups_hold_both_kinds_in_order() -> None:
     plain = LogicalTensors({"a": stored})["a"]
     other = plain._replace(fqn="b")
     groups = LogicalTensors({"a": stored, "b": other}).renamed({"a": "x.a", "b": "x.b"})
-    assert list(groups) == ["x.a", "x.b"] and list(groups.encoded()) == ["x.b"]
+    assert list(groups) == ["x.a", "x.b"] and list(groups.forms()) == ["x.b"]
     assert groups["x.b"] == other._replace(fqn="x.b") and groups["x.a"].parts == {"": stored}
     assert groups.infos() == {"x.a": stored.info, "x.b": stored.info}
 

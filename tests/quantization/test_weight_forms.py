@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 
 import ckptmap
 from ckptmap import registry
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Groups
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
 from ckptmap.quantization.blockwise.read_config import read_each_small
-from ckptmap.quantization.weight_forms import WeightForms
+from ckptmap.quantization.weight_forms import Make, WeightForms
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 
@@ -79,11 +81,12 @@ def test_the_others_are_as_if_checked_alone(
     found = [shown(path) for path in paths]
     calls = []
 
-    def alone(self: WeightForms, fqn: str, make: object, *facts: object) -> object:
-        calls.append(fqn)
-        return make(self._stored)  # type: ignore[operator]
+    def alone(self: WeightForms, fqns: Iterable[str], make: Make, facts: object = None) -> Groups:
+        fqns = list(fqns)
+        calls.extend(fqns)
+        return Groups.of([make(fqn, self._stored) for fqn in fqns])
 
-    monkeypatch.setattr(WeightForms, "group", alone)
+    monkeypatch.setattr(WeightForms, "groups", alone)
     assert [shown(path) for path in paths] == found
     assert not calls or len(set(calls)) == LAYERS * len(SHAPES)
     made = [encoding for _, encoding, _ in found[1].values()]
@@ -157,3 +160,33 @@ def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.Mon
     wanted |= {"in two pieces": bytes([0, 1, 2, 3, 36, 37, 38, 39]), "empty": b""}
     assert found == wanted
     assert reads == [(0, 56), (12_000, 8)]
+
+
+def stored_as(**dtypes: str) -> StoredParts:
+    def empty(dtype: str) -> StoredTensor:
+        return StoredTensor(TensorInfo((2,), dtype), ())
+
+    return StoredParts({key.replace("__", "."): empty(dtype) for key, dtype in dtypes.items()})
+
+
+def test_keys_are_found_by_their_ends_in_stored_order() -> None:
+    stored = stored_as(
+        b__w_scale="float32", a__w="int8", scale="uint8", a__w_scale="uint8", a__scale="float32"
+    )
+    assert stored.ending("_scale") == ["b.w_scale", "a.w_scale"]
+    assert stored.ending("scale") == ["b.w_scale", "scale", "a.w_scale", "a.scale"]
+    assert stored.ending(".scale") == ["a.scale"]
+    assert stored.ending("w", ".scale") == ["a.w", "a.scale"]
+    assert stored.ending("a.w", "a.scale") == ["a.w", "a.scale"]
+    assert stored.ending("scale", dtypes=("uint8",)) == ["scale", "a.w_scale"]
+    assert stored.ending("_packed") == []
+
+
+def test_parts_that_are_taken_are_not_found_again() -> None:
+    stored = stored_as(a__w="int8", a__w_scale="float32", b__w="int8", b__w_scale="float32")
+    assert stored.kinds["a.w"] == stored.kinds["b.w"] != stored.kinds["a.w_scale"]
+    stored.take(["a.w", "a.w_scale"])
+    assert stored.ending("_scale") == ["b.w_scale"]
+    assert [*stored.kinds] == [*stored] == ["b.w", "b.w_scale"]
+    assert "a.w" in stored.all
+    assert StoredParts.of(stored) is stored

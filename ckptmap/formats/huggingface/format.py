@@ -24,6 +24,7 @@ from ckptmap.formats.huggingface.shard_index import (
     SHARD,
     emit_index,
     parse_index,
+    require_listed,
     shard_name,
     split_alike,
     split_shards,
@@ -103,7 +104,7 @@ class HfDirectory:
                 else:
                     leaves, records, files = _read_shards(
                         root, shards, where, place.mounts, listed.weight_map)  # fmt: skip
-                    notes += _compare(leaves, listed.weight_map, listed.total_nbytes, where)
+                    notes += _compare(leaves, listed.weight_map, listed.total_nbytes)
                     files = (*files, where)
         notes += _unread(place.names, shards)
         missing = weights_of_modules(root, place.mounts) if MODULES in place.names else ()
@@ -215,18 +216,16 @@ def _read_shards(
         for shard, file in zip(shards, paths, strict=True):
             refuse_text(files, file)
             header = parse(files, file)
-            twice = home.keys() & set(header.keys) if home else ()
-            if twice:
-                raise _twice(where, min(twice), home[min(twice)], shard)
-            if len(shards) > 1:
-                home.update(dict.fromkeys(header.keys, shard))
-            for key in header.keys if weight_map else ():
-                if weight_map and weight_map.get(key, shard) != shard:
-                    raise _elsewhere(where, key, weight_map[key], shard)
+            before = len(home)
+            home.update(dict.fromkeys(header.keys, shard))
+            if len(home) < before + len(header.keys):
+                raise _twice(where, headers, header, shards)
             headers.append(header)
             _merge_records(records, records_of(header, file), file)
     finally:
         files.close()
+    if weight_map and home != weight_map:
+        require_listed(home, weight_map, where)
     leaves = stored_tensors(headers, paths)
     if records:
         keys = [key for header in headers for key in header.keys]
@@ -253,41 +252,32 @@ def _merge_records(
             )
 
 
-def _twice(where: str, key: str, first: str, second: str) -> SourceError:
+def _twice(
+    where: str, headers: Sequence[Header], last: Header, shards: Sequence[str]
+) -> SourceError:
+    """Return the error for a tensor of the shard `last` that a shard before it has, too."""
+    keys = set(last.keys)
+    key, first = min(
+        (key, shard)
+        for header, shard in zip(headers, shards, strict=False)
+        for key in header.keys
+        if key in keys
+    )
     return SourceError(
         "CKM108",
-        f"{where}: tensor {key!r} is stored in {first!r} and in {second!r}, expected one of them",
+        f"{where}: tensor {key!r} is stored in {first!r} and in {shards[len(headers)]!r}, expected"
+        " one of them",
         "move the shard that is of another save to another directory",
     )
 
 
-def _elsewhere(where: str, key: str, listed: str, stored: str) -> SourceError:
-    return SourceError(
-        "CKM108",
-        f"{where}: tensor {key!r} is listed in {listed!r} but stored in {stored!r}",
-        "index and shards are of different saves; download both again",
-    )
-
-
 def _compare(
-    leaves: PlainTensors,
-    weight_map: Mapping[str, str],
-    total_nbytes: int | None,
-    where: str,
+    leaves: PlainTensors, weight_map: Mapping[str, str], total_nbytes: int | None
 ) -> list[str]:
-    """Return notes on harmless differences. Raise SourceError CKM108 for a missing tensor."""
-    stored = set(leaves.names)
-    absent = [key for key in weight_map if key not in stored]
-    if absent:
-        raise SourceError(
-            "CKM108",
-            f"{where}: tensor {absent[0]!r} is listed in {weight_map[absent[0]]!r} but not "
-            f"stored there ({len(absent)} such)",
-            "index and shards are of different saves; download both again",
-        )
+    """Return notes on harmless differences between an index and the shards, which hold all that it lists."""
     notes = []
-    unlisted = [key for key in leaves.names if key not in weight_map]
-    if unlisted:
+    if len(leaves.names) > len(weight_map):
+        unlisted = [key for key in leaves.names if key not in weight_map]
         notes.append(f"the index does not list {len(unlisted)} stored tensors: {unlisted[0]}")
     held = sum(nbytes_of(leaves.infos))
     if total_nbytes is not None and total_nbytes != held:

@@ -23,6 +23,7 @@ from ckptmap.storage.json_file import read_json
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 MAX_INDEX_NBYTES = 100_000_000
 HINT = "download the repository again, or save the model again"
+OTHER_SAVE = "index and shards are of different saves; download both again"
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,26 @@ def parse_index(file: str, mounts: Mounts) -> ShardIndex:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some writers (torch's consolidation among them) give the size as a float.
     return ShardIndex(weight_map, int(total) if isinstance(total, int | float) else None)
+
+
+def require_listed(home: Mapping[str, str], weight_map: Mapping[str, str], where: str) -> None:
+    """Raise SourceError CKM108 for a tensor that another shard holds than the index lists, or none."""
+    for key, shard in home.items():
+        listed = weight_map.get(key, shard)
+        if listed != shard:
+            raise SourceError(
+                "CKM108",
+                f"{where}: tensor {key!r} is listed in {listed!r} but stored in {shard!r}",
+                OTHER_SAVE,
+            )
+    absent = [key for key in weight_map if key not in home]
+    if absent:
+        raise SourceError(
+            "CKM108",
+            f"{where}: tensor {absent[0]!r} is listed in {weight_map[absent[0]]!r} but not "
+            f"stored there ({len(absent)} such)",
+            OTHER_SAVE,
+        )
 
 
 def emit_index(weight_map: Mapping[str, str], total_nbytes: int) -> bytes:

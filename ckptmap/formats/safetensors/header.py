@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -150,11 +151,9 @@ def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
     entries = _ENTRY.findall(text, at)
     if not entries or len(entries) > MAX_TENSORS or text[at - 1] != ("{" if at == 1 else ","):
         return None
-    keys, forms, begins, ends = zip(*entries, strict=True)
-    nchars = sum(sum(map(len, column)) for column in (keys, forms, begins, ends))
-    if nchars + _ENTRY_NCHARS * len(entries) != len(text) - at:
-        return None
-    if not _are_names(keys):
+    columns = keys, forms, begins, ends = (*zip(*entries, strict=True),)
+    nchars = sum(sum(map(len, column)) for column in columns)
+    if nchars + _ENTRY_NCHARS * len(entries) != len(text) - at or not _are_names(keys):
         return None
     try:
         kinds = {form: _kind(form) for form in set(forms)}
@@ -170,8 +169,9 @@ def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
     return Header(keys, infos, [start + n for n in stops], start, _metadata(metadata, where))
 
 
+@lru_cache(maxsize=4096)
 def _kind(form: str) -> TensorInfo:
-    """Return what `"dtype":"F32","shape":[2,3]` says."""
+    """Return what `"dtype":"F32","shape":[2,3]` says; one object for all shards."""
     (_, dtype), (_, shape) = parse_pairs(f"{{{form}}}")
     return _info("", dtype, shape, where="")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from ckptmap.core.weight_columns import Groups
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.protocols.encodings import part_key
@@ -48,7 +49,7 @@ def refuse_unstated(
 
 
 def refuse_kept_modules(
-    groups: Iterable[Group], part: str, names: Sequence[str], config: Mapping[str, object]
+    groups: Groups, part: str, names: Sequence[str], config: Mapping[str, object]
 ) -> None:
     """Raise SourceError CKM115 where a config names the module of a quantized weight as not quantized.
 
@@ -63,12 +64,13 @@ def refuse_kept_modules(
         for module in modules
         if isinstance(module, str)
     }
-    for group in groups if kept else ():
-        module, codes = group.fqn.removesuffix(".weight"), group.parts[part]
+    for number, fqn in enumerate(groups.fqns) if kept else ():
+        module = fqn.removesuffix(".weight")
         if module in kept:
+            codes = groups[number][0].parts[part]
             stated = f"config.json states {module!r} in {kept[module]}"
             shown = f"its weight is stored as codes, {codes.info}"
-            raise contradiction(group.fqn, stated, shown, codes)
+            raise contradiction(fqn, stated, shown, codes)
 
 
 def malformed(fqn: str, message: str, hint: str = INCOMPLETE) -> SourceError:

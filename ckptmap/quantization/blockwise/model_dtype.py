@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 
+from ckptmap.core.columns import distinct
 from ckptmap.tensors import StoredTensor
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -16,9 +18,12 @@ def model_dtype(
 
     Weights whose file does not record a dtype are decoded to it.
     """
+    infos = [tensor.info for tensor in stored.values()]
+    many = Counter(map(id, infos))
+    many.subtract(id(stored[key].info) for key in scales if key in stored)
     counts = dict.fromkeys(FLOATS, 0)
-    for key, tensor in stored.items():
-        if tensor.info.dtype in counts and key not in scales:
-            counts[tensor.info.dtype] += tensor.info.numel
+    for key, info in distinct(infos).items():
+        if info.dtype in counts:
+            counts[info.dtype] += info.numel * many[key]
     most = max(counts, key=lambda name: counts[name])
     return most if counts[most] else default

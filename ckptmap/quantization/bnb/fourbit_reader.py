@@ -10,11 +10,12 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptmap.core.json_text import parse_object
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Group, Refusal
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.fourbit import table_values
@@ -38,7 +39,7 @@ from ckptmap.quantization.bnb.fourbit import (
     Nested,
 )
 from ckptmap.quantization.linear_weights import CONV1D, CONV1D_MODELS
-from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.storage.files import Files
 from ckptmap.storage.json_file import read_object
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -56,17 +57,17 @@ def find_fourbit(
     kind: str,
     nested: bool,
     mounts: Mounts,
-) -> list[Found]:
+) -> Groups:
     """Return the groups of one kind ("nf4" or "fp4"), double quantized (`nested`) or not.
 
     A record only says whether a tensor is transposed. Raises SourceError CKM115 where parts are missing or
     do not fit.
     """
     suffix = f".{STATE}{kind}"
-    named = [key.removesuffix(suffix) for key in stored if key.endswith(suffix)]
+    named = [key.removesuffix(suffix) for key in StoredParts.of(stored).ending(suffix)]
     fqns = [fqn for fqn in named if (f"{fqn}.{NESTED_ABSMAX}" in stored) == nested]
     if not fqns:
-        return []
+        return Groups([], [])
     files, models = Files(mounts=mounts), Conv1DModels(mounts, records)
     try:
         blobs = read_each_small(_blobs(fqns, suffix, stored), files)
@@ -74,13 +75,16 @@ def find_fourbit(
     finally:
         files.close()
     config = quantization_config(stored[fqns[0] + suffix], mounts)
-    forms, groups = WeightForms(stored), []
-    for fqn in fqns:
-        state, table = _state(fqn, blobs[fqn]), tables.get(fqn)
-        across = fqn in stored and models.is_conv1d(fqn, stored[fqn])
-        make = partial(_group, fqn, kind, state, table, across, config)
-        groups.append(forms.group(fqn, make, _alike(state), table, across))
-    refuse_kept_modules((group for group, _ in groups), "", kept_modules(config), config)
+    states = {fqn: _state(fqn, blobs[fqn]) for fqn in fqns}
+    across = {fqn: fqn in stored and models.is_conv1d(fqn, stored[fqn]) for fqn in fqns}
+    groups = WeightForms(stored).groups(
+        fqns,
+        lambda fqn, near: _group(
+            fqn, kind, states[fqn], tables.get(fqn), across[fqn], config, near
+        ),
+        [(_alike(states[fqn]), tables.get(fqn), across[fqn]) for fqn in fqns],
+    )
+    refuse_kept_modules(groups, "", kept_modules(config), config)
     return groups
 
 

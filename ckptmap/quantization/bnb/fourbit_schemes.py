@@ -6,11 +6,12 @@ tensor records its own block size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ckptmap.core.quantized_codes import CodeGrid
-from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.core.weight_columns import Groups
+from ckptmap.protocols import Encoding, Refusal
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.bnb.fourbit import BLOCKS, FourBit, Nested
 from ckptmap.quantization.bnb.fourbit_reader import find_fourbit
@@ -32,7 +33,7 @@ class FourBitScheme(ReadsFiles, LinearLayerScheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[tuple[Group, Sequence[str]]]:
+    ) -> Groups:
         """Return the groups of this kind. Raises SourceError CKM115 where parts are missing or do not fit."""
         return find_fourbit(stored, records, self.kind, self.double, self.mounts)
 

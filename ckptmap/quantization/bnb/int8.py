@@ -14,12 +14,13 @@ does not record the dtype of the weights: it is that of the dense tensors. GPT-2
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
@@ -40,7 +41,7 @@ from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.bnb.config_agreement import kept_modules, require_bits
 from ckptmap.quantization.bnb.fourbit_reader import Conv1DModels
 from ckptmap.quantization.linear_weights import ACROSS, LinearLayerScheme, is_expert, is_wide
-from ckptmap.quantization.weight_forms import Found, WeightForms, one_of_each_form
+from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
@@ -155,19 +156,17 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[tuple[Group, Sequence[str]]]:
+    ) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit, CKM316 for a GPU's tiles."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
-        forms = WeightForms(stored)
-        groups = [
-            forms.group(fqn, partial(_recorded, fqn, record), repr(record))
-            for fqn, record in mine.items()
-        ]
+        groups = WeightForms(stored).groups(
+            mine, lambda fqn, near: _recorded(fqn, mine[fqn], near), map(repr, mine.values())
+        )
         groups += _found(stored, mine, records, self.mounts)
         if groups:
             config = quantization_config(groups[0][0].parts[""], self.mounts)
-            refuse_kept_modules((group for group, _ in groups), "", kept_modules(config), config)
-            for group in one_of_each_form([group for group, _ in groups]):
+            refuse_kept_modules(groups, "", kept_modules(config), config)
+            for group in one_of_each_form(groups):
                 require_bits(group.fqn, 8, config, group.parts[""])
         return groups
 
@@ -226,29 +225,34 @@ def _found(
     known: Collection[str],
     records: Mapping[str, Mapping[str, object]],
     mounts: Mounts,
-) -> Iterator[tuple[Group, Sequence[str]]]:
-    """Yield the groups of other writers, recognized by `SCB` beside int8 codes.
+) -> Groups:
+    """Return the groups of other writers, recognized by `SCB` beside int8 codes.
 
     `weight_format` is a number, or in torch files of bitsandbytes before 0.43 a name.
     """
-    scales = [key for key in stored if key.endswith(SCB) and key[:-3][-1:] in ("", ".")]
+    ending = StoredParts.of(stored).ending(SCB)
+    scales = [key for key in ending if key[:-3][-1:] in ("", ".")]
     dtype = model_dtype(stored, set(scales), "float16") if scales else ""
     codes = {fqn: stored[fqn] for key in scales if (fqn := f"{key[:-3]}weight") in stored}
     codes = {fqn: c for fqn, c in codes.items() if fqn not in known and c.info.dtype == "int8"}
     numbers = {fqn: stored[key] for fqn in codes if (key := f"{fqn[:-6]}{FORMAT}") in stored}
-    models, forms, files = Conv1DModels(mounts), WeightForms(stored), Files(mounts=mounts)
+    models, files = Conv1DModels(mounts), Files(mounts=mounts)
     try:
         rows = read_each_small(numbers, files)
     finally:
         files.close()
-    for fqn, tensor in codes.items():
+    for fqn in codes:
         said = f"{fqn[:-6]}{FORMAT}"
         if fqn in rows:
             _check_rows(fqn, rows[fqn])
         elif said in records:
             _check_name(fqn, str(records[said].get("value")))
-        across = models.is_conv1d(fqn, tensor)
-        yield forms.group(fqn, partial(_made, fqn, dtype, across, fqn in rows), across, fqn in rows)
+    across = {fqn: models.is_conv1d(fqn, tensor) for fqn, tensor in codes.items()}
+    return WeightForms(stored).groups(
+        codes,
+        lambda fqn, near: _made(fqn, dtype, across[fqn], fqn in rows, near),
+        [(across[fqn], fqn in rows) for fqn in codes],
+    )
 
 
 def _made(

@@ -13,13 +13,14 @@ unless a record states the dtype that was encoded. Codes and scales are those of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
-from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Found, Groups
+from ckptmap.protocols import Encoding, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.block_geometry import grid_shape
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
@@ -49,7 +50,7 @@ from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert, is
 from ckptmap.quantization.microscaling.mxfp8 import Mxfp8Rule
 from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
 from ckptmap.quantization.microscaling.packed_fp4 import Extra, PackedFp4
-from ckptmap.quantization.weight_forms import Found, WeightForms, one_of_each_form
+from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
@@ -168,19 +169,17 @@ class _Target(ReadsFiles, LinearLayerScheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[Found]:
+    ) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.made.scheme}
         found = [fqn for fqn in self.found(stored) if fqn not in mine]
         if not mine and not found:
-            return []
+            return Groups([], [])
         forms = WeightForms(stored)
-        groups = [
-            forms.group(fqn, partial(self._recorded, fqn, record), repr(record))
-            for fqn, record in mine.items()
-        ]
-        groups += [forms.group(fqn, partial(self._made, fqn)) for fqn in found]
-        self._check([group for group, _ in groups], self.mounts)
+        groups = forms.groups(
+            mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), map(repr, mine.values())
+        ) + forms.groups(found, self._made)
+        self._check(groups, self.mounts)
         return groups
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
@@ -211,9 +210,9 @@ class _Target(ReadsFiles, LinearLayerScheme):
         refuse_unstated(fqn, "its encoding record", unstated, stored)
         return group, keys
 
-    def _check(self, groups: Sequence[Group], mounts: Mounts) -> None:
+    def _check(self, groups: Groups, mounts: Mounts) -> None:
         """Raise SourceError CKM115 where config.json states another form of a weight, or none."""
-        config = quantization_config(groups[0].parts[self.codes], mounts)
+        config = quantization_config(groups[0][0].parts[self.codes], mounts)
         refuse_kept_modules(groups, self.codes, kept_modules(config), config)
         said, bits = ConfigGroups(config), 4 if self.codes else 8
         for group in one_of_each_form(groups, lambda fqn: said.of(fqn.rpartition(".")[0])):
@@ -226,12 +225,11 @@ class _Target(ReadsFiles, LinearLayerScheme):
 
 def _packed(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
     """Yield (FQN, scales) of bytes of packed codes."""
-    for key, tensor in stored.items():
-        if key.endswith("_packed") and tensor.info.dtype == "uint8":
-            fqn = key.removesuffix("_packed")
-            scale = stored.get(f"{fqn}_scale")
-            if scale is not None:
-                yield fqn, scale
+    for key in StoredParts.of(stored).ending("_packed", dtypes=("uint8",)):
+        fqn = key.removesuffix("_packed")
+        scale = stored.get(f"{fqn}_scale")
+        if scale is not None:
+            yield fqn, scale
 
 
 class CompressedNvfp4(_Target):
@@ -276,9 +274,8 @@ class CompressedMxfp8(_Target):
     codes = ""
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        for key, scale in stored.items():
-            if key.endswith("_scale") and scale.info.dtype in EXPONENTS:
-                fqn = key.removesuffix("_scale")
-                codes = stored.get(fqn)
-                if codes is not None and codes.info.dtype == "float8_e4m3fn":
-                    yield fqn
+        for key in StoredParts.of(stored).ending("_scale", dtypes=EXPONENTS):
+            fqn = key.removesuffix("_scale")
+            codes = stored.get(fqn)
+            if codes is not None and codes.info.dtype == "float8_e4m3fn":
+                yield fqn

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from functools import partial
 
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Group, Refusal
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise import block_geometry
@@ -39,7 +40,7 @@ from ckptmap.quantization.compressed_tensors.config_json import (
     weights_said,
 )
 from ckptmap.quantization.compressed_tensors.packed import Packed
-from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.storage.files import Files
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -52,31 +53,31 @@ def find_packed(
     stored: Mapping[str, StoredTensor],
     records: Mapping[str, Mapping[str, object]],
     mounts: Mounts,
-) -> list[Found]:
+) -> Groups:
     """Return the groups of records, then those of other writers. Raises SourceError CKM115."""
     mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
     words = [
         key.removesuffix("_packed")
-        for key, tensor in stored.items()
-        if key.endswith("_packed") and tensor.info.dtype == "int32"
+        for key in StoredParts.of(stored).ending("_packed", dtypes=("int32",))
     ]
     others = [fqn for fqn in words if fqn not in mine and f"{fqn}_scale" in stored]
     fqns = [*mine, *others]
     if not fqns:
-        return []
+        return Groups([], [])
     files = Files(mounts=mounts)
     try:
         shapes = _shapes(fqns, stored, files)
     finally:
         files.close()
     config = quantization_config(stored[f"{fqns[0]}_shape"], mounts)
-    said, forms, groups = ConfigGroups(config), WeightForms(stored), []
-    for fqn in fqns:
-        record, shape = mine.get(fqn), shapes[fqn]
-        make = partial(_group_of, fqn, record, shape, config)
-        described = map(id, said.of(fqn.rpartition(".")[0]))
-        groups.append(forms.group(fqn, make, record and repr(record), shape, *described))
-    refuse_kept_modules((group for group, _ in groups), "packed", kept_modules(config), config)
+    said = ConfigGroups(config)
+    records_said = [repr(mine[fqn]) if fqn in mine else "" for fqn in fqns]
+    groups = WeightForms(stored).groups(
+        fqns,
+        lambda fqn, near: _group_of(fqn, mine.get(fqn), shapes[fqn], config, near),
+        zip(records_said, map(shapes.__getitem__, fqns), said.kinds(fqns), strict=True),
+    )
+    refuse_kept_modules(groups, "packed", kept_modules(config), config)
     return groups
 
 

@@ -12,12 +12,13 @@ points of activations belong to the tensor and move with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
@@ -46,7 +47,7 @@ from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncod
 from ckptmap.quantization.compressed_tensors.packed import Packed, packed_keeping
 from ckptmap.quantization.compressed_tensors.packed_reader import find_packed
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
-from ckptmap.quantization.weight_forms import Found, WeightForms, one_of_each_form
+from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 ACTIVATIONS = (
@@ -189,22 +190,19 @@ class CompressedFp8(_Target):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[tuple[Group, Sequence[str]]]:
+    ) -> Groups:
         """Return the groups of unpacked codes. Raises SourceError CKM115 where scales do not fit."""
         kinds = {kind.scheme: kind for kind in _BY_CODES.values()}
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") in kinds}
-        forms = WeightForms(stored)
-        groups = [
-            forms.group(fqn, partial(_recorded, fqn, record, kinds), repr(record))
-            for fqn, record in mine.items()
-        ]
+        groups = WeightForms(stored).groups(
+            mine, lambda fqn, near: _recorded(fqn, mine[fqn], kinds, near), map(repr, mine.values())
+        )
         groups += _found(stored, mine, self.mounts)
         if groups:
             config = quantization_config(groups[0][0].parts[""], self.mounts)
-            made = [group for group, _ in groups]
-            refuse_kept_modules(made, "", kept_modules(config), config)
+            refuse_kept_modules(groups, "", kept_modules(config), config)
             said = ConfigGroups(config)
-            for group in one_of_each_form(made, lambda fqn: said.of(fqn.rpartition(".")[0])):
+            for group in one_of_each_form(groups, lambda fqn: said.of(fqn.rpartition(".")[0])):
                 _require_agreement(group, config)
         return groups
 
@@ -224,7 +222,7 @@ class CompressedInt8(_Target):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[tuple[Group, Sequence[str]]]:
+    ) -> Groups:
         """Return the groups of packed codes. Raises SourceError CKM115 where parts do not fit."""
         return find_packed(stored, records, self.mounts)
 
@@ -294,26 +292,26 @@ def _single(ndim: int) -> tuple[int, ...] | None:
     return None if ndim == 1 else (1,) * min(max(0, ndim), 8)
 
 
-def _found(
-    stored: Mapping[str, StoredTensor], known: Collection[str], mounts: Mounts
-) -> Iterator[tuple[Group, Sequence[str]]]:
-    """Yield the groups of other writers, recognized by `weight_scale` beside 8-bit codes."""
+def _found(stored: Mapping[str, StoredTensor], known: Collection[str], mounts: Mounts) -> Groups:
+    """Return the groups of other writers, recognized by `weight_scale` beside 8-bit codes."""
     config: Mapping[str, object] | None = None
     said = ConfigGroups({})
-    forms = WeightForms(stored)
-    for key in [key for key in stored if key.endswith("_scale")]:
+    found: dict[str, tuple[type[Plain], int]] = {}
+    for key in StoredParts.of(stored).ending("_scale", dtypes=DTYPES):
         fqn = key.removesuffix("_scale")
-        codes, scale = stored.get(fqn), stored[key]
+        codes = stored.get(fqn)
         kind = _BY_CODES.get(codes.info.dtype) if codes is not None else None
-        if codes is None or kind is None or fqn in known or scale.info.dtype not in DTYPES:
+        if codes is None or kind is None or fqn in known:
             continue
         if config is None:
             config = quantization_config(codes, mounts)
             said = ConfigGroups(config)
-        if _is_of_others(codes.info, scale.info, config):
-            continue
-        bits = _bits(said.of(fqn.rpartition(".")[0]))
-        yield forms.group(fqn, partial(_made, fqn, kind, bits, config), bits)
+        if not _is_of_others(codes.info, stored[key].info, config):
+            found[fqn] = kind, _bits(said.of(fqn.rpartition(".")[0]))
+    read = config or {}
+    return WeightForms(stored).groups(
+        found, lambda fqn, near: _made(fqn, *found[fqn], read, near), found.values()
+    )
 
 
 def _is_of_others(codes: TensorInfo, scale: TensorInfo, config: Mapping[str, object]) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
@@ -14,7 +14,7 @@ from ckptmap.quantization.blockwise.group_checks import (
 )
 from ckptmap.quantization.gguf.decoders import DECODERS
 from ckptmap.quantization.gguf.encoding import SCHEME, VALUES, GgufBlocks
-from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 
@@ -26,16 +26,12 @@ class GgufScheme:
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[Found]:
+    ) -> Groups:
         """Return a group for each record. Raise SourceError CKM115 where it and the bytes do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
-        if not mine:
-            return []
-        forms = WeightForms(stored)
-        return [
-            forms.group(fqn, partial(_group, fqn, record), repr(record))
-            for fqn, record in mine.items()
-        ]
+        return WeightForms(stored).groups(
+            mine, lambda fqn, near: _group(fqn, mine[fqn], near), map(repr, mine.values())
+        )
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
         return None

@@ -10,9 +10,10 @@ of GPT-2, whose weight lies the other way: see `unsupported_schemes`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import ClassVar
 
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
@@ -28,7 +29,7 @@ from ckptmap.quantization.gptq.columns import LISTED, ORDERED, UNORDERED, Groupe
 from ckptmap.quantization.gptq.encodings import Awq, Gptq, GptqV2
 from ckptmap.quantization.gptq.statement import Kind, Statement, declared, encoding_of, statement_of
 from ckptmap.quantization.linear_weights import CONV1D, CONV1D_MODELS, LinearLayerScheme
-from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -79,16 +80,15 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[Found]:
+    ) -> Groups:
         """Return the groups of this form. Raise SourceError CKM115 where parts or the config contradict."""
         kinds = {kind.scheme: kind for kind in self.kinds}
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") in kinds}
         found = [fqn for fqn in _found(stored, self.mounts) if fqn not in records]
         forms = WeightForms(stored)
-        groups = [
-            forms.group(fqn, partial(_recorded, fqn, record, kinds), repr(record))
-            for fqn, record in mine.items()
-        ]
+        groups = forms.groups(
+            mine, lambda fqn, near: _recorded(fqn, mine[fqn], kinds, near), map(repr, mine.values())
+        )
         if not found:
             return groups
         codes = stored[_key(found[0], "qweight")]
@@ -99,10 +99,12 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         dtype = stated_dtype(codes, self.mounts) or model_dtype(
             stored, {_key(fqn, "scales") for fqn in found}
         )
-        read = [
-            forms.group(fqn, partial(_made, fqn, said, dtype), _ending(fqn, said)) for fqn in found
-        ]
-        refuse_kept_modules((group for group, _ in read), "qweight", KEPT, config)
+        read = forms.groups(
+            found,
+            lambda fqn, near: _made(fqn, said, dtype, near),
+            [_ending(fqn, said) for fqn in found],
+        )
+        refuse_kept_modules(read, "qweight", KEPT, config)
         return groups + read
 
 
@@ -124,8 +126,7 @@ def _found(stored: Mapping[str, StoredTensor], mounts: Mounts) -> list[str]:
     """Return the FQNs of weights that have codes and scales, but those of `Conv1D` modules."""
     stems = [
         key.removesuffix("qweight")
-        for key, tensor in stored.items()
-        if key.endswith(".qweight") and tensor.info.dtype == "int32"
+        for key in StoredParts.of(stored).ending(".qweight", dtypes=("int32",))
     ]
     whole = [stem for stem in stems if f"{stem}scales" in stored and f"{stem}weight" not in stored]
     turned = [stem for stem in whole if CONV1D.intersection(stem.split(".")[-2:-1])]

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.group_checks import (
     group_by_names,
 )
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
-from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
 from ckptmap.quantization.linear_weights import LinearLayerScheme
 from ckptmap.quantization.microscaling.packed_fp4 import PackedFp4
-from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 _NAMES = ("scale", "weight_scale_inv")
@@ -75,32 +76,37 @@ class DeepseekFp4Scheme(LinearLayerScheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[Found]:
+    ) -> Groups:
         """Return the groups of codes and exponents. Raises SourceError CKM115 where they do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         found = {fqn: name for fqn, name in _found(stored) if fqn not in mine}
         if not mine and not found:
-            return []
-        forms, groups = WeightForms(stored), []
-        for fqn, record in mine.items():
-            read = read_record(fqn, record, self.name)
-            encoding = DeepseekFp4(read.scale_dtype, scale_name=read.text("scale_name"))
-            make = partial(group_by_names, fqn, read.info, encoding)
-            groups.append(forms.group(fqn, make, repr(record)))
+            return Groups([], [])
+        forms = WeightForms(stored)
+        groups = forms.groups(
+            mine,
+            lambda fqn, near: _recorded(read_record(fqn, mine[fqn], self.name), near),
+            map(repr, mine.values()),
+        )
         dtype = model_dtype(stored, ()) if found else ""
-        for fqn, name in found.items():
-            groups.append(forms.group(fqn, partial(_made, fqn, name, dtype), name, dtype))
-        return groups
+        return groups + forms.groups(
+            found, lambda fqn, near: _made(fqn, found[fqn], dtype, near), found.values()
+        )
 
 
 def _found(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, str]]:
     """Yield (FQN, the scale's name) of packed codes with exponents beside them."""
-    for key, scale in stored.items():
+    for key in StoredParts.of(stored).ending(*_NAMES, dtypes=EXPONENTS):
         stem, dot, last = key.rpartition(".")
-        if last in _NAMES and scale.info.dtype in EXPONENTS:
+        if last in _NAMES:
             codes = stored.get(f"{stem}{dot}weight")
             if codes is not None and codes.info.dtype == "int8" and codes.info.shape:
                 yield f"{stem}{dot}weight", last
+
+
+def _recorded(read: ScaledRecord, stored: Mapping[str, StoredTensor]) -> Found:
+    encoding = DeepseekFp4(read.scale_dtype, scale_name=read.text("scale_name"))
+    return group_by_names(read.fqn, read.info, encoding, stored)
 
 
 def _made(fqn: str, name: str, dtype: str, stored: Mapping[str, StoredTensor]) -> Found:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.quantization.blockwise.group_checks import (
     CONTRADICTORY,
@@ -30,7 +31,7 @@ from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.linear_weights import LinearLayerScheme
 from ckptmap.quantization.microscaling.packed_fp4 import PackedFp4
-from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 _ENDINGS = {"packed": "_blocks", "scale": "_scales"}
@@ -63,20 +64,22 @@ class GptOssMxfp4(LinearLayerScheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[Found]:
+    ) -> Groups:
         """Return the groups of blocks and scales. Raises SourceError CKM115 where they do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         found = [fqn for fqn in _stacks(stored) if fqn not in mine]
         if not mine and not found:
-            return []
-        forms, groups = WeightForms(stored), []
-        for fqn, record in mine.items():
-            info = read_record(fqn, record, self.name).info
-            groups.append(
-                forms.group(fqn, partial(group_by_names, fqn, info, GptOssFp4()), repr(record))
-            )
+            return Groups([], [])
+        forms = WeightForms(stored)
+        groups = forms.groups(
+            mine,
+            lambda fqn, near: group_by_names(
+                fqn, read_record(fqn, mine[fqn], self.name).info, GptOssFp4(), near
+            ),
+            map(repr, mine.values()),
+        )
         dtype = model_dtype(stored, ()) if found else ""
-        return groups + [forms.group(fqn, partial(_found, fqn, dtype), dtype) for fqn in found]
+        return groups + forms.groups(found, lambda fqn, near: _found(fqn, dtype, near))
 
     def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
         """Return whether the tensor is a stack of experts, as gpt-oss names them."""
@@ -100,12 +103,11 @@ class GptOssMxfp4(LinearLayerScheme):
 
 def _stacks(stored: Mapping[str, StoredTensor]) -> Iterator[str]:
     """Yield the FQNs of blocks of bytes that have scales beside them."""
-    for key, tensor in stored.items():
-        if key.endswith("_blocks") and tensor.info.dtype == "uint8":
-            fqn = key.removesuffix("_blocks")
-            scales = stored.get(f"{fqn}_scales")
-            if fqn and scales is not None and scales.info.dtype == "uint8":
-                yield fqn
+    for key in StoredParts.of(stored).ending("_blocks", dtypes=("uint8",)):
+        fqn = key.removesuffix("_blocks")
+        scales = stored.get(f"{fqn}_scales")
+        if fqn and scales is not None and scales.info.dtype == "uint8":
+            yield fqn
 
 
 def _found(fqn: str, dtype: str, stored: Mapping[str, StoredTensor]) -> Found:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptmap.core.stored_parts import StoredParts
 from ckptmap.protocols import Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import check_parts, malformed
 from ckptmap.quantization.nf4.encoding import (
@@ -83,7 +84,7 @@ def _read_record(fqn: str, record: Mapping[str, object]) -> tuple[NF4, TensorInf
 
 
 def _refuse_orphans(stored: Mapping[str, StoredTensor], known: set[str]) -> None:
-    for key in stored:
+    for key in StoredParts.of(stored).ending(f".{TABLE}"):
         fqn, dot, part = key.rpartition(".")
         if part != TABLE or not dot or fqn in known:
             continue

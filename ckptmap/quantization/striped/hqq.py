@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Groups
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import group_by_names
@@ -27,7 +28,7 @@ from ckptmap.quantization.linear_weights import LinearLayerScheme
 from ckptmap.quantization.striped.hqq_metadata import CODES, HqqMetadata, metadata_of
 from ckptmap.quantization.striped.striped_encoding import CodeRows, StripedEncoding
 from ckptmap.quantization.striped.stripes import Stripes
-from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import ITEMSIZE, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
@@ -123,17 +124,17 @@ class HqqScheme(ReadsFiles, LinearLayerScheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[Found]:
+    ) -> Groups:
         """Return the groups. Raises SourceError CKM115 where metadata and parts do not fit."""
-        stems = [key.removesuffix(CODES) for key in stored if _is_codes(key)]
+        ending = StoredParts.of(stored).ending(CODES)
+        stems = [key.removesuffix(CODES) for key in ending if _is_codes(key)]
         if not stems:
-            return []
-        forms, groups = WeightForms(stored), []
-        for stem, metadata in metadata_of(stems, stored, self.mounts).items():
-            fqn = f"{stem}weight"
-            make = partial(_made, fqn, metadata)
-            groups.append(forms.group(fqn, make, metadata))
-        return groups
+            return Groups([], [])
+        read = metadata_of(stems, stored, self.mounts)
+        facts = {f"{stem}weight": metadata for stem, metadata in read.items()}
+        return WeightForms(stored).groups(
+            facts, lambda fqn, near: _made(fqn, facts[fqn], near), facts.values()
+        )
 
 
 def _is_codes(key: str) -> bool:

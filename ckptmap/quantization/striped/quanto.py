@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, group_by_names, malformed
@@ -30,7 +31,7 @@ from ckptmap.quantization.linear_weights import LinearLayerScheme
 from ckptmap.quantization.striped.quanto_shapes import config_beside, shape_of
 from ckptmap.quantization.striped.striped_encoding import CodeRows, Extra, StripedEncoding
 from ckptmap.quantization.striped.stripes import Stripes
-from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
@@ -152,8 +153,8 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         return Refusal("it is read only; choose -int8, -ct-int8, -nf4")
 
     def _found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        for key in stored:
-            if key.endswith(self.ending) and f"{key.removesuffix(self.ending)}._scale" in stored:
+        for key in StoredParts.of(stored).ending(self.ending):
+            if f"{key.removesuffix(self.ending)}._scale" in stored:
                 yield key.removesuffix(self.ending)
 
 
@@ -169,14 +170,14 @@ class Quanto8Scheme(_Scheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[Found]:
+    ) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit."""
-        forms = WeightForms(stored)
-        return [
-            forms.group(fqn, partial(_made_8, fqn))
+        fqns = [
+            fqn
             for fqn in self._found(stored)
             if _is_by_row(stored[f"{fqn}._data"].info, stored[f"{fqn}._scale"].info)
         ]
+        return WeightForms(stored).groups(fqns, _made_8)
 
 
 class QuantoPackedScheme(_Scheme):
@@ -191,20 +192,19 @@ class QuantoPackedScheme(_Scheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[Found]:
+    ) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
-        groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
+        groups = Groups.of(_recorded(fqn, record, stored) for fqn, record in mine.items())
         found = [fqn for fqn in self._found(stored) if fqn not in mine]
         if not found:
             return groups
         config = config_beside(stored[found[0] + self.ending], self.mounts)
-        forms = WeightForms(stored)
-        for fqn in found:
-            read = _read(fqn, stored, config)
-            if read is not None:
-                groups.append(forms.group(fqn, partial(_made, fqn, *read), *read))
-        return groups
+        read = {fqn: _read(fqn, stored, config) for fqn in found}
+        known = {fqn: facts for fqn, facts in read.items() if facts is not None}
+        return groups + WeightForms(stored).groups(
+            known, lambda fqn, near: _made(fqn, *known[fqn], near), known.values()
+        )
 
 
 def _is_by_row(codes: TensorInfo, scale: TensorInfo) -> bool:

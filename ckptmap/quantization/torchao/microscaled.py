@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.formats.safetensors.torchao_metadata import part_key
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
@@ -34,7 +34,7 @@ from ckptmap.quantization.torchao.microscaled_parts import (
     is_flattened,
     pickled,
 )
-from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 
@@ -54,15 +54,17 @@ class _Scheme(LinearLayerScheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[Found]:
+    ) -> Groups:
         """Return the groups of torchao's metadata and of records. Raises SourceError CKM115."""
-        forms = WeightForms(stored)
-        groups = []
-        for fqn, record in records.items():
-            is_own = record.get("scheme") == self.name
-            if is_own or (is_flattened(record) and self._is_mine(described(fqn, record))):
-                groups.append(forms.group(fqn, partial(self._flat, fqn, record), repr(record)))
-        return groups
+        mine = {
+            fqn: record
+            for fqn, record in records.items()
+            if record.get("scheme") == self.name
+            or (is_flattened(record) and self._is_mine(described(fqn, record)))
+        }
+        return WeightForms(stored).groups(
+            mine, lambda fqn, near: self._flat(fqn, mine[fqn], near), map(repr, mine.values())
+        )
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
         """Return the group of a pickled object; shards of ranks are not joined."""

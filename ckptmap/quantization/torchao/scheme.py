@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from ckptmap.core.json_text import parse_json
 from ckptmap.core.quantized_codes import CodeGrid
+from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, parts_of
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import (
@@ -39,7 +39,7 @@ from ckptmap.quantization.torchao.subclass_reader import (
     kind_of,
     unpack,
 )
-from ckptmap.quantization.weight_forms import Found, WeightForms
+from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import FLOATING, Cut, Opaque, StoredTensor, TensorInfo
 
 
@@ -96,18 +96,23 @@ class TorchaoScheme(LinearLayerScheme):
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> list[tuple[Group, Sequence[str]]]:
+    ) -> Groups:
         """Return the groups of records and of torchao's metadata. Raises SourceError CKM115."""
-        forms = WeightForms(stored)
-        groups: list[Found] = []
+        mine: dict[str, FlatEntry | None] = {}
         for fqn, record in records.items():
-            if record.get("scheme") == self.name:
-                make = partial(self._recorded, fqn, record)
-                groups.append(forms.group(fqn, make, repr(record)))
             flat = flat_of(fqn, record, self.kinds)
             if flat is not None and not self.leaves(flat, stored):
-                groups.append(forms.group(fqn, partial(self._flat, flat), repr(record)))
-        return groups
+                mine[fqn] = flat
+            elif record.get("scheme") == self.name:
+                mine[fqn] = None
+
+        def made(fqn: str, near: Mapping[str, StoredTensor]) -> Found:
+            flat = mine[fqn]
+            return (
+                self._recorded(fqn, records[fqn], near) if flat is None else self._flat(flat, near)
+            )
+
+        return WeightForms(stored).groups(mine, made, [repr(records[fqn]) for fqn in mine])
 
     def leaves(self, flat: FlatEntry, stored: Mapping[str, StoredTensor]) -> bool:
         """Return whether another scheme reads the same class with these codes."""
