@@ -200,17 +200,33 @@ class _Targets:
             [text for text in targets if isinstance(text, str)] if isinstance(targets, list) else []
         )
         self._names = set(texts)
-        self._patterns = [text[3:] for text in texts if text.startswith("re:")]
+        stated = [text[3:] for text in texts if text.startswith("re:")]
+        self._patterns = [pattern for pattern in stated if is_matched_soon(pattern)]
 
     def name(self, module: str) -> bool:
         """Return whether a target names the module, by name or pattern; its class is unknown here."""
         if module in self._names:
             return True
+        if len(module) > _MAX_NAME:
+            return False
         for pattern in self._patterns:
             with contextlib.suppress(re.error, RecursionError):
                 if re.match(pattern, module):
                     return True
         return False
+
+
+_MAX_NAME, _MAX_REPEATS = 256, 4
+
+
+def is_matched_soon(pattern: str) -> bool:
+    """Return whether a pattern of a config.json takes bounded time, for the file may be hostile.
+
+    Python's matcher goes back over each repetition: `(a+)+$` doubles its time with each letter. Patterns of real
+    configs repeat single characters a few times, as in `.*self_attn.*` and `layers\\.\\d+`.
+    """
+    repeated = re.findall(r"(?<!\\)(?:\\\\)*(.)(?:[*+]|\{\d*,?\d*\})", pattern)
+    return len(pattern) <= 4 * _MAX_NAME and len(repeated) <= _MAX_REPEATS and ")" not in repeated
 
 
 def version_said(config: Mapping[str, object]) -> tuple[int, int]:
