@@ -42,8 +42,12 @@ COUNTED = frozenset(
         "fp8",
     )
 )
-"""Microscaled forms and ct-int4 are not among them: they wait for the device once a box, to refuse a scale that is
-NaN."""
+WIDER = {
+    "ct-int4": 25, "ct-mxfp4": 42, "ct-mxfp8": 18, "torchao-mxfp4": 42, "torchao-mxfp8": 18, "fp8-ue8m0": 22,
+    "gguf-q8_0": 25, "gguf-q4_0": 25, "gguf-q4_1": 25, "gguf-q5_0": 31, "gguf-q5_1": 31, "gguf-mxfp4": 114,
+}  # fmt: skip
+"""What the encoders of other forms launch a feed at most. Their decoders wait once a box, to refuse a scale that is
+NaN. NVFP4's encoder, whose scale of the whole tensor is looked for first, is timed by `benchmarks.gpu_session`."""
 
 
 def targets_of_all(dtype: str) -> dict[str, Encoding]:
@@ -69,23 +73,25 @@ DECODERS = {name: 10 for name in targets("bfloat16")}
 
 
 def test_every_block_wise_scheme_is_counted() -> None:
-    waiting = (
-        "ct-int4 ct-nvfp4 ct-mxfp4 ct-mxfp8 torchao-mxfp8 torchao-mxfp4 torchao-nvfp4 fp8-ue8m0"
-    )
     encoded = set(targets_of_all("bfloat16"))
-    assert set(ENCODERS) == set(DECODERS) == COUNTED == encoded - set(waiting.split())
+    assert set(ENCODERS) == set(DECODERS) == COUNTED
+    assert encoded == COUNTED | WIDER.keys() | {"ct-nvfp4", "torchao-nvfp4"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", [*ENCODERS, *WIDER])
 def test_an_encoder_launches_few_kernels_a_feed(name: str, dtype: str) -> None:
     info = TensorInfo(INFO.shape, dtype)
-    encoder = targets(dtype)[name].encoder(info, "meta")
+    held = targets_of_all(dtype)
+    if name not in held:
+        assert (name.startswith("torchao-mx"), dtype) == (True, "float16"), "torchao has none"
+        return
+    encoder = held[name].encoder(info, "meta")
     values = torch.empty(DEVICE_NUMEL, dtype=getattr(torch, dtype), device="meta")
     list(encoder.feed(0, values))  # it makes tables
     with Kernels() as kernels, NeverWaits():
         list(encoder.feed(values.numel(), values))
-    assert kernels.total <= ENCODERS[name], dict(kernels.counts)
+    assert kernels.total <= (ENCODERS | WIDER)[name], dict(kernels.counts)
 
 
 def test_a_cast_that_may_overflow_launches_few_kernels() -> None:

@@ -24,9 +24,13 @@ from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 
 LAYERS = 3
 SHAPES = {"up_proj": (256, 128), "down_proj": (128, 256)}
-# torchao's NF4Tensor is no set of tensors in safetensors; gpt-oss' MXFP4 takes stacks of experts alone.
+# torchao's NF4Tensor is no set of tensors in safetensors, nor are ggml's blocks; gpt-oss' MXFP4 takes stacks of
+# experts alone.
 SUFFIXES = sorted(
-    {scheme.suffix for scheme in registry.schemes()} - {"", "bf16", "fp16", "fp32", "nf4", "mxfp4"}
+    suffix
+    for suffix in {scheme.suffix for scheme in registry.schemes()}
+    - {"", "bf16", "fp16", "fp32", "nf4", "mxfp4"}
+    if not suffix.startswith("gguf-")
 )
 
 

@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptmap.errors import RunError
 from ckptmap.protocols import Write
 from ckptmap.quantization.blockwise.exact_division import divide
+from ckptmap.quantization.blockwise.not_finite import NotFinite
 from ckptmap.quantization.blockwise.scaled_encoder import Constants, constant_writes
 from ckptmap.quantization.blockwise.word_packing import packed
 from ckptmap.quantization.dense import flat
@@ -69,12 +69,13 @@ class IntegerEncoder:
         bands = -(-shape[0] // form.block[0])
         self.state_nbytes = bands * self._columns if form.zero_rows else 0
         self._zeros: list[tuple[int, torch.Tensor]] = []
+        self._finite = NotFinite()
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
         """Encode values [m] T, where m and `offset` are multiples of `step`, but for the last rows."""
         tiles = self._tiles(values.view(-1, self._width))
         scales, zeros = self._scales(tiles)
-        _require_finite(scales, offset // self.step)
+        self._finite.note(scales)
         codes = self._codes(tiles, scales, zeros, values.numel() // self._width)
         first = offset // self.step * self._columns
         yield self._codes_write(offset, codes)
@@ -87,6 +88,8 @@ class IntegerEncoder:
             yield Write("zero_point", flat(first, zeros.numel()), zeros.view(-1))
 
     def finish(self) -> Iterable[Write]:
+        """Yield the packed zero points and the constant parts. Raises RunError CKM309 where a scale is not finite."""
+        self._finite.require_none()
         if self._zeros:
             yield self._packed_zeros()
         yield from constant_writes(self._constants)
@@ -144,14 +147,3 @@ class IntegerEncoder:
         along = torch.cat(ordered).transpose(0, 1).contiguous()
         words = packed(along, self._form.bits, self._form.aligned).transpose(0, 1).contiguous()
         return Write("zero_point", flat(0, words.numel()), words.view(-1))
-
-
-def _require_finite(scales: torch.Tensor, band: int) -> None:
-    if bool(scales.isfinite().all()):
-        return
-    raise RunError(
-        "CKM309",
-        "expected finite values whose range fits their dtype, found others in the block of rows"
-        f" number {band} or behind it",
-        "repair this tensor, or leave it unquantized with --no-encode",
-    )

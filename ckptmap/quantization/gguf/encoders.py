@@ -128,8 +128,8 @@ def _fifth_bits(codes: torch.Tensor) -> torch.Tensor:
     """Pack the fifth bit of codes u8 [n, 32], the first in the lowest bit: u8 [n, 4]."""
     import torch
 
-    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=codes.device)
-    return ((codes >> 4).view(-1, 4, 8) * weights).sum(2, dtype=torch.uint8)
+    bits = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    return ((codes >> 4).view(-1, 4, 8) << bits).sum(2, dtype=torch.uint8)
 
 
 ENCODERS: Mapping[str, Pack] = {

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError
 from ckptmap.protocols import Write
+from ckptmap.quantization.blockwise.exact_division import divide
 from ckptmap.quantization.dense import flat
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class ColumnEncoder:
         empty = (low == 0) & (high == 0)
         low, high = low.masked_fill(empty, -1), high.masked_fill(empty, 1)
         least = torch.finfo(getattr(torch, form.scale_dtype)).tiny
-        scales = ((high - low) / most).clamp_(min=least)
+        scales = divide(high - low, float(most)).clamp_(min=least)
         if form.symmetric:
             return scales, torch.full_like(scales, 1 << (form.bits - 1))
         # A stored zero point holds no -1, so 0 cannot be one in the first version of GPTQ.

@@ -12,6 +12,7 @@ from ckptmap.errors import RunError
 from ckptmap.protocols import Write
 from ckptmap.quantization.blockwise.chunks import chunk_numel
 from ckptmap.quantization.blockwise.exponents import ExponentRule, exponents_of, inverses
+from ckptmap.quantization.blockwise.not_finite import NotFinite
 from ckptmap.quantization.blockwise.quantizer import absmax_of
 from ckptmap.quantization.dense import flat
 from ckptmap.quantization.microscaling import e2m1
@@ -19,27 +20,6 @@ from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:
     import torch
-
-
-class NotFinite:
-    """Counts blocks with a value that is not finite; a device is asked once, at the end."""
-
-    def __init__(self) -> None:
-        self._bad: torch.Tensor | None = None
-
-    def note(self, absmax: torch.Tensor) -> None:
-        bad = absmax.isfinite().logical_not_().sum()
-        self._bad = bad if self._bad is None else self._bad.add_(bad)
-
-    def require_none(self) -> None:
-        """Raise RunError CKM309 where a block was not finite."""
-        count = 0 if self._bad is None else int(self._bad)
-        if count:
-            raise RunError(
-                "CKM309",
-                f"expected finite values, found NaN or infinity in {count} blocks",
-                "leave this tensor unquantized with --no-encode, or repair it",
-            )
 
 
 class Fp4Encoder:
