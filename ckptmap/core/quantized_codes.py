@@ -157,6 +157,14 @@ class TakesModules(Protocol):
 
 
 @runtime_checkable
+class StacksExperts(Protocol):
+    """A scheme whose weights transformers decodes while it stacks the experts of a layer."""
+
+    def misread(self, fqn: str, encoding: Encoding, info: TensorInfo) -> str:
+        """Return how transformers misreads the weight there; "" where it does not, or it is no expert."""
+
+
+@runtime_checkable
 class Repairs(Protocol):
     """An encoding whose stored form may be malformed in a way that can be repaired."""
 

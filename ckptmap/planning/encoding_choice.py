@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.name_globs import matches_any
-from ckptmap.core.quantized_codes import KeepsCodes, Repairs, ScalesExactly, TakesModules
+from ckptmap.core.quantized_codes import (
+    KeepsCodes,
+    Repairs,
+    ScalesExactly,
+    StacksExperts,
+    TakesModules,
+)
 from ckptmap.errors import PlanError
 from ckptmap.planning.kept_codes import code_grid
 from ckptmap.planning.options import Options
@@ -33,6 +39,8 @@ def encoding_for(
         return _repaired(lazy)
     if declared:
         _require_module(lazy, scheme)
+        if _is_misread(lazy, scheme, encoding) and not options.encode:
+            return Dense()
     return encoding
 
 
@@ -71,6 +79,10 @@ def _chosen(lazy: LazyTensor, scheme: Scheme, options: Options) -> Encoding | No
     if encoding is not None and exact and offers(scheme, ScalesExactly):
         return scheme.exactly(encoding, lazy.info)
     return encoding
+
+
+def _is_misread(lazy: LazyTensor, scheme: Scheme, encoding: Encoding) -> bool:
+    return offers(scheme, StacksExperts) and bool(scheme.misread(lazy.fqn, encoding, lazy.info))
 
 
 def _require_module(lazy: LazyTensor, scheme: Scheme) -> None:

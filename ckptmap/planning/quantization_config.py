@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from ckptmap.core.quantized_codes import StacksExperts
 from ckptmap.errors import PlanError
 from ckptmap.formats.huggingface.loaded_names import UNKNOWN, loaded_as
 from ckptmap.formats.huggingface.tied_heads import unstored
@@ -172,7 +173,11 @@ class WrittenWeights:
             loaded |= set(scheme.declares) if isinstance(scheme, DeclaresEach) else set()
         names = {encoding.name for encoding, _ in self.encodings.values()} - {"dense"} - loaded
         notes = [self._unread_note(name, loaded) for name in sorted(names)]
-        return notes + misread_experts(self.encodings)
+        return notes + misread_experts(self.encodings, self._misread)
+
+    def _misread(self, fqn: str, encoding: Encoding, info: TensorInfo) -> str:
+        scheme = self.schemes.get(encoding.name)
+        return scheme.misread(fqn, encoding, info) if isinstance(scheme, StacksExperts) else ""
 
     def _unread_note(self, name: str, loaded: Collection[str]) -> str:
         similar = [other for other in self.schemes if other in loaded and name in other.split("-")]

@@ -10,7 +10,8 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.columns import each
 from ckptmap.core.name_globs import matches_any
-from ckptmap.core.quantized_codes import ScalesActivations
+from ckptmap.core.quantized_codes import ScalesActivations, StacksExperts
+from ckptmap.core.tensor_table import listed
 from ckptmap.planning.encoding_choice import (
     as_demanded,
     beside_ties,
@@ -109,8 +110,17 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
         elif scheme is not None and not request.options.encode:
             left_by_shape.update(_left_by_shape(lazy, scheme, request.options))
         written[fqn] = (encoding or lazy.encoding_, lazy.info)
-    remarks = Remarks(_activation_scales(request.ckpt, anew), unresolved)
+    remarks = Remarks(_activation_scales(ckpt, anew), unresolved, _decoded_experts(anew, scheme))
     return WeightEncodings(anew, written, foreign, beside, left_by_shape, remarks)
+
+
+def _decoded_experts(anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:
+    """Return a note on weights that are dense, since the scheme's library would misread them as experts."""
+    if not offers(scheme, StacksExperts):
+        return []
+    why = "is an expert, which transformers would not decode in the blocks of its codes"
+    dense = {fqn: why for fqn, encoding in anew.items() if encoding.name == "dense"}
+    return listed("is written dense", dense)
 
 
 def _activation_scales(ckpt: Checkpoint, anew: Collection[str]) -> dict[str, str]:

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import ckptmap
 from ckptmap.errors import PlanError
@@ -62,3 +67,58 @@ def test_experts_are_encoded_for_other_programs_with_a_note(form: str, tmp_path:
     plan = ckptmap.plan(mixtral(tmp_path / "in"), f"hf-{form}", encode=names)
     (note,) = (note for note in plan.notes if "transformers 5.23" in note)
     assert form in note and ".experts.0.w1.weight and other experts" in note
+
+
+def qwen(path: Path) -> Path:
+    torch.manual_seed(3)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=256, moe_intermediate_size=256, num_hidden_layers=1, head_dim=64,
+        num_attention_heads=4, num_key_value_heads=4, num_experts=2, num_experts_per_tok=2,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.mark.slow
+def test_tiled_float8_experts_are_dense_for_transformers(tmp_path: Path) -> None:
+    """It multiplies the codes of stacked experts with the scales as they are, which fits no tiles."""
+    ckptmap.convert(qwen(tmp_path / "dense"), tmp_path / "in", to="hf-fp8")
+    report = ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-ct-fp8")
+    ckptmap.convert(tmp_path / "in", tmp_path / "plain", to="hf-bf16")
+    assert any("is written dense" in note and "an expert" in note for note in report.notes)
+    theirs, ours = loaded(tmp_path / "out"), loaded(tmp_path / "plain").state_dict()
+    logits(theirs)  # decompresses the attention
+    for name, value in theirs.state_dict().items():
+        if "experts" in name:
+            assert torch.equal(value, ours[name])
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        assert ckpt["model.layers.0.self_attn.q_proj.weight"].encoding == "ct-fp8"
+
+
+@pytest.mark.slow
+def test_tiled_experts_keep_their_codes_for_other_programs_with_a_note(tmp_path: Path) -> None:
+    ckptmap.convert(qwen(tmp_path / "dense"), tmp_path / "in", to="hf-fp8")
+    plan = ckptmap.plan(tmp_path / "in", "hf-ct-fp8", encode="*_proj.weight")
+    assert not any("is written dense" in note for note in plan.notes)
+    assert any("a scale of tiles or groups" in note for note in plan.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["ct-int8", "ct-fp8", "ct-nvfp4"])
+def test_experts_of_another_form_than_the_attention_are_found_by_a_pattern(
+    form: str, tmp_path: Path
+) -> None:
+    """transformers takes the first group of the config, unless another's pattern names experts."""
+    experts = "*.experts.*.weight"
+    ckptmap.convert(qwen(tmp_path / "dense"), tmp_path / "in", to="hf-ct-mxfp4", encode=experts)
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to=f"hf-{form}", no_encode=experts)
+    ckptmap.convert(tmp_path / "out", tmp_path / "plain", to="hf-bf16")
+    assert torch.equal(logits(loaded(tmp_path / "out")), logits(loaded(tmp_path / "plain")))
+
+
+@pytest.mark.slow
+def test_experts_of_two_forms_are_refused(tmp_path: Path) -> None:
+    experts = "*.experts.*.weight"
+    ckptmap.convert(qwen(tmp_path / "dense"), tmp_path / "in", to="hf-ct-mxfp4", encode=experts)
+    with pytest.raises(PlanError, match=r"experts\.0.* ct-mxfp4 beside .*experts\.1.* ct-int8"):
+        ckptmap.plan(tmp_path / "in", "hf-ct-int8", no_encode="*.experts.0.*")

@@ -12,6 +12,8 @@ from ckptmap.quantization.blockwise.block_geometry import grid_shape
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.group_checks import malformed
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
+from ckptmap.quantization.compressed_tensors.stacked_experts import experts_target
+from ckptmap.quantization.linear_weights import is_expert
 from ckptmap.quantization.microscaling.packed_fp4 import PackedFp4
 from ckptmap.tensors import TensorInfo
 
@@ -57,8 +59,8 @@ def declared(
         "quantization_status": "compressed",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "config_groups": {
-            f"group_{number}": _group(key, ["Linear"] if len(groups) == 1 else names)
-            for number, (key, names) in enumerate(groups.items())
+            f"group_{number}": _group(key, ["Linear"] if len(groups) == 1 else targets)
+            for number, (key, targets) in enumerate(_targets(groups).items())
         }
         | {f"group_{len(groups) + n}": group for n, group in enumerate(attention.values())},
         "ignore": sorted(dense),
@@ -66,6 +68,17 @@ def declared(
         "kv_cache_scheme": None,
         **{name: beyond[name] for name in BEYOND if name in beyond},
     }
+
+
+def _targets(groups: Mapping[Key, list[str]]) -> dict[Key, list[str]]:
+    """Return the targets of each group: its modules, with a pattern for the experts if one group has all."""
+    stacked = {key: list(filter(is_expert, modules)) for key, modules in groups.items()}
+    having = [key for key, experts in stacked.items() if experts]
+    pattern = experts_target(stacked[having[0]]) if len(groups) > 1 and len(having) == 1 else ""
+    if not pattern or not is_matched_soon(pattern.removeprefix("re:")):
+        return dict(groups)
+    others = [module for module in groups[having[0]] if not is_expert(module)]
+    return {**groups, having[0]: [*others, pattern]}
 
 
 def beyond_weights(config: Mapping[str, object], names: Collection[str]) -> dict[str, object]:

@@ -46,6 +46,7 @@ from ckptmap.quantization.compressed_tensors.config_json import (
     declared,
 )
 from ckptmap.quantization.compressed_tensors.scheme import ACTIVATIONS, PlainFp8
+from ckptmap.quantization.compressed_tensors.stacked_experts import misread
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert, is_linear_module
 from ckptmap.quantization.microscaling.mxfp8 import Mxfp8Rule
 from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
@@ -153,6 +154,9 @@ class _Target(ReadsFiles, LinearLayerScheme):
         """Return the encoding for codes in the same blocks along rows, with scales of the same kind."""
         encoding = self.encoding(info)
         return None if isinstance(encoding, Refusal) else encoding.keeping(info, grid)  # type: ignore[attr-defined]
+
+    def misread(self, fqn: str, encoding: Encoding, info: TensorInfo) -> str:
+        return misread(fqn, encoding, info)
 
     def quantization_config_of(
         self,

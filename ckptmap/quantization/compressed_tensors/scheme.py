@@ -46,6 +46,7 @@ from ckptmap.quantization.compressed_tensors.config_json import (
 from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncoder, IntegerForm
 from ckptmap.quantization.compressed_tensors.packed import Packed, packed_keeping
 from ckptmap.quantization.compressed_tensors.packed_reader import find_packed
+from ckptmap.quantization.compressed_tensors.stacked_experts import misread
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
 from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -163,6 +164,9 @@ class _Target(ReadsFiles, LinearLayerScheme):
         tiled = encoding.codes_dtype != "int8" and info.shape[1] % grid.block[1] == 0
         fits = grid.block == info.shape or grouped or tiled
         return encoding.keeping(info, grid) if fits else None
+
+    def misread(self, fqn: str, encoding: Encoding, info: TensorInfo) -> str:
+        return misread(fqn, encoding, info)
 
     def quantization_config_of(
         self,
