@@ -14,9 +14,10 @@ from pathlib import Path
 
 from ckptmap.core.json_text import JsonError, parse_object
 from ckptmap.formats.gguf.key_values import KeyValues, head, read_key_values
+from ckptmap.formats.gguf.model_metadata import architecture_of, metadata_of
 from ckptmap.formats.gguf.splits import SPLIT_KEYS, files_of, holds_gguf
 from ckptmap.formats.gguf.text_splits import split_name
-from ckptmap.formats.gguf.tokenizer_metadata import splits_text, unwritten
+from ckptmap.formats.gguf.tokenizer_metadata import splits_text, tokens_beyond, unwritten
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.storage.files import Files
 from ckptmap.storage.sidecar import Sidecar
@@ -70,30 +71,47 @@ class GgufInner(ReadsFiles):
         return Sidecar.made(head({k: v for k, v in key_values.items() if k not in SPLIT_KEYS}, 0))
 
 
-def _unlike(tokenizer: Sidecar) -> list[str]:
-    """Return notes on a tokenizer that is not written, or of whose splitting of text llama.cpp has no name."""
+def _document(found: Mapping[str, Sidecar]) -> dict[str, object]:
+    """Return the config; {} where there is none, or it is no JSON, which the writer refuses."""
+    try:
+        return parse_object(found[CONFIG].read(), allow_nan=True) if CONFIG in found else {}
+    except JsonError:
+        return {}
+
+
+def _unlike(tokenizer: Sidecar, rows: int) -> list[str]:
+    """Return notes on a tokenizer that is not written, or in part, or of whose splitting of text llama.cpp has no
+    name; `rows` is the model's vocab_size, 0 where it is not known."""
     try:
         document = parse_object(tokenizer.read())
     except JsonError:  # the writer refuses it
         return []
     if reason := unwritten(document):
         return [f"the file has no tokenizer, which llama.cpp needs: {reason}"]
+    notes = []
+    if beyond := tokens_beyond(document, rows):
+        notes.append(
+            f"{TOKENIZER}: {beyond} of its tokens have numbers from {rows} on, for which the embedding has no rows,"
+            " and are left out, since llama.cpp loads no file with more tokens than rows"
+        )
     if splits_text(document) and not split_name(document):
-        return [
+        notes.append(
             f"{TOKENIZER}: splits text in a way that has no name here, and tokenizer.ggml.pre says default:"
             " llama.cpp may give other tokens; take the file that its own converter makes for the tokenizer"
-        ]
-    return []
+        )
+    return notes
 
 
 def _lacking(found: Mapping[str, Sidecar]) -> list[str]:
-    notes = []
+    config = _document(found)
+    notes = [*metadata_of(config).notes] if architecture_of(config) else []
     if CONFIG not in found:
         notes.append(
             "the file says nothing of the model: it has no config.json; give one with --config-from PATH"
         )
     if TOKENIZER in found:
-        notes += _unlike(found[TOKENIZER])
+        rows = config.get("vocab_size")
+        notes += _unlike(found[TOKENIZER], rows if type(rows) is int else 0)
     else:
         only = f" ({SENTENCEPIECE} alone is not read)" if SENTENCEPIECE in found else ""
         notes.append(

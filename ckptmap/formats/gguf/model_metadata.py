@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import log, sqrt
 from typing import TypeGuard
 
 from ckptmap.formats.gguf.config_json import ARCHITECTURES, SIZES, SOFTCAPS
@@ -63,7 +64,7 @@ def metadata_of(config: Config) -> ModelMetadata:
         "general.name": text(named or str(config.get("model_type"))),
     }
     keys |= {f"{name}.{key}": value for key, value in _sizes(name, config).items()}
-    scaling, factors, notes = _rope_scaling(config)
+    scaling, factors, notes = _rope_scaling(name, config)
     keys |= {f"{name}.{key}": value for key, value in scaling.items()}
     return ModelMetadata(keys, factors, notes)
 
@@ -128,54 +129,81 @@ def _rotary(config: Config) -> int:
 
 
 def _rope_scaling(
-    config: Config,
+    name: str, config: Config
 ) -> tuple[dict[str, bytes], dict[str, Sequence[float]], list[str]]:
-    """Return keys, tensors of factors, and notes on a scaling that GGUF has no keys for."""
+    """Return keys, tensors of factors, and notes on a scaling that is not written: llama.cpp refuses factors
+    beside an architecture that has none."""
     scaling = config.get("rope_scaling")
     if not isinstance(scaling, dict):
         return {}, {}, []
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
-    factor, before = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-    if kind in ("linear", "yarn") and _is_number(factor):
-        keys = {"rope.scaling.type": text(kind), "rope.scaling.factor": f32(float(factor))}
-        if type(before) is int:
-            keys["rope.scaling.original_context_length"] = u32(before)
-        return keys, {}, []
-    if kind == "llama3" and _is_number(factor):
-        return {}, {LLAMA: _llama3(config, scaling)}, []
-    if kind in ("longrope", "su"):
-        return _longrope(config, scaling)
+    factor = scaling.get("factor")
     if kind in ("default", "mrope"):
         return {}, {}, []
-    return {}, {}, [f"config.json: rope_scaling of type {kind[:40]!r} has no keys in GGUF and is left out"]  # fmt: skip
+    if kind in ("linear", "yarn") and _is_number(factor):
+        keys = {"rope.scaling.type": text(kind), "rope.scaling.factor": f32(float(factor))}
+        return keys | _context(scaling), {}, []
+    if kind == "llama3" and name == "llama" and (factors := _llama3(config, scaling)):
+        return {}, {LLAMA: factors}, []
+    if kind in ("longrope", "su") and name == TOLD_APART and (both := _longrope(config, scaling)):
+        return _of_longrope(config, scaling), both, []
+    return (
+        {},
+        {},
+        [
+            f"config.json: rope_scaling of type {kind[:40]!r} with such numbers has no keys in GGUF for {name} and is left"
+            " out: the model will be wrong beyond its first context, perhaps before"
+        ],
+    )
+
+
+def _context(scaling: Mapping[str, object]) -> dict[str, bytes]:
+    before = _int(scaling, "original_max_position_embeddings")
+    return {"rope.scaling.original_context_length": u32(before)} if before else {}
 
 
 def _llama3(config: Config, scaling: Mapping[str, object]) -> list[float]:
+    """Return the factors; none where the numbers make no sense."""
     theta = config.get("rope_theta")
     numbers = [
         scaling.get(key, default)
-        for key, default in (("factor", 1.0), ("low_freq_factor", 1.0), ("high_freq_factor", 4.0),
+        for key, default in (("factor", None), ("low_freq_factor", 1.0), ("high_freq_factor", 4.0),
                              ("original_max_position_embeddings", 8192))
     ]  # fmt: skip
-    factor, low, high, before = (float(n) if _is_number(n) else 1.0 for n in numbers)
-    base = float(theta) if _is_number(theta) else 10000.0
+    numbers.append(10000.0 if theta is None else theta)
+    factor, low, high, before, base = (float(n) if _is_number(n) else 0.0 for n in numbers)
+    if min(factor, before, base) <= 0 or not low < high:
+        return []
     return llama3_factors(base, _rotary(config), factor, low, high, before)
 
 
-def _longrope(
-    config: Config, scaling: Mapping[str, object]
-) -> tuple[dict[str, bytes], dict[str, Sequence[float]], list[str]]:
-    """Return the factors of Phi-3; the context that they begin beyond stands in the config itself."""
-    factors = {LONG: scaling.get("long_factor"), SHORT: scaling.get("short_factor")}
-    found = {
-        name: [float(v) for v in values]
-        for name, values in factors.items()
-        if isinstance(values, list) and all(map(_is_number, values))
-    }
-    before = config.get("original_max_position_embeddings")
-    before = before or scaling.get("original_max_position_embeddings")
-    keys = {"rope.scaling.original_context_length": u32(before)} if type(before) is int else {}
-    return keys, dict(found) if len(found) == 2 else {}, []
+def _longrope(config: Config, scaling: Mapping[str, object]) -> dict[str, Sequence[float]]:
+    """Return the factors of Phi-3 by tensor; none where they are not those of half of a head's rotary numbers."""
+    found: dict[str, Sequence[float]] = {}
+    for tensor, key in ((LONG, "long_factor"), (SHORT, "short_factor")):
+        values = scaling.get(key)
+        if not isinstance(values, list) or not all(map(_is_number, values)):
+            return {}
+        found[tensor] = [float(v) for v in values]
+    whole = all(len(values) == _rotary(config) // 2 for values in found.values())
+    return found if whole else {}
+
+
+def _of_longrope(config: Config, scaling: Mapping[str, object]) -> dict[str, bytes]:
+    """Return the context that the long factors begin beyond, and what attention is scaled by: llama.cpp does not
+    compute it (`Phi3MiniModel.generate_extra_tensors`, `_compute_longrope_parameters` of transformers)."""
+    name = "original_max_position_embeddings"
+    before, most = (
+        _int(config, name) or _int(scaling, name),
+        _int(config, "max_position_embeddings"),
+    )
+    if not before:
+        return {}
+    stated, ratio = scaling.get("attention_factor"), most / before
+    computed = sqrt(1 + log(ratio) / log(before)) if ratio > 1 < before else 1.0
+    scale = float(stated) if _is_number(stated) else computed
+    keys = {"rope.scaling.original_context_length": u32(before)}
+    return keys | {"rope.scaling.attn_factor": f32(scale)}
 
 
 def _int(config: Config, key: str) -> int:

@@ -38,6 +38,14 @@ class _Tokens:
     def number(self, content: str) -> int | None:
         return next((number for number, each in self.vocab.items() if each == content), None)
 
+    def below(self, rows: int) -> _Tokens:
+        """Return those whose numbers are rows of an embedding of so many."""
+        if not self.vocab or max(self.vocab) < rows:
+            return self
+        return _Tokens(
+            *({n: v for n, v in d.items() if n < rows} for d in (self.vocab, self.added))
+        )
+
 
 def tokenizer_keys(
     document: Document, settings: Document, config: Document, rows: int, template: str | None
@@ -46,13 +54,14 @@ def tokenizer_keys(
 
     document  tokenizer.json
     settings  tokenizer_config.json
-    rows      rows of the embedding: numbers that no token has get one that is not used
+    rows      rows of the embedding: numbers that no token has get one that is not used, and tokens of other
+              numbers are left out, as llama.cpp's converter does (`_create_vocab_sentencepiece`); 0: not known
     template  chat_template.jinja
     """
     if unwritten(document):
         return _settings({}, {}, config, _Tokens({}, {}), None)
     model = _object(document.get("model"))
-    tokens, merges = _tokens(document, model), list(_merges(model))
+    tokens, merges = _tokens(document, model).below(rows or MAX_TOKENS + 1), list(_merges(model))
     if not tokens.vocab or max(tokens.vocab) >= MAX_TOKENS:
         return {}
     count = max(rows, max(tokens.vocab) + 1)
@@ -78,6 +87,12 @@ def unwritten(document: Document) -> str:
     if kind == "BPE":
         return ""
     return f"tokenizer.json is of the kind {kind!s:.40}, and BPE only is written" if document else "no tokenizer.json"  # fmt: skip
+
+
+def tokens_beyond(document: Document, rows: int) -> int:
+    """Return how many tokens have numbers that are no rows of an embedding of so many; 0 where that is not known."""
+    tokens = _tokens(document, _object(document.get("model"))).vocab
+    return sum(number >= rows for number in tokens) if rows > 0 else 0
 
 
 def splits_text(document: Document) -> bool:

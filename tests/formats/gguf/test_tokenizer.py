@@ -183,3 +183,13 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     (source / "tokenizer.json").write_text("{")
     with refused(ckptmap.CkptmapError, "CKM103", "tokenizer.json: cannot be read as JSON"):
         ckptmap.convert(source, tmp_path / "m.gguf", to="gguf")
+
+
+def test_tokens_that_the_embedding_has_no_rows_for(tmp_path: Path) -> None:
+    """As in Gemma 3 of 1B, whose tokenizer has one token more: llama.cpp loads no file with more tokens than rows."""
+    made = over_bytes()
+    made.add_tokens([AddedToken(f"<extra{n}>") for n in range(96 - made.get_vocab_size() + 2)])
+    told, notes = written(tmp_path, made)
+    assert told["tokenizer.ggml.tokens"] == [made.id_to_token(number) for number in range(96)]
+    assert len(told["tokenizer.ggml.token_type"]) == 96
+    assert any("2 of its tokens have numbers from 96 on" in note for note in notes)
