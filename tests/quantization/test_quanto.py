@@ -85,6 +85,26 @@ def test_every_kind(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert_values(tmp_path / "in", truth, name_of(kind))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_one_output_has_one_scale(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The head of a reward model: quanto stores a scale without dims."""
+    torch.manual_seed(5)
+    made = nn.ModuleDict({"score": nn.Linear(320, 1), "conv": nn.Conv2d(4, 1, 3)}).to(dtype)
+    truth = written(tmp_path / "in", made, kind)
+    assert load_file(tmp_path / "in" / FILE)["score.weight._scale"].shape == ()
+    with ckptmap.open(tmp_path / "in") as ckpt:
+        for key, value in truth.items():
+            same(ckpt[key].read(), value)
+        same(ckpt["score.weight"][:, 7:300], truth["score.weight"][:, 7:300])
+    ckptmap.convert(tmp_path / "in", tmp_path / "dcp", to="fsdp2", world_size=2)
+    ckptmap.convert(tmp_path / "dcp", tmp_path / "out", to="hf", strict=True)
+    before, after = (load_file(tmp_path / name / FILE) for name in ("in", "out"))
+    assert before.keys() == after.keys()
+    for key, stored in before.items():
+        same(stored, after[key])
+
+
 @pytest.mark.parametrize("kind", ["qint4", "qint2"])
 def test_zero_points(kind: str, tmp_path: Path) -> None:
     """Shifts that are integers: quanto's modules never make them, its tensors can."""

@@ -1,6 +1,6 @@
 """optimum-quanto's weights, as its modules store them in a state dict. They are read only.
 
-    qint8, qfloat8*  fc.weight._data        i8 or fp8 [out, in]          fc.weight._scale T [out, 1]
+    qint8, qfloat8*  fc.weight._data        i8 or fp8 [out, in]          fc.weight._scale T [out, 1]; of one row T []
     qint4, qint2     fc.weight._data._data  words of codes, see `stripes`
                      fc.weight._scale       T [groups, 1]                fc.weight._shift T or u8 [groups, 1]
 
@@ -65,6 +65,10 @@ class Quanto8(_Named, ScaledEncoding):
     @property
     def codes_dtype(self) -> str:  # type: ignore[override]
         return self.kind
+
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        """Return [out, 1, ...]; quanto takes one row for a tensor with one scale, which has no dims."""
+        return () if info.shape[0] == 1 else super().scale_shape(info)
 
     def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         """Return None: names and dtypes say it."""
@@ -208,10 +212,10 @@ class QuantoPackedScheme(_Scheme):
 
 
 def _is_by_row(codes: TensorInfo, scale: TensorInfo) -> bool:
-    """Return whether there is a scale of each row: a layer of one output has one of the whole."""
+    """Return whether there is a scale of each row; that of a single row has no dims."""
     by_row = (*codes.shape[:1], *(1 for _ in codes.shape[1:]))
     shown = codes.dtype in CODES_8 and scale.dtype in DTYPES and len(codes.shape) > 1
-    return shown and scale.shape == by_row
+    return shown and scale.shape == (() if codes.shape[0] == 1 else by_row)
 
 
 def _made_8(fqn: str, stored: Mapping[str, StoredTensor]) -> Found:
