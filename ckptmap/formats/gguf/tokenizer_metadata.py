@@ -42,9 +42,8 @@ class _Tokens:
         """Return those whose numbers are rows of an embedding of so many."""
         if not self.vocab or max(self.vocab) < rows:
             return self
-        return _Tokens(
-            *({n: v for n, v in d.items() if n < rows} for d in (self.vocab, self.added))
-        )
+        vocab = {number: token for number, token in self.vocab.items() if number < rows}
+        return _Tokens(vocab, {n: special for n, special in self.added.items() if n < rows})
 
 
 def tokenizer_keys(
