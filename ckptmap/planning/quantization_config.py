@@ -14,6 +14,7 @@ from ckptmap.core.quantized_codes import StacksExperts
 from ckptmap.errors import PlanError
 from ckptmap.formats.huggingface.loaded_names import UNKNOWN, loaded_as
 from ckptmap.formats.huggingface.tied_heads import unstored
+from ckptmap.planning.packed_layers import require_initializable
 from ckptmap.planning.stacked_experts import misread_experts, require_experts_found
 from ckptmap.protocols import Encoding
 from ckptmap.tensors import TensorInfo
@@ -203,6 +204,7 @@ class WrittenWeights:
             _require_torch_linear(*encoded[0], sorted(OWN_LAYERS & model_types))
             self._require_experts_found(*encoded[0], document[QUANTIZATION])
             require_experts_found(self.encodings, document[QUANTIZATION])
+            require_initializable(self.encodings, document[QUANTIZATION], model_types)
         self._require_served(encoded, model_types)
         by_loaded_name = [
             (fqn, scheme)
