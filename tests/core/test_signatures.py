@@ -62,6 +62,6 @@ def test_neither_to_nor_as_is_refused(tmp_path: Path) -> None:
         lambda: ckptmap.plan(tmp_path / "model.pt"),
         lambda: ckptmap.convert(tmp_path / "model.pt", tmp_path / "out"),
     ):
-        with pytest.raises(PlanError, match="is not a setup"):
+        with pytest.raises(PlanError, match="--to '' and no --as: expected one of them"):
             call()
     assert not (tmp_path / "out").exists()

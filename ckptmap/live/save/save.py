@@ -346,10 +346,10 @@ def _values(held: LocalState, path: Path, value: object, private: bool = False) 
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _values(held, (*path, key), item, private)
-        for key, marks in (
-            (integer_keys.KEY, integer_keys.of(value)),
-            (tuples.KEY, tuples.of(value)),
-        ):
+        listed: dict[str, object] = {integer_keys.KEY: integer_keys.of(value)}
+        if path[0] == "extra":  # a live group of parameters shows itself what of it is a tuple
+            listed[tuples.KEY] = tuples.of(value)
+        for key, marks in listed.items():
             if marks:
                 held.values[(*path, key)] = marks
     elif isinstance(value, list | tuple):
