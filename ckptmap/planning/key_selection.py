@@ -110,9 +110,18 @@ def _refused(request: Request) -> Remarks:
         if item.droppable:
             option = f"--drop {shlex.quote(item.key)}"
             repair = f"{item.repair}; or " if item.repair else ""
-            hint = f"{repair}leave it behind with {option}"
+            hint = f"{repair}leave it behind with {option}{_in_group(item.key)}"
         unresolved.append(Unresolved(item.key, item.reason, hint, option))
     return Remarks(dropped, unresolved)
+
+
+def _in_group(key: str) -> str:
+    """Return what is to be done after an object of an optimizer's group was left behind: torch's
+    load_state_dict puts the saved groups in place of the live ones."""
+    parts = key.split(".")
+    if parts[:2] != ["optimizer", "param_groups"] or len(parts) < 4:
+        return ""
+    return f", and after load_state_dict set {parts[3]!r} in the optimizer's groups again, for its next step"
 
 
 def _untranslated(request: Request) -> Remarks:

@@ -11,6 +11,7 @@ Both take the name of an optimizer of Trainer's after FROM, which is empty for `
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import warnings
@@ -123,7 +124,8 @@ def trainer(folder: str, source: str = "", optim: str = "") -> None:
     made.train(resume_from_checkpoint=source or None)
     kept = ("step", "loss", "grad_norm", "learning_rate")
     log = [{key: e[key] for key in kept} for e in made.state.log_history if "loss" in e]
-    (Path(folder) / "losses.json").write_text(json.dumps(log))
+    if int(os.environ.get("RANK", 0)) == 0:
+        (Path(folder) / "losses.json").write_text(json.dumps(log))
 
 
 def main(what: str, *args: str) -> None:
