@@ -27,7 +27,7 @@ from ckptmap.live.manager.numbered_state import named_by_live
 from ckptmap.live.manager.preemption import Preemption
 from ckptmap.live.manager.retention import Mode, Retention
 from ckptmap.live.model.load_report import LoadReport
-from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.options import ValueKeywords
 from ckptmap.live.save.save import save
 from ckptmap.live.save.save_handle import SaveHandle
@@ -131,7 +131,8 @@ class CheckpointManager:
         if ends:
             self._log_unseen()
         target = self.root / f"step-{step}"
-        is_ours, number = self._before(target, numbers(metrics))
+        with said_if_lost(UNTOUCHED.format(target)):
+            is_ours, number = self._before(target, numbers(metrics))
         keywords["extra"] = _with_record(number, metrics, keywords.get("extra"))
         keywords.setdefault("timeout", self.timeout)
         handle = save(

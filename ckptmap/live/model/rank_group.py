@@ -119,13 +119,16 @@ class RankGroup:
             yield
         except RuntimeError as error:
             absent = [] if self.arrivals is None else self.arrivals.missing()
-            who = "a rank"
+            what = "a rank did not come to a collective of all ranks"
             if absent:
                 s = "s" if len(absent) > 1 else ""
                 who = f"rank{s} {', '.join(map(str, absent))} of {self.world}"
+                what = f"{who} did not come to a collective of all ranks"
+            elif self.arrivals is not None:
+                what = f"all {self.world} ranks came to a collective, and one was lost in it"
             raise LostRanks(
                 "CKM307",
-                f"{who} did not come to a collective of all ranks: {first_line(error)}",
+                f"{what}: {first_line(error)}",
                 "read the log of that rank: it died, or it did not call the same function",
             ) from error
 

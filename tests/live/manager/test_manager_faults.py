@@ -21,6 +21,8 @@ from ckptmap.core.log import log
 from ckptmap.errors import ArgumentError, CkptmapError
 from ckptmap.live.manager import root_directory
 from ckptmap.live.save import write_dcp
+from tests.corpus.ranks import run_ranks
+from tests.support.resume_model import net
 
 
 def model(value: float) -> nn.Module:
@@ -308,3 +310,27 @@ def test_a_small_disk_and_a_root_that_cannot_be_written(small_disk: Path) -> Non
     with pytest.raises(CkptmapError, match="runs"):
         manager.wait()
     assert restored(root) == 3
+
+
+# ------------------------------------------------------------------------------- ranks
+
+RANK_FAULTS = {
+    "dies_in_retention": {"told-1", "told-2"},
+    "dies_in_restore": {"told-0", "told-2"},
+    "full_disk": {"told-0", "told-1", "told-2"},
+}
+"""Scenario of tests/ranks/manager_faults.py -> the ranks that raise one error."""
+
+
+@pytest.mark.parametrize("scenario", RANK_FAULTS)
+def test_one_rank_of_three(scenario: str, tmp_path: Path) -> None:
+    """Afterwards the newest checkpoint is whole, and the next save leaves nothing of the fault."""
+    run_ranks("tests.ranks.manager_faults", 3, [scenario, str(tmp_path)], timeout=120)
+    assert {path.name for path in tmp_path.glob("told-*")} == RANK_FAULTS[scenario]
+    root = tmp_path / "root"
+    again = net(1)
+    report = ckptmap.CheckpointManager(root).restore(again, torch.optim.AdamW(again.parameters()))
+    assert report is not None and report.step == 2 and not report.skipped
+    with ckptmap.CheckpointManager(root, keep=1) as manager:
+        manager.save(9, again)
+    assert names(root) == ["latest", "step-9"]
