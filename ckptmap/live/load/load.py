@@ -26,7 +26,7 @@ from ckptmap.execution.check_source import begin as begin_check
 from ckptmap.live.load import check_source
 from ckptmap.live.load.continuation import Continuation
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.load.mending_names import arguments_hint, other_models_hint
+from ckptmap.live.load.mending_names import arguments_hint, other_models_hint, over_base_hint
 from ckptmap.live.load.over_base import with_bases
 from ckptmap.live.load.same_checkpoint import content_facts
 from ckptmap.live.load.tensor_matcher import TensorMatcher
@@ -228,7 +228,9 @@ def _plan(
     weights.refuse(
         checkpoint.path, options.strict, options.strict_encoding, buffers_on_meta,
         lambda: (
-            other_models_hint(checkpoint, model) or arguments_hint(stored, targets, options.renaming)
+            over_base_hint(checkpoint, options.renaming)
+            or other_models_hint(checkpoint, model)
+            or arguments_hint(stored, targets, options.renaming)
         ),
     )  # fmt: skip
     state = _plan_state(checkpoint, targets, optimizer, options)

@@ -232,6 +232,22 @@ def test_a_weight_and_its_bias_of_two_checkpoints(tmp_path: Path) -> None:
         ckptmap.save(tmp_path / "c", model, only="trainable")
 
 
+def test_names_that_the_base_has_not(tmp_path: Path) -> None:
+    """A prefix changes the checkpoint's own names alone; the hint says so and what loads it."""
+    ckptmap.save(tmp_path / "base", net(0)).wait()
+    model, _ = trained(0, tmp_path / "base", seed=1)
+    ckptmap.save(tmp_path / "a", model, only="trainable").wait()
+    inside = nn.ModuleDict({"student": net(2)})
+    before = {key: value.clone() for key, value in inside.state_dict().items()}
+    with pytest.raises(LoadError, match="keys do not match the model") as no:
+        ckptmap.load(tmp_path / "a", inside, add_prefix="student")
+    assert no.value.code == "CKM501" and "over a base" in no.value.hint
+    assert "add_prefix='student' does not change" in no.value.hint
+    assert all(torch.equal(value, before[key]) for key, value in inside.state_dict().items())
+    ckptmap.load(tmp_path / "a", inside["student"])
+    assert same(model, inside["student"])
+
+
 def test_a_tree_of_runs_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The base is found from the checkpoint's own directory where nothing is at its recorded path any more,
     and a manager keeps it; a relative path is recorded as an absolute one."""
