@@ -17,17 +17,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
+from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
+    contradiction,
     file_of,
     group_by_names,
     malformed,
+    refuse_kept_modules,
 )
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.read_config import MAX_NBYTES, quantization_config
@@ -38,7 +41,10 @@ from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
 from ckptmap.quantization.microscaling.packed_fp4 import Extra
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.storage.json_file import read_json
-from ckptmap.tensors import StoredTensor, TensorInfo
+from ckptmap.tensors import Box, StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
 
 METHOD = "modelopt"
 CONFIG = "hf_quant_config.json"
@@ -84,6 +90,19 @@ class ModeloptE4m3(_Named, ScaledEncoding):
 
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
         return self.scale_stored
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        """Decode a box. Raises SourceError CKM115 where the scale is not finite; a device is not waited for."""
+        scale = parts["scale"]
+        if scale.is_cpu and not bool(scale.isfinite().all()):
+            raise SourceError(
+                "CKM115",
+                f"scale: expected a finite scale, found {float(scale.reshape(-1)[0])}",
+                "it was quantized from values that were not finite, or it is damaged: copy it again",
+            )
+        super().decode(info, parts, box, out)
 
     def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         return {
@@ -144,7 +163,9 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
             mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), map(repr, mine.values())
         )
         dtype = model_dtype(stored, {key for fqn in found for key in _scales(fqn)})
-        return groups + forms.groups(found, lambda fqn, near: self._made(fqn, dtype, near))
+        groups += forms.groups(found, lambda fqn, near: self._made(fqn, dtype, near))
+        _require_agreement(groups, self.codes, self.algo, self.mounts)
+        return groups
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         """Yield the FQNs of weights that may be of this form, by names and dtypes."""
@@ -273,6 +294,24 @@ class ModeloptFp8(_Scheme):
     def _of_record(self, read: ScaledRecord) -> _Encoding:
         shape = read.sizes("scale_stored")
         return ModeloptE4m3(read.block, read.scale_dtype, extra=read.extra(), scale_stored=shape)
+
+
+def _require_agreement(groups: Groups, part: str, algo: str, mounts: Mounts) -> None:
+    """Raise SourceError CKM115 where a config states another algorithm, or that a weight is not quantized.
+
+    Entries of its lists that are patterns or parents are not matched, and algorithms that mix forms agree.
+    """
+    codes = groups[0][0].parts[part]
+    own = _own_config(codes, mounts).get("quantization")
+    configs = {"config.json": quantization_config(codes, mounts), CONFIG: own}
+    for file, config in configs.items():
+        if not isinstance(config, Mapping):
+            continue
+        said = config.get("quant_algo")
+        if isinstance(said, str) and algo not in said.upper() and "MIXED" not in said.upper():
+            shown = f"the weight is stored as {algo}, {codes.info}"
+            raise contradiction(groups.fqns[0], f"{file} states quant_algo {said!r}", shown, codes)
+        refuse_kept_modules(groups, part, ("ignore", "exclude_modules"), config, file)
 
 
 def _own_config(codes: StoredTensor, mounts: Mounts) -> Mapping[str, object]:

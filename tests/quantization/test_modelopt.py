@@ -175,3 +175,48 @@ def test_bad_parts_are_refused(
     with pytest.raises(SourceError, match=said) as caught:
         ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bf16")
     assert caught.value.code == "CKM115" and "q_proj.weight" in caught.value.message
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_float8_scale_that_is_not_finite_is_refused(value: float, tmp_path: Path) -> None:
+    stored = dict(made("FP8", torch.bfloat16)[0])
+    stored[f"{QUERY}_scale"] = torch.tensor(value)
+    write(tmp_path / "in", "FP8")
+    save_file(stored, tmp_path / "in" / FILE, {"format": "pt"})
+    with pytest.raises(SourceError, match=f"expected a finite scale, found {value}") as caught:
+        ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bf16")
+    assert caught.value.code == "CKM115" and not (tmp_path / "out").exists()
+
+
+OTHER = {"FP8": "NVFP4", "NVFP4": "FP8"}
+
+
+@pytest.mark.parametrize("algo", ["NVFP4", "FP8"])
+@pytest.mark.parametrize("file", ["config.json", OWN])
+@pytest.mark.parametrize("key", ["quant_algo", "list"])
+def test_a_config_that_contradicts_the_tensors_is_refused(
+    key: str, file: str, algo: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "in", algo)
+    config = json.loads((path / file).read_text())
+    section = config["quantization" if file == OWN else "quantization_config"]
+    if key == "quant_algo":
+        section[key] = OTHER[algo]
+        said = f"{file} states quant_algo '{OTHER[algo]}'.*stored as {algo}"
+    else:
+        key = "exclude_modules" if file == OWN else "ignore"
+        section[key] = ["lm_head", QUERY.removesuffix(".weight")]
+        said = f"{file} states '.*q_proj' in {key}.*stored as codes"
+    (path / file).write_text(json.dumps(config))
+    with pytest.raises(SourceError, match=said) as caught:
+        ckptmap.open(path)
+    assert caught.value.code == "CKM115"
+
+
+@pytest.mark.parametrize("said", ["MIXED_PRECISION", "NVFP4_AWQ", None])
+def test_algorithms_that_hold_the_form_agree(said: str | None, tmp_path: Path) -> None:
+    path = write(tmp_path / "in", "NVFP4")
+    config = json.loads((path / OWN).read_text())
+    config["quantization"]["quant_algo"] = said
+    (path / OWN).write_text(json.dumps(config))
+    assert ckptmap.open(path)[QUERY].encoding == "modelopt-nvfp4"

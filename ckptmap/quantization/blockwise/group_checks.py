@@ -49,7 +49,11 @@ def refuse_unstated(
 
 
 def refuse_kept_modules(
-    groups: Groups, part: str, names: Sequence[str], config: Mapping[str, object]
+    groups: Groups,
+    part: str,
+    names: Sequence[str],
+    config: Mapping[str, object],
+    file: str = "config.json",
 ) -> None:
     """Raise SourceError CKM115 where a config names the module of a quantized weight as not quantized.
 
@@ -68,7 +72,7 @@ def refuse_kept_modules(
         module = fqn.removesuffix(".weight")
         if module in kept:
             codes = groups[number][0].parts[part]
-            stated = f"config.json states {module!r} in {kept[module]}"
+            stated = f"{file} states {module!r} in {kept[module]}"
             shown = f"its weight is stored as codes, {codes.info}"
             raise contradiction(fqn, stated, shown, codes)
 
