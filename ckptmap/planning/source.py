@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open_in
@@ -54,7 +56,7 @@ def open_source(
     Scales are restored before names are translated: codes without scales have another shape than
     their tensor, and schemes of names are recognized by shapes. Raises SourceError and PlanError.
     """
-    _require_config(options.config_from)
+    _require_config(options.config_from, aim.setup)
     if not isinstance(source, Checkpoint):
         source = open_in(files, source, root=options.source_root, like=options.like)
     source = source.with_optimizer_order(options.param_order, options.like or options.config_from)
@@ -99,9 +101,10 @@ def _has_names_of(
     return chosen or source.index.naming == scheme
 
 
-def _require_config(path: str | None) -> None:
+def _require_config(path: str | None, setup: Setup) -> None:
     """Raise PlanError CKM101 where --config-from does not exist: a config.json beside the weights
-    must not be taken in its place in silence."""
+    must not be taken in its place in silence. Raise CKM103 for a file that is no config.json; a writer that describes
+    the model inside of its own file takes one of its kind, too."""
     if path is not None and not Path(path).exists():
         refuse_elsewhere(path)
         raise PlanError(
@@ -109,6 +112,16 @@ def _require_config(path: str | None) -> None:
             f"--config-from {path}: no such file or directory",
             "give the path of a config.json, or of the directory that holds it",
         )
+    if path is not None and setup.inner is None and Path(path).is_file():
+        with open(path, "rb") as file:
+            start = file.read(64)
+        if start.removeprefix(BOM_UTF8).lstrip()[:1] not in (b"{", b""):
+            raise PlanError(
+                "CKM103",
+                f"--config-from {path}: expected a config.json, found a file that begins with {start[:4]!r}",
+                f"give the path of a config.json, or of the directory that holds it; that of a GGUF file is made by"
+                f" ckptmap convert {quote(path)} DIR --to hf",
+            )
 
 
 def _left_behind(options: Options, key: str) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -120,3 +121,13 @@ def test_a_class_without_the_output_layer_lacks_nothing(
     tensors = {**state, "score.weight": torch.ones(2, 120)}
     del tensors["lm_head.weight"]
     assert "config.json describes" not in told(saved(tensors, tmp_path), tmp_path / "c.json")
+
+
+def test_a_file_that_is_no_config(tmp_path: Path) -> None:
+    """A GGUF file describes its model, too, and the hint makes the config.json of it."""
+    save_file({"w": torch.ones(2, 2)}, tmp_path / "m.safetensors")
+    ckptmap.convert(tmp_path / "m.safetensors", tmp_path / "m.gguf", to="gguf")
+    with pytest.raises(PlanError, match=r"expected a config\.json, found .* b'GGUF'") as caught:
+        ckptmap.plan(tmp_path / "m.safetensors", "hf", config_from=tmp_path / "m.gguf")
+    assert f"ckptmap convert {tmp_path / 'm.gguf'} DIR --to hf" in str(caught.value.hint)
+    ckptmap.plan(tmp_path / "m.safetensors", "gguf", config_from=tmp_path / "m.gguf")
