@@ -12,13 +12,19 @@ FEED = 1 << 22
 
 
 def encodings(info: Any) -> dict[str, Any]:
-    """Return the encoding that each registered scheme would use for this weight, by scheme name."""
+    """Return the encoding that each registered scheme would use for this weight, by scheme name.
+
+    One that takes values of another dtype, to which a conversion casts the weight first, is left out.
+    """
     from ckptmap import registry
+    from ckptmap.protocols.encodings import TakesDtype
 
     found = {}
     for scheme in registry.schemes():
         encoding = scheme.target(NAME, info) if scheme.suffix else None
-        if encoding is not None and encoding.name != "dense":
+        if encoding is None or encoding.name == "dense":
+            continue
+        if not isinstance(encoding, TakesDtype) or encoding.takes == info.dtype:
             found[scheme.name] = encoding
     return found
 
