@@ -44,8 +44,13 @@ class Workbench:
         return self.sample(1, ("float32", "bfloat16", "int64", "bool", "uint8", "float64"))
 
     def sample(self, seed: int, dtypes: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Return sample tensors; override it for a format that cannot hold some of them."""
-        return samples.state(seed, dtypes)
+        """Return sample tensors, of the dtypes that the setup's demands do not refuse.
+
+        Override it for a format that cannot hold some of them for another reason.
+        """
+        demands = self.setup.demands
+        held = [d for d in dtypes if demands is None or demands.refusal("dense", d) is None]
+        return samples.state(seed, tuple(held))
 
     @cached_property
     def source(self) -> Path:

@@ -9,7 +9,8 @@ from ckptmap.core.printable import one_line
 from ckptmap.errors import SourceError
 from ckptmap.storage.files import Files
 
-WINDOW_NBYTES = 1 << 20
+FIRST_NBYTES, WINDOW_NBYTES = 1 << 16, 1 << 20
+"""Bytes of the first window and of the largest: each is twice the one before, so that little is read behind a header."""
 MAGIC = b"GGUF"
 MAX_KEY_NBYTES = 65535
 """Longest key of metadata (docs/gguf.md of ggml)."""
@@ -36,6 +37,7 @@ class Cursor:
         self.what = "the header"
         self._window = b""
         self._begin = 0
+        self._next_nbytes = FIRST_NBYTES
 
     @property
     def left(self) -> int:
@@ -62,7 +64,8 @@ class Cursor:
         at = self.offset - self._begin
         if at < 0 or at + nbytes > len(self._window):
             self._begin, at = self.offset, 0
-            length = min(self.left, max(nbytes, WINDOW_NBYTES))
+            length = min(self.left, max(nbytes, self._next_nbytes))
+            self._next_nbytes = min(2 * self._next_nbytes, WINDOW_NBYTES)
             self._window = self.files.read(self.file, self.offset, length)
         self.offset += nbytes
         return self._window[at : at + nbytes]
