@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 from ckptmap import registry
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Setup
+from ckptmap.protocols.offers import offers
 
 
 @runtime_checkable
@@ -131,7 +132,12 @@ def _support(setup: Setup, encoding: str) -> LiveSupport | None:
     if encoding == "dense":  # isinstance with a protocol costs as much as planning a tensor
         return None
     scheme = next((one for one in registry.schemes() if one.name == encoding), None)
-    return TABLE.get((setup.live, scheme.live)) if isinstance(scheme, HeldLive) else None
+    if scheme is None or not offers(scheme, HeldLive):
+        return None
+    refusal = None if setup.demands is None else setup.demands.refusal(encoding, "float32")
+    if refusal is not None:
+        return LiveSupport(refusal, nearest=(f"{setup.name}-bf16",))
+    return TABLE.get((setup.live, scheme.live))
 
 
 def require_holdable(fqn: str, setup: Setup, encoding: str) -> None:

@@ -15,6 +15,8 @@ from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.core.json_text import parse_json
 from ckptmap.operations.convert import convert
 from ckptmap.protocols import Encoder, Encoding, Group, LooksFirst, Refusal, Scheme
+from ckptmap.protocols.encodings import TakesDtype
+from ckptmap.protocols.offers import offers
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor, info_of
 from ckptmap.tensors import ITEMSIZE, Box, Opaque, TensorInfo
@@ -51,15 +53,18 @@ class SchemeKit:
     CHECKS = ("takes", "describes", "pieces", "values", "boxes", "empty_boxes", "codes", "recognised",
               "strangers", "untouched")  # fmt: skip
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: Scheme, reader: Scheme | None = None) -> None:
+        """Take a target, and the scheme that finds its tensors again where that is another one."""
         self.scheme = scheme
+        self.reader = reader or scheme
 
     @cached_property
     def attempts(self) -> list[_Attempt]:
-        """One try for each shape and dtype that the scheme encodes."""
+        """One try for each shape and dtype that the scheme encodes; `TakesDtype` casts others to its own."""
         infos = (TensorInfo(shape, dtype) for dtype in DTYPES for shape in SHAPES)
         pairs = ((_encoding(self.scheme, info), info) for info in infos)
-        return [_Attempt(self.scheme, encoding, info) for encoding, info in pairs if encoding]
+        tried = dict.fromkeys((enc, _as_taken(enc, info)) for enc, info in pairs if enc)
+        return [_Attempt(self.scheme, encoding, info) for encoding, info in tried]
 
     def takes(self) -> None:
         """Check that a target takes some tensors, and refuses the others with a reason."""
@@ -105,7 +110,7 @@ class SchemeKit:
     def recognised(self) -> None:
         """Check that `group()` finds the tensor again among others, by its record after a trip through JSON."""
         for attempt in self.attempts:
-            attempt.recognised()
+            attempt.recognised(self.reader)
 
     def strangers(self) -> None:
         """Check that the scheme leaves tensors and objects of others alone."""
@@ -155,6 +160,11 @@ def _encoding(scheme: Scheme, info: TensorInfo) -> Encoding | None:
         f"{title}: {forced} is not a frozen value with a stable hash",
     )
     return forced
+
+
+def _as_taken(encoding: Encoding, info: TensorInfo) -> TensorInfo:
+    """Return the info of the values as the encoding is given them: `TakesDtype`."""
+    return TensorInfo(info.shape, encoding.takes) if offers(encoding, TakesDtype) else info
 
 
 @dataclass(frozen=True)
@@ -304,7 +314,7 @@ class _Attempt:
 
     # ------------------------------------------------------------------ recognised again
 
-    def recognised(self) -> None:
+    def recognised(self, reader: Scheme) -> None:
         record = self.encoding.record(self.info)
         if record is None and list(self.parts) == [""]:
             return  # stored as a plain tensor: nothing to recognize
@@ -312,7 +322,7 @@ class _Attempt:
         with tempfile.TemporaryDirectory() as folder:
             lying = on_disk(Path(folder) / "parts", self.encoding, self.parts, "a.w")
             other = {"a.bias": stored(TensorInfo((4,), "float32"))}
-            groups = self.scheme.group({**other, **lying}, records)
+            groups = reader.group({**other, **lying}, records)
             expect(len(groups) == 1, f"{self.title}: stored once, group() finds {len(groups)}")
             group, consumed = groups[0]
             self._check_group(group, consumed, lying)

@@ -65,8 +65,7 @@ def test_the_mode_records_what_cuda_would_multiply() -> None:
     assert len(seen.inexact) == 4, seen.inexact
 
 
-# ggml's blocks hold fp32 alone, which only their parts say: the kit takes them by their own tests.
-@pytest.mark.parametrize("name", [name for name in SCHEMES if not name.startswith("gguf-")])
+@pytest.mark.parametrize("name", SCHEMES)
 def test_encoders_decoders_and_recoders_divide_by_no_number(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

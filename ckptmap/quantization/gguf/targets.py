@@ -44,17 +44,27 @@ class GgufTarget:
         floating = info.dtype in FLOATING and len(info.shape) > 1 and info.numel
         if not floating or not fqn.endswith(".weight") or fqn.endswith(LEFT):
             return None
-        kind = BY_NAME[self.kind]
-        if info.shape[-1] % kind.numel:
-            return Dense() if info.dtype == HALF else DenseAs(HALF)
+        if self._has_partial_blocks(info):
+            return _halved(info)
         return GgufBlocks("Q8_0" if fqn.split(".")[-2] in IN_MORE_BITS else self.kind)
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         if info.dtype not in FLOATING:
             return Refusal(f"{info.dtype} holds no values to encode")
+        if self._has_partial_blocks(info):
+            return _halved(info)
         encoding = GgufBlocks(self.kind)
         refused = encoding.parts(TensorInfo(info.shape, encoding.takes))
         return refused if isinstance(refused, Refusal) else encoding
+
+    def _has_partial_blocks(self, info: TensorInfo) -> bool:
+        """Return whether it is a matrix, or stacked ones, whose rows are no whole blocks."""
+        partial = len(info.shape) > 1 and info.shape[-1] % BY_NAME[self.kind].numel
+        return bool(partial and info.numel)
+
+
+def _halved(info: TensorInfo) -> Encoding:
+    return Dense() if info.dtype == HALF else DenseAs(HALF)
 
 
 class GgufQ8_0(GgufTarget):
