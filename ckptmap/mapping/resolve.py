@@ -51,6 +51,12 @@ class MappedTensor(NamedTuple):
             return (self.source,)
         return tuple(dict.fromkeys(piece.source for piece in self.pieces))
 
+    @property
+    def stated_dtype(self) -> str:
+        """The dtype that an operation states for the scheme's side, in both directions; "" without one."""
+        stated = [value_ops.parse_value_op(text).dtype for text, _ in self.ops]
+        return next(filter(None, reversed(stated)), "")
+
 
 @dataclass(frozen=True)
 class Resolution:

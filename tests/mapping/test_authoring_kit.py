@@ -120,6 +120,22 @@ def test_a_round_trip_that_loses_something(mine: Path, monkeypatch: pytest.Monke
         kit.check("round_trip", "float32")
 
 
+def test_an_operation_that_states_a_dtype(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensor comes back in that dtype and no other; the tensors beside it in their own."""
+    rule = 'hf      = "model.norm.weight :: i"'
+    kit = MappingKit(spoil(mine, rule, f'op = "add 1 float32"\n{rule}'))
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        kit.check("round_trip", dtype)
+    back = kit.back
+
+    def narrowed(state: State) -> State:
+        return {key: tensor.bfloat16() for key, tensor in back(state).items()}
+
+    monkeypatch.setattr(kit, "back", narrowed)
+    with pytest.raises(AssertionError, match=r"model\.norm\.weight: .*expected float32"):
+        kit.check("round_trip", "bfloat16")
+
+
 def test_iota_counts_over_the_whole_dict() -> None:
     kit = MappingKit(EXAMPLE / "trainer.toml")
     state = kit.source("int64")

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import ckptmap
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.errors import PlanError
+from ckptmap.mapping import value_ops
 from ckptmap.mapping.derived_tensor import DerivedTensor
 from ckptmap.mapping.dims_table import Dims
 from ckptmap.mapping.expressions import Unknown, parse_expr
@@ -458,6 +459,25 @@ def test_a_file_or_config_cannot_keep_us_busy() -> None:
         mapped(layers, {"l.0.w": numbers(2)}, {"layers": 10**12})
 
 
+def test_norms_of_one_more_in_float32_come_back_bit_for_bit() -> None:
+    """Every bfloat16 of 0 and of 2^-16 to 2^16: its sum with 1 is a float32. In bfloat16 it is rounded."""
+    every = (
+        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    )
+    size = every.double().abs()
+    norms = every[((size >= 2**-16) & (size <= 2**16)) | (every.view(torch.int16) == 0)]
+    assert len(norms) == 2 * (32 * 128 + 1) + 1
+
+    def there_and_back(text: str) -> torch.Tensor:
+        op = value_ops.parse_value_op(text)
+        return op.apply(op.apply(norms, False), True)
+
+    wide = there_and_back("add 1 float32")
+    assert wide.dtype == torch.float32 and torch.equal(wide, norms.float())
+    assert torch.equal(wide.bfloat16().view(torch.int16), norms.view(torch.int16))
+    assert not torch.equal(there_and_back("add 1"), norms)
+
+
 @pytest.mark.parametrize("op", ["os:system", "add", "add x", "cast int8", "exp", "torch.exp"])
 def test_a_file_can_name_no_code(op: str) -> None:
     """An op of one's own is an entry point of an installed package, never an import by a file."""
@@ -481,8 +501,6 @@ class Halved:
 def test_an_installed_op_brings_its_inverse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptmap.mapping import value_ops
-
     class Entry:
         name, value = "halved", "somewhere:Halved"
         loaded: object = Halved
