@@ -42,10 +42,10 @@ def _loaded(path: Path, classes: Sequence[Any]) -> dict[str, Any]:
 
 
 def read_lightning(path: Path) -> Named:
-    """A `.ckpt` file of Trainer, without hyper-parameters."""
+    """A `.ckpt` file of Trainer, without hyper-parameters. One with weights only has no optimizer_states."""
     tree = _loaded(path, HYPER_PARAMETERS)
     tree.pop("hyper_parameters", None)
-    weights, optimizer = tree.pop("state_dict"), tree.pop("optimizer_states")
+    weights, optimizer = tree.pop("state_dict"), tree.pop("optimizer_states", {})
     return dict(flat({"extra": tree, "model": weights, "optimizer": optimizer}))
 
 
