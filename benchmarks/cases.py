@@ -224,7 +224,28 @@ def _headers(form: str) -> Sequence[Case]:
     )  # fmt: skip
 
 
-HEADERS: Sequence[Case] = [case for form in FORMS for case in _headers(form)]
+def _dense_headers(source: str, to: str, peer: str) -> Sequence[Case]:
+    """Return `inspect` and `plan` of 100,000 dense tensors, beside the parser of their headers alone."""
+    name, title = source.replace("many_", "dense-"), source.replace("many_", "100,000 in ")
+    return (
+        Case(
+            f"headers-inspect-{name}", f"inspect: {title}", source, ("inspect", "SRC"), (peer,),
+            Target(peer_cpu=1 / 4, anon_nbytes=MANY_NBYTES), copies=False,
+        ),
+        Case(
+            f"headers-plan-{name}", f"plan --to {to}: {title}", source,
+            ("plan", "SRC", "--to", to), (peer,),
+            Target(peer_cpu=1 / 8, anon_nbytes=MANY_NBYTES), copies=False,
+        ),
+    )  # fmt: skip
+
+
+HEADERS: Sequence[Case] = [
+    *(case for form in FORMS for case in _headers(form)),
+    *_dense_headers("many_safetensors", "full", "parse_headers"),
+    *_dense_headers("many_pt", "hf", "unpickle_inert"),
+    *_dense_headers("many_dcp", "hf", "unpickle_inert"),
+]
 
 GROUPS = {
     "model": MODEL, "growth": GROWTH, "ranks": RANK_FILES, "inspect": INSPECT, "headers": HEADERS,

@@ -6,7 +6,8 @@ those of the largest releases, and hardly a byte on the disk.
     ct-int4    the form of Kimi-K2-Thinking: 384 experts a layer, int4 in groups of 32, in 64 files
     fp8-block  the form of DeepSeek-V3: float8 with a scale for each tile of 128 x 128
     bnb-nf4    bitsandbytes' 4 bits, with a JSON blob for each weight
-    torchao    int4 tensors as torchao flattens them into safetensors, described in the headers
+    torchao    int8 tensors as torchao flattens them into safetensors, described in the headers
+    ct-mxfp4   compressed-tensors' MXFP4: codes and a power of two for each 32, both of dtype uint8
 
 An imitation: names, shapes, dtypes, config and header order (by alignment, then by name) are those of
 the real writers, values are 0, save those that a reader must see to know shapes.
@@ -153,11 +154,36 @@ TORCHAO: Mapping[str, object] = {
     "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}},
 }
 
+
+def _ct_mxfp4(fqn: str, rows: int, columns: int) -> Iterator[Made]:
+    yield Made(f"{fqn}_packed", "U8", (rows, columns // 2))
+    yield Made(f"{fqn}_scale", "U8", (rows, columns // 32))
+
+
+CT_MXFP4: Mapping[str, object] = {
+    "config_groups": {
+        "group_0": {
+            "format": "mxfp4-pack-quantized", "input_activations": None, "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32,
+                "num_bits": 4, "observer": "memoryless_minmax", "observer_kwargs": {},
+                "scale_dtype": "torch.uint8", "strategy": "group", "symmetric": True,
+                "type": "float", "zp_dtype": None,
+            },
+        }
+    },
+    "format": "mxfp4-pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*"],
+    "kv_cache_scheme": None, "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}  # fmt: skip
+
 FORMS: Mapping[str, Source] = {
     "ct-int4": Source(_ct_int4, CT_INT4),
     "fp8-block": Source(_fp8_block, FP8_BLOCK),
     "bnb-nf4": Source(_bnb_nf4, BNB_NF4),
     "torchao": Source(_torchao_int8, TORCHAO, _torchao_metadata),
+    "ct-mxfp4": Source(_ct_mxfp4, CT_MXFP4),
 }
 
 
