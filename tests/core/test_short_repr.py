@@ -60,8 +60,11 @@ def test_short(value: object, text: str) -> None:
     assert short(value) == text
 
 
-def test_of_a_checkpoint_a_plan_and_a_tensor(tmp_path: Path) -> None:
-    path = tmp_path / "m.pt"
+def test_of_a_checkpoint_a_plan_and_a_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a long path would be cut
+    path = Path("m.pt")
     torch.save({f"layers.{i}.weight": torch.zeros(8, 8) for i in range(500)}, path)
     with ckptmap.open(path) as ckpt:
         assert repr(ckpt) == f"Checkpoint({str(path)!r}, 500 tensors, full)"
