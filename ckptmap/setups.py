@@ -95,10 +95,15 @@ def _nearest(name: str) -> str:
     word = max((word for word in MEANT if _begins_with(name, word)), key=len, default="")
     meant = f"{MEANT[word]}{name.removeprefix(word)}" if word else name
     near = difflib.get_close_matches(meant, names(), n=1)
-    setups = ", ".join(setup.name for setup in registry.setups())
-    suffixes = " ".join(f"-{scheme.suffix}" for scheme in registry.schemes() if scheme.suffix)
     guess = f"did you mean --to {near[0]}? " if near else ""
-    return f"{guess}setups: {setups}; each with {suffixes} or nothing"
+    if meant in near:
+        return guess.rstrip()
+    suffixes = " ".join(f"-{scheme.suffix}" for scheme in registry.schemes() if scheme.suffix)
+    known = [setup.name for setup in registry.setups() if _begins_with(meant, setup.name)]
+    if known:
+        return f"{guess}{max(known, key=len)} goes alone or with an encoding: {suffixes}"
+    setups = ", ".join(setup.name for setup in registry.setups())
+    return f"{guess}setups: {setups}; each alone or with an encoding, such as hf-bf16 or fsdp2-nf4"
 
 
 def _begins_with(name: str, word: str) -> bool:
