@@ -1,18 +1,19 @@
 """Restores the gradients of an accumulation that a save came into (see `live/save/pending_gradients`).
 
 reduced, cut as it was    -> `grad` of the parameter, cut as the live one is
-this rank's own, whole    -> `grad`, or under FSDP2 the gradient that it has not reduced yet
+this rank's own, whole    -> `grad`, or under FSDP the gradient that it has not reduced yet
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.live.model import fsdp2_params
+from ckptmap.live.model import flat_gradients, fsdp2_params
+from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_tensor import LiveTensor, like
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer.gradients import PENDING, REDUCED
@@ -47,6 +48,7 @@ def plan(
 
     The gradient of a single rank belongs to the same rank of as many."""
     found = GradientPlan()
+    flat: dict[FlatParamTensor, dict[bool, LazyTensor]] = {}
     by_name = {name: target for target in targets for name in target.known}
     done: set[tuple[int, bool]] = set()
     for path, lazy in checkpoint.other.items():
@@ -65,9 +67,14 @@ def plan(
             continue
         done.add((id(target), is_own))
         found.names.append(target.fqn)
+        if isinstance(target, FlatParamTensor):
+            flat.setdefault(target, {})[is_own] = lazy
+            continue
         step = _own if is_own else _reduced
         found.steps.append(partial(step, target, lazy))
     found.names = list(dict.fromkeys(found.names))
+    if flat:
+        found.steps.append(partial(_flat, flat))
     if found.steps:
         found.steps.insert(0, lambda reader: _clear(targets))
     return found
@@ -77,8 +84,8 @@ def _unfit(target: LiveTensor | None, lazy: LazyTensor) -> str:
     """Return why the gradient cannot be the parameter's; empty: it can."""
     if target is None or target.is_buffer:
         return "the model has no such parameter"
-    if target.is_flat:
-        return "FSDP1 keeps gradients in flat parameters"
+    if isinstance(target, FlatParamTensor) and target.handle._offload_params:
+        return "FSDP1 keeps gradients on the CPU (CPUOffload)"
     if not target.tensor.requires_grad:
         return "the parameter is frozen"
     if lazy.shape != tuple(target.tensor.shape):
@@ -89,7 +96,10 @@ def _unfit(target: LiveTensor | None, lazy: LazyTensor) -> str:
 def _clear(targets: Sequence[LiveTensor]) -> None:
     """Drop the gradients that lie there: the next backward would add to those that were not saved."""
     for target in targets:
-        if target.is_buffer or target.is_flat:
+        if target.is_buffer:
+            continue
+        if isinstance(target, FlatParamTensor):
+            flat_gradients.clear(target.handle)
             continue
         target.tensor.grad = None
         if target.fsdp_param is not None:
@@ -119,3 +129,36 @@ def _own(target: LiveTensor, lazy: LazyTensor, reader: TensorReader) -> None:
         live.grad = whole
     else:
         managed.unsharded_accumulated_grad = whole
+
+
+def _flat(
+    wanted: Mapping[FlatParamTensor, Mapping[bool, LazyTensor]], reader: TensorReader
+) -> None:
+    """Fill the gradients of FSDP1's flat parameters, each of all its tensors at once."""
+    handles = {id(target.handle): target.handle for target in wanted}
+    for handle in handles.values():
+        mine = {target: found for target, found in wanted.items() if target.handle is handle}
+        made: dict[bool, torch.Tensor] = {}
+        for target, found in mine.items():
+            for is_own, lazy in found.items():
+                if is_own not in made:
+                    made[is_own] = flat_gradients.blank(handle, is_own, lazy.torch_dtype)
+                _fill_flat(target, lazy, made[is_own], is_own, reader)
+        count = len(handle.flat_param._param_infos)
+        absent = [n for n in range(count) if n not in {target.number for target in mine}]
+        flat_gradients.put(handle, made.get(False), made.get(True), absent)
+
+
+def _fill_flat(
+    target: FlatParamTensor,
+    lazy: LazyTensor,
+    flat: torch.Tensor,
+    is_own: bool,
+    reader: TensorReader,
+) -> None:
+    if is_own:
+        view = flat_gradients.own_views(target.handle, flat)[target.number]
+        reader.dense(lazy, Box.whole(lazy.shape), view)
+        return
+    for box, view in target.windows(flat.narrow(0, target.at, target.count)):
+        reader.dense(lazy, box, view)

@@ -51,7 +51,7 @@ def find_targets(model: torch.nn.Module) -> tuple[list[LiveTensor], list[str]]:
         flat_params.FlatParamTensor(
             tuple(plain[key] for key in some), flat.places, False, shape=flat.shape,
             first=flat.first, count=flat.count, at=flat.at, param=flat.param,
-            replicas=flat.replicas, handle=flat.handle,
+            replicas=flat.replicas, handle=flat.handle, number=flat.number,
         )
         for flat, some in zip(slices, keys, strict=True)
     ]  # fmt: skip

@@ -34,6 +34,7 @@ class FlatParamTensor(LiveTensor):
     at        offset of that element in the flat shard
     param     the module's own parameter, with `use_orig_params=True`; else None
     replicas  the ranks that hold the same elements, under HYBRID_SHARD; else None
+    number    of the tensor among those of the flat parameter
     """
 
     handle: FlatParamHandle = field(kw_only=True)
@@ -43,6 +44,7 @@ class FlatParamTensor(LiveTensor):
     at: int = 0
     param: torch.nn.Parameter | None = None
     replicas: ProcessGroup | None = None
+    number: int = 0
 
     @property
     def is_flat(self) -> bool:
@@ -157,6 +159,7 @@ class FlatParamSlice:
     at: int
     param: torch.nn.Parameter | None
     replicas: ProcessGroup | None
+    number: int
 
 
 def flat_param_slices(model: torch.nn.Module) -> list[FlatParamSlice]:
@@ -180,5 +183,7 @@ def flat_param_slices(model: torch.nn.Module) -> list[FlatParamSlice]:
             first, count = held.intra_param_start_idx or 0, held.numel_in_shard or 0
             at = held.offset_in_shard or 0
             param = None if named is None else named[number]
-            found.append(FlatParamSlice(handle, places, shape, first, count, at, param, replicas))
+            found.append(
+                FlatParamSlice(handle, places, shape, first, count, at, param, replicas, number)
+            )
     return found

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import ArgumentError, LoadError
+from ckptmap.live.model import flat_gradients
 from ckptmap.live.model.flat_params import FlatParamTensor, is_fsdp1
 from ckptmap.live.model.fsdp2_params import fsdp_groups, unreduced
 from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor
@@ -68,6 +69,8 @@ def evidence(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> Evidence:
     """Return what tells on this rank that an accumulation is under way."""
     if text := _unreduced_by_fsdp2(model):
         return Evidence(text)
+    if flat_gradients.is_unreduced(model):
+        return Evidence("FSDP1 has gradients that it has not reduced (no_sync)")
     gradients = [g for target in targets if (g := _gradient(target)) is not None]
     if not gradients:
         return Evidence()
@@ -127,8 +130,7 @@ def _gradient(target: LiveTensor) -> torch.Tensor | None:
     if target.is_buffer:
         return None
     if isinstance(target, FlatParamTensor):
-        flat = target.handle.flat_param
-        found = flat.grad if target.param is None else target.param.grad
+        found = next((gradient for gradient, _ in flat_gradients.held(target)), None)
     else:
         found = target.tensor.grad
     return None if found is None else found.detach()
@@ -169,10 +171,15 @@ def _pending(
         module.require_backward_grad_sync and module.require_forward_param_sync for module in ddp
     )
     for target in targets:
+        if isinstance(target, FlatParamTensor):
+            if target.handle._offload_params:
+                raise _cannot(
+                    "FSDP1 keeps them on the CPU (CPUOffload)", "gradients beside the shards"
+                )
+            yield from (Pending(target, *one) for one in flat_gradients.held(target))
+            continue
         gradient, own = _gradient(target), unreduced(target.fsdp_param)
         if gradient is not None:
-            if target.is_flat:
-                raise _cannot("FSDP1 keeps them in flat parameters", "FSDP2 or DDP")
             if is_dtensor(gradient) and gradient.placements != target.tensor.placements:  # type: ignore[attr-defined]
                 raise _cannot(
                     f"that of {target.fqn} is placed as {gradient.placements}", "DTensors"

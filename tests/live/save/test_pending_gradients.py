@@ -93,5 +93,5 @@ def test_other_gradients_do_not_stay(tmp_path: Path) -> None:
 
 
 def test_ranks(tmp_path: Path) -> None:
-    """DDP and FSDP2, with and without reduction: tests/ranks/resume_gradients.py."""
+    """DDP, FSDP1 and FSDP2, with and without reduction: tests/ranks/resume_gradients.py."""
     run_ranks("tests.ranks.resume_gradients", 2, [str(tmp_path)], timeout=240)
