@@ -7,7 +7,7 @@ error that names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -118,19 +118,49 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            absent = [] if self.arrivals is None else self.arrivals.missing()
-            what = "a rank did not come to a collective of all ranks"
-            if absent:
-                s = "s" if len(absent) > 1 else ""
-                who = f"rank{s} {', '.join(map(str, absent))} of {self.world}"
-                what = f"{who} did not come to a collective of all ranks"
-            elif self.arrivals is not None:
-                what = f"all {self.world} ranks came to a collective, and one was lost in it"
+            what = "a rank did not come to a collective of all ranks, or was lost in it"
+            if self.arrivals is not None:
+                self.arrivals.leave(failed=True)
+                what = self._what_happened(self.arrivals) or what
             raise LostRanks(
                 "CKM307",
                 f"{what}: {first_line(error)}",
                 "read the log of that rank: it died, or it did not call the same function",
             ) from error
+        if self.arrivals is not None:
+            self.arrivals.leave(failed=False)
+
+    def _what_happened(self, arrivals: Arrivals) -> str:
+        """Return which ranks a failed collective misses, as a phrase; empty: nobody can tell."""
+        if absent := arrivals.missing():
+            return f"{self._named(absent)} did not come to a collective of all ranks"
+        inside, have_ended = arrivals.lost()
+        if not inside:
+            return ""
+        if have_ended:
+            return f"{self._named(inside)} died in a collective of all ranks"
+        return f"{self._named(inside)} did not come out of a collective of all ranks"
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.world}"
+
+    def say(self, text: str) -> None:
+        """Tell the other ranks something that they may ask for where a later collective fails."""
+        if self.arrivals is not None:
+            self.arrivals.say(text)
+
+    @contextmanager
+    def said_if_lost(self, outcomes: Mapping[str, str]) -> Iterator[None]:
+        """Add to an error that names lost ranks the outcome of what a rank has said in the context by
+        `say`; that of "" where none has said anything."""
+        arrivals = self.arrivals
+        since = 0 if arrivals is None else arrivals.count
+        try:
+            yield
+        except LostRanks as error:
+            heard = "" if arrivals is None else arrivals.heard(since)
+            error.message += f"; {outcomes.get(heard, outcomes[''])}"
+            raise
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -45,7 +45,8 @@ WRITER = "dcp"
 PIECE = 1 << 20
 """Bytes that are digested and written together."""
 UNKNOWN = "{0} is complete or as it was: `ckptmap verify {0}` tells"
-"""What becomes of a destination where ranks are lost while rank 0 publishes it."""
+IS_PUBLISHED, PUBLISHED = "{0} is complete and published", "published"
+"""What becomes of a destination where ranks are lost while rank 0 publishes it, and after it has said so."""
 
 
 class CopyEvent(Protocol):
@@ -199,11 +200,13 @@ def write(
                     work.notes += tuple(sweep_saves(work.dst))
             out_dir = FilePath(peers.all(str(work.out_dir) if work else "")[0])
             everything = _write_mine(layout, copies, out_dir, peers, Pace(bandwidth))
-        with said_if_lost(UNKNOWN.format(dst)):
+        outcomes = {"": UNKNOWN.format(dst), PUBLISHED: IS_PUBLISHED.format(dst)}
+        with peers.said_if_lost(outcomes):
             with peers.together():
                 if work is not None:
                     _finish(layout, out_dir, everything)
                     work.publish(layout.names)
+                    peers.say(PUBLISHED)
             return peers.all(tuple(work.notes) if work else ())[0]
     finally:
         if work is not None:

@@ -297,7 +297,16 @@ def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", ["never_saves", "dies_while_it_writes", "never_loads", "dies_while_it_loads"]
+    "scenario",
+    [
+        "never_saves",
+        "dies_while_it_writes",
+        "dies_inside_a_save",
+        "dies_after_the_rename",
+        "never_loads",
+        "dies_inside_a_load",
+        "dies_while_it_loads",
+    ],
 )
 def test_a_lost_rank_is_named(scenario: str, tmp_path: Path) -> None:
     """With what has become of the checkpoint or the model: tests/ranks/lost_ranks.py."""
