@@ -45,6 +45,15 @@ EXPERTS: Mapping[str, str] = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+YARN: Mapping[str, str] = {
+    "yarn_ext_factor": "extrapolation_factor",
+    "yarn_attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""Key after `rope.scaling.` -> key of a rope_scaling of type yarn."""
+LOCAL_BASE: Mapping[str, str] = {"rope.freq_base_swa": "rope_local_base_freq"}
+"""Base of the rotary frequencies of layers that slide a window, where it is another one: Gemma 3."""
 SOFTCAPS: Mapping[str, str] = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -136,7 +145,13 @@ def _rope_scaling(header: GgufHeader, name: str) -> Config | None:
         return None
     scaling: Config = {"rope_type": kind, "factor": shortest(factor)}
     before = header.count(f"{name}.rope.scaling.original_context_length")
-    return scaling if before is None else scaling | {"original_max_position_embeddings": before}
+    if before is not None:
+        scaling["original_max_position_embeddings"] = before
+    for key, named in YARN.items() if kind == "yarn" else ():
+        value = header.metadata.get(f"{name}.rope.scaling.{key}")
+        if isinstance(value, float):
+            scaling[named] = shortest(value)
+    return scaling
 
 
 # -------------------------------------------------------------------------------- architectures
@@ -145,7 +160,10 @@ def _rope_scaling(header: GgufHeader, name: str) -> Config | None:
 def _llama(header: GgufHeader, config: Config) -> Config:
     names = {tensor.name for tensor in header.tensors}
     rotary = header.count("llama.rope.dimension_count")
-    found: Config = {"attention_bias": "blk.0.attn_q.bias" in names}
+    found: Config = {
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "mlp_bias": "blk.0.ffn_up.bias" in names,
+    }
     if rotary is not None and "head_dim" not in config:
         found["head_dim"] = rotary
     return found
@@ -196,7 +214,7 @@ def _phi3(header: GgufHeader, config: Config) -> Config:
 def _gpt_oss(header: GgufHeader, config: Config) -> Config:
     scaling = config.get("rope_scaling")
     whole = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-    return {"rope_scaling": scaling | whole} if isinstance(scaling, dict) else {}
+    return {"rope_scaling": whole | scaling} if isinstance(scaling, dict) else {}
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -207,7 +225,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", EXPERTS, _qwen3_moe),
     "gemma": Architecture("gemma", "GemmaForCausalLM"),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", SOFTCAPS, _gemma2),
-    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", SOFTCAPS, _gemma3),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", {**SOFTCAPS, **LOCAL_BASE}, _gemma3),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", fixed=_phi3),
     "gpt-oss": Architecture(
         "gpt_oss",

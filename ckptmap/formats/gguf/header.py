@@ -29,6 +29,8 @@ KEPTNUMBERS = 4096
 """An array of at most so many numbers is kept: sizes of layers, for one."""
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors of factors of the rotary frequencies, which transformers states in config.json."""
+ROW = "ffn_gate_inp_shexp.weight"
+"""End of the name of a vector that llama.cpp's converter writes as one row today, and wrote as a vector before."""
 MAX_ALIGNMENT = 1 << 20
 ALIGNMENT = "general.alignment"
 NUMBERS: Mapping[int, str] = {
@@ -220,6 +222,8 @@ def _entries(cursor: Cursor, count: int) -> list[GgufTensor]:
         if dims > MAX_DIMS:
             raise cursor.malformed(f"expected at most {MAX_DIMS} dims, found {dims}")
         shape = struct.unpack(f"<{dims}Q", cursor.take(8 * dims))[::-1]
+        if name.endswith(ROW) and dims == 2 and shape[0] == 1:
+            shape = shape[1:]
         entries[name] = GgufTensor(name, shape, _type(cursor, shape), cursor.u64())
     return list(entries.values())
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import log, sqrt
 from typing import TypeGuard
 
-from ckptmap.formats.gguf.config_json import ARCHITECTURES, SIZES, SOFTCAPS
+from ckptmap.formats.gguf.config_json import ARCHITECTURES, LOCAL_BASE, SIZES, SOFTCAPS, YARN
 from ckptmap.formats.gguf.key_values import f32, text, u32
 from ckptmap.formats.gguf.rope_factors import LLAMA, LONG, SHORT, llama3_factors
 
@@ -26,7 +26,7 @@ _OF_TYPE: Mapping[str, str] = {
     **{each.model_type: name for name, each in ARCHITECTURES.items()},
     **ALSO,
 }
-FLOATS = ("attention.layer_norm_rms_epsilon", "rope.freq_base", *SOFTCAPS)
+FLOATS = ("attention.layer_norm_rms_epsilon", "rope.freq_base", *SOFTCAPS, *LOCAL_BASE)
 OTHER_WORDS: Mapping[str, str] = {"num_experts": "num_local_experts"}
 """Key of a config -> the same in other releases of transformers."""
 MAX_U32 = 2**32 - 1
@@ -72,9 +72,12 @@ def metadata_of(config: Config) -> ModelMetadata:
 def _with_rope(config: Config) -> dict[str, object]:
     """Return the config with `rope_theta` and `rope_scaling`, which transformers 5 states in `rope_parameters`."""
     stated = config.get("rope_parameters")
-    if isinstance(stated, dict) and isinstance(stated.get("full_attention"), dict):
-        stated = stated["full_attention"]
     found = dict(config)
+    if isinstance(stated, dict) and isinstance(stated.get("full_attention"), dict):
+        local = stated.get("sliding_attention")
+        if isinstance(local, dict):
+            found.setdefault("rope_local_base_freq", local.get("rope_theta"))
+        stated = stated["full_attention"]
     if isinstance(stated, dict):
         found.setdefault("rope_theta", stated.get("rope_theta"))
         if found.get("rope_theta") is None:
@@ -112,6 +115,7 @@ def _sizes(name: str, config: Config) -> dict[str, bytes]:
         found["rope.dimension_count"] = u32(rotary)
     if name == TOLD_APART:
         found.setdefault("attention.sliding_window", u32(0))
+        found |= _context(config)
     return found
 
 
@@ -142,7 +146,7 @@ def _rope_scaling(
         return {}, {}, []
     if kind in ("linear", "yarn") and _is_number(factor):
         keys = {"rope.scaling.type": text(kind), "rope.scaling.factor": f32(float(factor))}
-        return keys | _context(scaling), {}, []
+        return keys | _context(scaling) | (_yarn(scaling) if kind == "yarn" else {}), {}, []
     if kind == "llama3" and name == "llama" and (factors := _llama3(config, scaling)):
         return {}, {LLAMA: factors}, []
     if kind in ("longrope", "su") and name == TOLD_APART and (both := _longrope(config, scaling)):
@@ -160,6 +164,14 @@ def _rope_scaling(
 def _context(scaling: Mapping[str, object]) -> dict[str, bytes]:
     before = _int(scaling, "original_max_position_embeddings")
     return {"rope.scaling.original_context_length": u32(before)} if before else {}
+
+
+def _yarn(scaling: Mapping[str, object]) -> dict[str, bytes]:
+    """Return the numbers of YaRN that a config states; llama.cpp has transformers' own for the others."""
+    stated = {key: scaling.get(name) for key, name in YARN.items()}
+    return {
+        f"rope.scaling.{key}": f32(float(n)) for key, n in stated.items() if _is_number(n)
+    }
 
 
 def _llama3(config: Config, scaling: Mapping[str, object]) -> list[float]:
