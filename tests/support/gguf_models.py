@@ -112,6 +112,10 @@ MODELS: Mapping[str, Model] = {
     "llama-bias": Model(
         MODEL_ARCH.LLAMA, {**BASE, "model_type": "llama", "attention_bias": True}, _rotary_rows
     ),
+    "llama-biases": Model(
+        MODEL_ARCH.LLAMA,
+        {**BASE, "model_type": "llama", "attention_bias": True, "mlp_bias": True}, _rotary_rows,
+    ),
     "qwen2": Model(MODEL_ARCH.QWEN2, {**BASE, "model_type": "qwen2"}, _same),
     "qwen3": Model(MODEL_ARCH.QWEN3, {**BASE, "head_dim": 128, "model_type": "qwen3"}, _same),
     "qwen2_moe": Model(

@@ -13,7 +13,12 @@ from ckptmap.formats.gguf import inner_files as names
 from ckptmap.formats.gguf.block_types import BlockType
 from ckptmap.formats.gguf.key_values import KeyValues, split_head, u32
 from ckptmap.formats.gguf.model_metadata import architecture_of, metadata_of
-from ckptmap.formats.gguf.tokenizer_metadata import tokenizer_keys
+from ckptmap.formats.gguf.tokenizer_metadata import (
+    MAX_TOKENS,
+    TOKENIZER,
+    TokenizerFiles,
+    tokenizer_keys,
+)
 from ckptmap.protocols import CarriedFile
 
 FILE_TYPE, QUANTIZATION_VERSION = "general.file_type", "general.quantization_version"
@@ -48,7 +53,7 @@ class Description:
 
 def describe(inner: Mapping[str, CarriedFile], tensors: Sequence[WrittenTensor]) -> Description:
     """Return what the file says, made of what `GgufInner.files` gave. Raise PlanError CKM103 for a file that is no
-    JSON."""
+    JSON, and as `tokenizer_keys` does."""
     if names.LIKE in inner:
         return Description(split_head(inner[names.LIKE].read()))
     stated = _of_tensors(tensors)
@@ -60,10 +65,15 @@ def describe(inner: Mapping[str, CarriedFile], tensors: Sequence[WrittenTensor])
         return Description(stated)
     model = metadata_of(config)
     rows = next((t.shape[0] for t in tensors if getattr(t, "name", "") == "token_embd.weight"), 0)
-    tokens = tokenizer_keys(
-        _object(inner, names.TOKENIZER), _object(inner, names.TOKENIZER_CONFIG), config, rows,
+    vocab = config.get("vocab_size")
+    rows = rows or (vocab if type(vocab) is int and 0 < vocab < MAX_TOKENS else 0)
+    document = _object(inner, TOKENIZER)
+    files = TokenizerFiles(
+        document, _object(inner, names.TOKENIZER_CONFIG), _object(inner, names.ADDED),
+        names.pieces_of(inner.get(names.SENTENCEPIECE), document)[0],
         inner[names.TEMPLATE].read().decode(errors="replace") if names.TEMPLATE in inner else None,
     )  # fmt: skip
+    tokens = tokenizer_keys(files, config, rows)
     return Description({**model.keys, **stated, **tokens}, model.factors)
 
 

@@ -3,7 +3,7 @@ metadata of another GGUF file.
 
     --as model.gguf       its metadata, byte for byte
     a GGUF file as source its metadata, or of --config-from; the type that most weights have is stated anew
-    else                  config.json, tokenizer.json, tokenizer_config.json beside the weights, or of --config-from
+    else                  config.json and the files of the tokenizer beside the weights, or of --config-from
 """
 
 from __future__ import annotations
@@ -15,18 +15,27 @@ from pathlib import Path
 from ckptmap.core.json_text import JsonError, parse_object
 from ckptmap.formats.gguf.key_values import KeyValues, head, read_key_values
 from ckptmap.formats.gguf.model_metadata import architecture_of, metadata_of
+from ckptmap.formats.gguf.sentence_pieces import NotSentencePiece, SentencePieces, parse_pieces
 from ckptmap.formats.gguf.splits import SPLIT_KEYS, files_of, holds_gguf
 from ckptmap.formats.gguf.text_splits import split_name
-from ckptmap.formats.gguf.tokenizer_metadata import splits_text, tokens_beyond, unwritten
+from ckptmap.formats.gguf.tokenizer_metadata import (
+    TOKENIZER,
+    Document,
+    goes_first,
+    splits_text,
+    tokens_beyond,
+    unwritten,
+)
+from ckptmap.protocols import CarriedFile
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.storage.files import Files
 from ckptmap.storage.sidecar import Sidecar
 
-CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = (
-    "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-)  # fmt: skip
-SENTENCEPIECE = "tokenizer.model"
-TAKEN = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, SENTENCEPIECE)
+CONFIG, TOKENIZER_CONFIG, TEMPLATE = "config.json", "tokenizer_config.json", "chat_template.jinja"
+SENTENCEPIECE, ADDED = "tokenizer.model", "added_tokens.json"
+TAKEN = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, SENTENCEPIECE, ADDED)
+KINDS = ("bpe", "unigram")
+"""Kinds of SentencePiece models that are written."""
 MAX_NBYTES = 256 << 20
 LIKE, SOURCE = "like.gguf", "source.gguf"
 """Names under which the writer is given the metadata of another file: to keep whole, or to state anew in part."""
@@ -79,27 +88,64 @@ def _document(found: Mapping[str, Sidecar]) -> dict[str, object]:
         return {}
 
 
-def _unlike(tokenizer: Sidecar, rows: int) -> list[str]:
+def pieces_of(model: CarriedFile | None, document: Document) -> tuple[SentencePieces | None, str]:
+    """Return what a tokenizer.model holds and "", or None and why it is not written: there is none, it is no
+    SentencePiece model, or of a kind that llama.cpp has not, or this tokenizer.json goes first."""
+    if model is None or not goes_first(document):
+        return None, ""
+    try:
+        pieces = parse_pieces(model.read())
+    except NotSentencePiece as error:
+        return None, f"{SENTENCEPIECE} is no SentencePiece model: {error}"
+    if pieces.kind not in KINDS:
+        return (
+            None,
+            f"{SENTENCEPIECE} is of the kind {pieces.kind}, and {' and '.join(KINDS)} are written",
+        )
+    return pieces, ""
+
+
+def _unlike(found: Mapping[str, Sidecar], rows: int) -> list[str]:
     """Return notes on a tokenizer that is not written, or in part, or of whose splitting of text llama.cpp has no
     name; `rows` is the model's vocab_size, 0 where it is not known."""
     try:
-        document = parse_object(tokenizer.read())
+        document = parse_object(found[TOKENIZER].read()) if TOKENIZER in found else {}
     except JsonError:  # the writer refuses it
         return []
-    if reason := unwritten(document):
-        return [f"the file has no tokenizer, which llama.cpp needs: {reason}"]
-    notes = []
+    pieces, reason = pieces_of(found.get(SENTENCEPIECE), document)
+    if pieces is not None:
+        return _of_pieces(pieces, rows)
+    notes = [f"{reason}: {TOKENIZER} is taken"] if reason and not unwritten(document) else []
+    if unwritten(document):
+        more = "; give a folder that has one with --config-from PATH" if not document else ""
+        reason = reason or unwritten(document)
+        return [f"the file has no tokenizer, which llama.cpp needs: {reason}{more}"]
     if beyond := tokens_beyond(document, rows):
-        notes.append(
-            f"{TOKENIZER}: {beyond} of its tokens have numbers from {rows} on, for which the embedding has no rows,"
-            " and are left out, since llama.cpp loads no file with more tokens than rows"
-        )
+        notes.append(_left_out(TOKENIZER, beyond, rows))
     if splits_text(document) and not split_name(document):
         notes.append(
             f"{TOKENIZER}: splits text in a way that has no name here, and tokenizer.ggml.pre says default:"
             " llama.cpp may give other tokens; take the file that its own converter makes for the tokenizer"
         )
     return notes
+
+
+def _of_pieces(pieces: SentencePieces, rows: int) -> list[str]:
+    beyond = len(pieces.texts) - rows if rows else 0
+    notes = [_left_out(SENTENCEPIECE, beyond, rows)] if beyond > 0 else []
+    if pieces.kind == "unigram":
+        notes.append(
+            f"{SENTENCEPIECE}: is of the kind unigram, which llama.cpp reads as if it were bpe, as its own converter"
+            " writes it: it may give other tokens"
+        )
+    return notes
+
+
+def _left_out(file: str, beyond: int, rows: int) -> str:
+    return (
+        f"{file}: {beyond} of its tokens have numbers from {rows} on, for which the embedding has no rows,"
+        " and are left out, since llama.cpp loads no file with more tokens than rows"
+    )
 
 
 def _lacking(found: Mapping[str, Sidecar]) -> list[str]:
@@ -109,13 +155,5 @@ def _lacking(found: Mapping[str, Sidecar]) -> list[str]:
         notes.append(
             "the file says nothing of the model: it has no config.json; give one with --config-from PATH"
         )
-    if TOKENIZER in found:
-        rows = config.get("vocab_size")
-        notes += _unlike(found[TOKENIZER], rows if type(rows) is int else 0)
-    else:
-        only = f" ({SENTENCEPIECE} alone is not read)" if SENTENCEPIECE in found else ""
-        notes.append(
-            f"the file has no tokenizer, which llama.cpp needs: there is no {TOKENIZER} beside the weights"
-            f"{only}; give a folder that has it with --config-from PATH"
-        )
-    return notes
+    rows = config.get("vocab_size")
+    return notes + _unlike(found, rows if type(rows) is int else 0)

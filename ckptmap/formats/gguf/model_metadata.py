@@ -169,9 +169,7 @@ def _context(scaling: Mapping[str, object]) -> dict[str, bytes]:
 def _yarn(scaling: Mapping[str, object]) -> dict[str, bytes]:
     """Return the numbers of YaRN that a config states; llama.cpp has transformers' own for the others."""
     stated = {key: scaling.get(name) for key, name in YARN.items()}
-    return {
-        f"rope.scaling.{key}": f32(float(n)) for key, n in stated.items() if _is_number(n)
-    }
+    return {f"rope.scaling.{key}": f32(float(n)) for key, n in stated.items() if _is_number(n)}
 
 
 def _llama3(config: Config, scaling: Mapping[str, object]) -> list[float]:

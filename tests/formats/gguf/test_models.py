@@ -7,7 +7,10 @@ The files are written by the `gguf` package with the changes of values that llam
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +105,25 @@ def test_names_stay_where_values_would_change_unasked(tmp_path: Path) -> None:
     assert set(report.fidelity) == {"bytes"}
     assert any("the names stay those of gguf" in note for note in report.notes)
     assert set(ckptmap.open(tmp_path / "out.pt")) == set(ckptmap.open(path))
+
+
+def test_a_gate_of_shared_experts_in_one_row(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes it since it does not squeeze tensors: [1, hidden], and [hidden] before."""
+    model = MODELS["qwen2_moe"]
+    built = build(model)
+    write_model(replace(model, change=rows_of_gates), built, tmp_path / "m.gguf")
+    ckptmap.convert(tmp_path / "m.gguf", tmp_path / "out", to="hf-fp32", strict=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert np.array_equal(logits(loaded), logits(built))
+
+
+def rows_of_gates(
+    name: str, w: torch.Tensor, config: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if name.endswith("shared_expert_gate.weight"):
+        yield name, w
+    else:
+        yield from MODELS["qwen2_moe"].change(name, w, config)
 
 
 def test_into_training(tmp_path: Path) -> None:

@@ -150,13 +150,6 @@ def test_a_tokenizer_of_another_kind_is_left_out(tmp_path: Path) -> None:
     assert any("of the kind WordLevel, and BPE only is written" in note for note in notes)
 
 
-def test_sentencepiece_alone_is_not_read(tmp_path: Path) -> None:
-    source = saved("llama", tmp_path)
-    (source / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
-    report = ckptmap.convert(source, tmp_path / "m.gguf", to="gguf")
-    assert any("tokenizer.model alone is not read" in note for note in report.notes)
-
-
 HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "numbers beyond all rows": lambda d: d["model"]["vocab"].update(a=1 << 40),
     "negative numbers": lambda d: d["model"]["vocab"].update(a=-1),

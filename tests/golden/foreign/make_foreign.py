@@ -6,6 +6,9 @@
 
 hqq 0.2.8, optimum-quanto 0.2.7, auto-round 0.16.1 (which packs as GPTQ and as AWQ; gptqmodel and
 autoawq build CUDA kernels to be installed) and gguf 0.19.0 were run with torch 2.13 on the CPU.
+
+`sentencepiece.model` is by sentencepiece 0.2.3. `sentencepiece.json` has the files that lay beside it, and the keys
+that llama.cpp's convert_hf_to_gguf.py (of llama-cpp-python 0.3.36) then wrote for a Llama of 320 rows.
 """
 
 from __future__ import annotations
@@ -84,12 +87,25 @@ def gguf(file: Path) -> None:
     writer.close()
 
 
+def sentencepiece(file: Path) -> None:
+    library: Any = importlib.import_module("sentencepiece")
+    words = ("the cat", "sat on", "a mat", "théâtre", "naïve", "12345", "of models", "and tokens")
+    with file.open("wb") as out:
+        library.SentencePieceTrainer.train(
+            sentence_iterator=iter([f"{a} {b}" for a in words for b in words]), model_writer=out,
+            vocab_size=310, model_type="bpe", byte_fallback=True, character_coverage=1.0, hard_vocab_limit=False,
+            normalization_rule_name="identity", user_defined_symbols=["<tool>"], control_symbols=["<ctrl>"],
+        )  # fmt: skip
+
+
 def main() -> None:
     made = {"hqq": hqq, **{name: lambda name=name: packed(name) for name in ("gptq", "awq")}}
     made |= {f"quanto-{k}": lambda k=k: quanto(k) for k in ("qint4", "qint8", "qfloat8")}
-    for name in sys.argv[1:] or [*made, "gguf"]:
+    for name in sys.argv[1:] or [*made, "gguf", "sentencepiece"]:
         if name == "gguf":
             gguf(HERE / "q8_0.gguf")
+        elif name == "sentencepiece":
+            sentencepiece(HERE / "sentencepiece.model")
         else:
             save_file(made[name](), HERE / f"{name}.safetensors")
 
