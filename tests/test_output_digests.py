@@ -33,4 +33,6 @@ def test_outputs_are_the_recorded_bytes(name: str, tmp_path: Path) -> None:
         for run, value in KNOWN["digests"].items()
         if run in found and (same_kind or not any(word in run for word in ARITHMETIC))
     }
-    assert wanted and {run: found[run] for run in wanted} == wanted
+    if not wanted:
+        pytest.skip(f"recorded with {KNOWN['capability']}, and every run of this source computes")
+    assert {run: found[run] for run in wanted} == wanted

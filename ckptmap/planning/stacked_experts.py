@@ -8,6 +8,7 @@ Programs that read experts one by one, such as vLLM, do not need this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding
@@ -43,12 +44,33 @@ def require_experts_found(encodings: Encodings, settings: object) -> None:
             " stacks the experts of a layer, and decodes all by one group of config.json",
             f"decode them all with --to hf-bf16, and from that choose one form: --to hf-{coded[0]}",
         )
+    _require_one_group(settings)
+
+
+def _require_one_group(settings: object) -> None:
+    """Raise PlanError CKM203 where groups of columns differ from expert to expert: one group is of all of them."""
+    having = [
+        names[0]
+        for group in _groups(settings)
+        if group["format"] == _PACKED and (names := [name for name in group["targets"] if is_expert(name)])
+    ]
+    if len(having) > 1:
+        raise PlanError(
+            "CKM203",
+            f"{having[1]}: cannot have scales for other columns than {having[0]}: transformers stacks the experts"
+            " of a layer, and decodes all by one group of config.json",
+            "choose one scale a row, --to hf-ct-int8, or blocks that fit both, --to hf-ct-mxfp4",
+        )
+
+
+def _groups(settings: object) -> list[Mapping[str, Any]]:
+    groups = settings.get("config_groups") if isinstance(settings, Mapping) else None
+    return list(groups.values()) if isinstance(groups, Mapping) else []
 
 
 def _group_of_experts(settings: object) -> Mapping[str, object]:
     """Return the group by which transformers decodes experts; empty where the config has none."""
-    groups = settings.get("config_groups") if isinstance(settings, Mapping) else None
-    found = list(groups.values()) if isinstance(groups, Mapping) else []
+    found = _groups(settings)
     for group in found:
         if any(target.startswith("re:") and "experts" in target for target in group["targets"]):
             return dict(group)

@@ -211,6 +211,7 @@ SLOW = frozenset(
         "quantization/test_compressed_tensors.py::test_moved_as_it_is_or_decoded",
         "quantization/test_compressed_tensors.py::test_transformers_loads_what_we_write",
         "quantization/test_exact_division.py::test_encoders_decoders_and_recoders_divide_by_no_number",
+        "quantization/test_from_pretrained.py",
         "quantization/test_gpt_oss_mxfp4.py::test_merged_and_loaded_as_its_bfloat16",
         "quantization/test_gptq.py::test_codes_kept_in_compressed_tensors",
         "quantization/test_gptq.py::test_given_back_as_it_was",

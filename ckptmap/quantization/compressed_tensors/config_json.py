@@ -47,10 +47,9 @@ def declared(
     """
     others = loaded_as([*encoded, *(f"{module}.weight" for module in dense)])
     groups: dict[Key, list[str]] = {}
-    for name, (encoding, info) in encoded.items():
-        if isinstance(encoding, ScaledEncoding | PackedFp4):
-            module = name.removesuffix(".weight")
-            groups.setdefault(_key(encoding, info), []).extend((module, *others(module)))
+    for name, key in _keys(encoded).items():
+        module = name.removesuffix(".weight")
+        groups.setdefault(key, []).extend((module, *others(module)))
     formats = {key[2] for key in groups}
     attention = beyond.get("config_groups", {})
     assert isinstance(attention, Mapping), "`beyond_weights` has made it"
@@ -113,6 +112,24 @@ def _scaled(activations: object, scale: str, names: Collection[str]) -> bool:
     if activations.get("dynamic") is True:
         return True
     return any(name.endswith(f".{scale}") for name in names)
+
+
+def _keys(encoded: Mapping[str, tuple[Encoding, TensorInfo]]) -> dict[str, Key]:
+    """Return the key of each weight: a packed row that is one group is a group where others have groups as wide.
+
+    Both keys describe such a row, and transformers decodes the stacked experts of a model by one group of the config.
+    """
+    keys = {
+        name: _key(encoding, info)
+        for name, (encoding, info) in encoded.items()
+        if isinstance(encoding, ScaledEncoding | PackedFp4)
+    }
+    known = set(keys.values())
+    for name, key in keys.items():
+        grouped = (*key[:5], "group", encoded[name][1].shape[-1:])
+        if key[2] == "pack-quantized" and key[5] == "channel" and grouped in known:
+            keys[name] = grouped
+    return keys
 
 
 def _key(encoding: ScaledEncoding | PackedFp4, info: TensorInfo) -> Key:

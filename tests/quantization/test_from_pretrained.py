@@ -1,0 +1,116 @@
+"""`from_pretrained` of every form that ckptmap writes for it: the logits are those of the values that ckptmap decodes.
+
+The forms are those of the registry. One that transformers does not load, or computes otherwise with, is named here
+with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import ckptmap
+from ckptmap import registry
+from ckptmap.errors import PlanError
+from tests.support import gpt_oss
+from tests.support.int8_models import dense, logits
+
+SUFFIXES = [scheme.suffix for scheme in registry.schemes() if scheme.suffix]
+UNLOADED = {
+    "nf4": "transformers does not know torchao's NF4 on disk, so no file has a name that it looks for"
+}
+BY_VALUES = {
+    "int8": "torchao multiplies the codes, and the products with the scales",
+    "bnb-int8": "bitsandbytes quantizes the activations, too",
+    "torchao-mxfp8": "torchao quantizes the activations, too, with kernels for a GPU",
+    "torchao-mxfp4": "torchao quantizes the activations, too, with kernels for a GPU",
+}
+"""Forms that are computed with otherwise: the values to which the library itself decodes them are compared."""
+NO_EXPERTS = {"ct-nvfp4": "transformers stacks the experts, and decodes them to other values"}
+STACKED = {"mxfp4": "gpt-oss alone has such experts"}
+
+
+def qwen_moe(path: Path) -> Path:
+    torch.manual_seed(3)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, head_dim=64,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=4,
+        num_experts_per_tok=2, pad_token_id=0, norm_topk_prob=True,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+MODELS = {"llama": lambda path: dense(path, hidden=256), "qwen3-moe": qwen_moe}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    return {name: make(folder / name) for name, make in MODELS.items()} | {
+        "gpt-oss": gpt_oss.write(folder / "gpt-oss")
+    }
+
+
+def load(path: Path, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
+    """Load a model; every weight must be found, and none may be left over."""
+    model, found = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, output_loading_info=True, experts_implementation="eager", **more
+    )
+    assert not any(found.values()), found
+    return model.eval()
+
+
+def library_values(model: Any) -> dict[str, torch.Tensor]:
+    """The values to which torchao or bitsandbytes decodes the weights of a model that it quantized."""
+    from bitsandbytes.functional import int8_vectorwise_dequant
+
+    values = {}
+    for name, weight in model.named_parameters():
+        if hasattr(weight, "SCB"):
+            values[name] = int8_vectorwise_dequant(weight.data, weight.SCB).to(torch.bfloat16)
+        elif hasattr(weight, "qdata"):
+            values[name] = weight.dequantize()
+    assert values
+    return values
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_are_those_of_our_values(
+    model: str, suffix: str, sources: Mapping[str, Path], tmp_path: Path
+) -> None:
+    source = sources["gpt-oss" if suffix in STACKED else model]
+    if suffix in NO_EXPERTS and model != "llama":
+        with pytest.raises(PlanError, match=r"experts.* cannot stay dense"):
+            ckptmap.plan(source, f"hf-{suffix}")
+        return
+    is_gguf, values = suffix.startswith("gguf-"), tmp_path / "values"
+    out = tmp_path / ("m.gguf" if is_gguf else "out")
+    ckptmap.convert(source, out, to=suffix if is_gguf else f"hf-{suffix}")
+    ckptmap.convert(out, values, to="hf-fp32")
+    if suffix in UNLOADED:
+        with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+            load(out)
+        return
+    dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(suffix, torch.bfloat16)
+    if is_gguf:
+        theirs = load(tmp_path, config=AutoConfig.from_pretrained(source), gguf_file=out.name)
+    else:
+        theirs = load(out, dtype)
+    ours = load(values, dtype)
+    if suffix in BY_VALUES:
+        plain = dict(ours.named_parameters())
+        for name, found in library_values(theirs).items():
+            assert torch.equal(found, plain[name]), name
+    else:
+        assert torch.equal(logits(theirs), logits(ours))
+
+
+def test_reasons_are_of_forms_that_exist() -> None:
+    assert {*UNLOADED, *BY_VALUES, *NO_EXPERTS, *STACKED} <= set(SUFFIXES)
