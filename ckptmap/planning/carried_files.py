@@ -14,7 +14,7 @@ from ckptmap.planning.quantization_config import WrittenWeights
 from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.planning.weight_encodings import WeightEncodings
-from ckptmap.protocols import CarriedFile, Inner, through
+from ckptmap.protocols import CarriedFile, through
 from ckptmap.tensors import FLOATING
 
 
@@ -60,16 +60,14 @@ def carried_files(
     Raises PlanError CKM203 where config.json could not declare the encodings of the weights.
     """
     copied, carrier = selection.copied.files, request.carrier
-    if request.setup.inner is not None:
-        inner, notes = _inner_files(request, request.setup.inner)
-        return CarriedFiles(copied, remarks=Remarks(notes=notes), inner=inner)
+    inner, notes = _inner_files(request)
     if carrier is None:
-        return CarriedFiles(copied, remarks=Remarks(notes=_unused_config(request)))
+        return CarriedFiles(copied, remarks=Remarks(notes=notes), inner=inner)
     if request.reference is not None:
         files, notes = carrier.files(
             request.siblings, request.options.config_from, (), AsItIs(), ()
         )
-        return CarriedFiles(files, carrier.stem(files), Remarks(notes=notes))
+        return CarriedFiles(files, carrier.stem(files), Remarks(notes=notes), inner)
     infos = [form.info for form in distinct(layout.tensors.forms).values()]
     dtypes = {info.dtype for info in infos if info.dtype in FLOATING and len(info.shape) > 1}
     weights = _written_weights(request, names, encodings, layout, so_far)
@@ -80,9 +78,11 @@ def carried_files(
     return CarriedFiles(files, carrier.stem(files), Remarks(notes=notes))
 
 
-def _inner_files(request: Request, inner: Inner) -> tuple[Mapping[str, CarriedFile], list[str]]:
-    """Return what the writer puts into its own file, and notes."""
-    ckpt, reference = request.ckpt, request.reference
+def _inner_files(request: Request) -> tuple[Mapping[str, CarriedFile], list[str]]:
+    """Return what the writer puts into its own files, and notes."""
+    inner, ckpt, reference = request.setup.inner, request.ckpt, request.reference
+    if inner is None:
+        return {}, _unused_config(request)
     same = ckpt.index.container == request.setup.writer
     return through(inner, ckpt.files.mounts).files(
         request.siblings,

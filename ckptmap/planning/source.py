@@ -112,7 +112,8 @@ def _require_config(path: str | None, setup: Setup) -> None:
             f"--config-from {path}: no such file or directory",
             "give the path of a config.json, or of the directory that holds it",
         )
-    if path is not None and setup.inner is None and Path(path).is_file():
+    describes = setup.inner is not None and setup.carrier is None
+    if path is not None and not describes and Path(path).is_file():
         with open(path, "rb") as file:
             start = file.read(64)
         if start.removeprefix(BOM_UTF8).lstrip()[:1] not in (b"{", b""):

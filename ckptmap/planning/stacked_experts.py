@@ -52,7 +52,8 @@ def _require_one_group(settings: object) -> None:
     having = [
         names[0]
         for group in _groups(settings)
-        if group["format"] == _PACKED and (names := [name for name in group["targets"] if is_expert(name)])
+        if group["format"] == _PACKED
+        and (names := [name for name in group["targets"] if is_expert(name)])
     ]
     if len(having) > 1:
         raise PlanError(

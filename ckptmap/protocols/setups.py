@@ -89,7 +89,7 @@ class TakesMadeFiles(Protocol):
 
 
 class Inner(Protocol):
-    """What a format of one file holds besides tensors, from the files beside the weights: `OutState.inner`."""
+    """What a writer's own files hold besides tensors, from the files beside the weights: `OutState.inner`."""
 
     def files(
         self, siblings: Sequence[str], given: str | None, source: str | None, like: str | None
@@ -169,7 +169,8 @@ class Setup:
     names: str = ""
     """The naming scheme that its loader knows, into which names are translated; empty: they stay."""
     inner: Inner | None = None
-    """Who gives what the writer puts into its own file besides tensors; None: nothing."""
+    """Who gives what the writer puts into its own files besides tensors; None: nothing. Without a carrier, that
+    describes the model."""
     demands: Demands | None = None
     """Who says in which dtypes its loader wants tensors; None: in any."""
     live: str = ""

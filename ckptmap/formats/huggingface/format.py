@@ -21,8 +21,10 @@ from ckptmap.core.tensor_columns import PlainTensors, nbytes_of
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface.carrier import MODULES, HfCarrier, weights_of_modules
 from ckptmap.formats.huggingface.shard_index import (
+    INDEX_SUFFIX,
     SHARD,
-    emit_index,
+    LikeIndex,
+    like_index,
     parse_index,
     require_listed,
     shard_name,
@@ -44,7 +46,6 @@ from ckptmap.storage.safe_names import blobs_of, inside, is_file
 from ckptmap.tensors import Box
 
 SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
 ONE_FILE = "model.safetensors"
 """The file that transformers prefers to any index beside it."""
 DCP_SHARD = re.compile(r"shard-\d+-.+\.safetensors")
@@ -63,6 +64,7 @@ HF = Setup(
     writer="hf",
     holds_extra=False,
     carrier=HfCarrier(),
+    inner=LikeIndex(),
     live="plain",
     summary="Hugging Face directory: safetensors shards, index, config and tokenizer",
 )
@@ -340,8 +342,9 @@ class HfWriter:
             files.append(_shard_file(file, entries, state.records, about, kept_order))
         if len(named) > 1:
             stem = numbered["stem"] if (numbered := SHARD.fullmatch(named[0][0])) else stem
-            index = emit_index(weight_map, sum(sizes))
-            files.append(OutFile(stem + INDEX_SUFFIX, len(index), (), _sealed(index)))
+            file = stem + INDEX_SUFFIX
+            index = like_index(state.inner.get(file), weight_map, sum(sizes))
+            files.append(OutFile(file, len(index), (), _sealed(index)))
         return files
 
 

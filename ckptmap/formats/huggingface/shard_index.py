@@ -12,15 +12,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptmap.core.json_text import JsonError
+from ckptmap.core.json_text import JsonError, parse_json
 from ckptmap.errors import SourceError
-from ckptmap.protocols.file_systems import Mounts
+from ckptmap.protocols import CarriedFile
+from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.storage.json_file import read_json
+from ckptmap.storage.sidecar import Sidecar
 
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+INDEX_SUFFIX = ".safetensors.index.json"
 MAX_INDEX_NBYTES = 100_000_000
 HINT = "download the repository again, or save the model again"
 OTHER_SAVE = "index and shards are of different saves; download both again"
@@ -52,10 +56,14 @@ def parse_index(file: str, mounts: Mounts) -> ShardIndex:
     for key, shard in weight_map.items():
         if not isinstance(shard, str):
             raise _bad(file, f"weight_map[{key!r}], expected a file name, found {_kind(shard)}")
+    return ShardIndex(weight_map, _total(tree))
+
+
+def _total(tree: Mapping[str, object]) -> int | None:
+    """Return the bytes of all tensors that an index states. Some writers (torch's consolidation) give a float."""
     metadata = tree.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    # Some writers (torch's consolidation among them) give the size as a float.
-    return ShardIndex(weight_map, int(total) if isinstance(total, int | float) else None)
+    return int(total) if isinstance(total, int | float) else None
 
 
 def require_listed(home: Mapping[str, str], weight_map: Mapping[str, str], where: str) -> None:
@@ -83,6 +91,31 @@ def emit_index(weight_map: Mapping[str, str], total_nbytes: int) -> bytes:
     of a quantized tensor are not parameters, so their number would be wrong."""
     tree = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(weight_map)}
     return (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode("utf-8")
+
+
+class LikeIndex(ReadsFiles):
+    """Gives the writer the index of the checkpoint of `--as`: its writer may have told more, or in another order."""
+
+    def files(
+        self, siblings: Sequence[str], given: str | None, source: str | None, like: str | None
+    ) -> tuple[Mapping[str, Sidecar], list[str]]:
+        """Return the index of the directory `like`, by its name; nothing without one."""
+        if like is None:
+            return {}, []
+        found = sorted(Path(like).glob(f"*{INDEX_SUFFIX}"))
+        return {file.name: Sidecar.at(str(file), self.mounts) for file in found}, []
+
+
+def like_index(theirs: CarriedFile | None, weight_map: Mapping[str, str], total: int) -> bytes:
+    """Return the text of another checkpoint's index where it is true of these files, else one of our own."""
+    if theirs is not None and theirs.nbytes <= MAX_INDEX_NBYTES:
+        text = theirs.read()
+        with suppress(JsonError):
+            tree = parse_json(text, max_nbytes=MAX_INDEX_NBYTES, allow_nan=False)
+            same = isinstance(tree, dict) and tree.get("weight_map") == weight_map
+            if same and _total(tree) in (total, None):
+                return text
+    return emit_index(weight_map, total)
 
 
 def split_shards(nbytes: Sequence[int], limit: int) -> list[list[int]]:
