@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path as FilePath
 from typing import cast
@@ -35,25 +35,28 @@ BLOCK_NBYTES = 1 << 22
 class BaseRecord:
     """A base as it is recorded.
 
-    names, drop  how its names were changed when it was loaded, and which of its weights were left out
+    root         that it was opened with; empty: none
+    names, drop  how its names were changed, in turn, when it was loaded, and which of its weights were left out
     beside       the path from the checkpoint's directory; empty: of no directory on the same disk
     """
 
     path: str
     digest: str
-    names: Renaming = field(default_factory=Renaming)
+    names: tuple[Renaming, ...] = ()
     drop: Sequence[str] = ()
     beside: str = ""
+    root: str = ""
 
     def to_plain(self) -> dict[str, object]:
-        names, drop = self.names.record(), list(self.drop)
+        records = [names.record() for names in self.names] or [Renaming().record()]
         found: dict[str, object] = {
             "path": self.path,
             "digest": self.digest,
-            "names": names,
-            "drop": drop,
+            "names": records[0] if len(records) == 1 else records,
+            "drop": list(self.drop),
         }
-        return found | ({"beside": self.beside} if self.beside else {})
+        beside = {"beside": self.beside, "root": self.root}
+        return found | {key: value for key, value in beside.items() if value}
 
     def places(self, checkpoint: str | os.PathLike[str]) -> list[str]:
         """Return the paths at which the base may be, for a checkpoint at this path: the one at which
@@ -93,15 +96,23 @@ def recorded(ckpt: Checkpoint) -> dict[str, BaseRecord]:
 
 def _record(entry: Mapping[str, object], where: str) -> BaseRecord:
     path, digest, drop = (entry.get(name) for name in ("path", "digest", "drop"))
-    beside = entry.get("beside", "")
+    beside, root = entry.get("beside", ""), entry.get("root", "")
     listed = isinstance(drop, list | tuple) and all(isinstance(one, str) for one in drop)
-    texts = (path, digest, beside)
+    texts = (path, digest, beside, root)
     if not (all(isinstance(text, str) for text in texts) and listed):
         raise SourceError(
             "CKM109", f"{where}: its record of a base is malformed", "load the base by itself first"
         )
-    names = Renaming.recorded(entry.get("names"))
-    return BaseRecord(str(path), str(digest), names, tuple(cast(Sequence[str], drop)), str(beside))
+    names = tuple(filter(None, map(Renaming.recorded, _each(entry.get("names")))))
+    left_out = tuple(cast(Sequence[str], drop))
+    return BaseRecord(str(path), str(digest), names, left_out, str(beside), str(root))
+
+
+def _each(names: object) -> list[object]:
+    """Return the records of names, of which there may be one or several: `{"0": ..., "1": ...}`."""
+    if isinstance(names, Mapping) and names and all(str(key).isdecimal() for key in names):
+        return [names[key] for key in sorted(names, key=int)]
+    return list(names) if isinstance(names, list | tuple) else [names]
 
 
 def note(ckpt: Checkpoint) -> str:

@@ -57,6 +57,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     untied            heads that a config beside the weights ties, though they are tensors of their
                       own here, each with its embedding
     fingerprints      of its files, as they were opened
+    root              that it was opened with; "": none was given
     """
 
     path: str
@@ -78,6 +79,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     ties: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
+    root: str = ""
 
     # ------------------------------------------------------------------ the mapping
 

@@ -162,7 +162,7 @@ def _opened(
     elif MANIFEST in place.names:
         files.mounts.manifests.append(OwnManifest(str(FilePath(place.path) / MANIFEST)))
     ckpt.files.sums.is_on = True
-    return replace(ckpt, fingerprints=ckpt.files.seen)
+    return replace(ckpt, fingerprints=ckpt.files.seen, root=root or "")
 
 
 def read_like(path: str | os.PathLike[str], mounts: Mounts) -> Like:

@@ -21,8 +21,10 @@ from ckptmap.tensors import Path
 _Leaf = TypeVar("_Leaf")
 
 
-def renamed(ckpt: Checkpoint, renaming: Renaming) -> Checkpoint:
+def renamed(ckpt: Checkpoint, renaming: Renaming, lenient: bool = False) -> Checkpoint:
     """Return the checkpoint under the new names; the checkpoint itself where nothing is renamed.
+
+    lenient  whether a prefix or a pattern may match no name: it is of a checkpoint of which this is a part
 
     Raises PlanError CKM618 where a prefix or pattern matches no name, or a name could not be read
     back, CKM114 where two names would become one.
@@ -33,7 +35,12 @@ def renamed(ckpt: Checkpoint, renaming: Renaming) -> Checkpoint:
     beside = {**ckpt.plain, **ckpt.other}
     places, states = extra_state_keys(beside, ckpt.roles.model_root)
     with paused_gc():
-        names = renaming.names([*ckpt, *states.values()], ckpt.shown)
+        keys = [*ckpt, *states.values()]
+        if lenient:
+            names = dict(zip(keys, map(renaming.lenient({}), keys), strict=True))
+            renaming.require_distinct(names, ckpt.shown)
+        else:
+            names = renaming.names(keys, ckpt.shown)
         new_path = {
             path: (*path[:at], names[states[str(path[at])]], *path[at + 1 :])
             for path, at in places.items()

@@ -26,7 +26,7 @@ from ckptmap.execution.check_source import begin as begin_check
 from ckptmap.live.load import check_source
 from ckptmap.live.load.continuation import Continuation
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.load.mending_names import arguments_hint, other_models_hint, over_base_hint
+from ckptmap.live.load.mending_names import arguments_hint, other_models_hint
 from ckptmap.live.load.over_base import with_bases
 from ckptmap.live.load.same_checkpoint import content_facts
 from ckptmap.live.load.tensor_matcher import TensorMatcher
@@ -217,9 +217,10 @@ def _plan(
         closing.callback(checkpoint.close)
     facts |= content_facts(checkpoint)
     stored = list(checkpoint)
-    checkpoint = _renamed(checkpoint, options)
-    part = frozenset(checkpoint if base_record.recorded(checkpoint) else ())
-    checkpoint = with_bases(checkpoint, model, targets, options.base, options.drop)
+    part = _part(checkpoint, options)
+    checkpoint = with_bases(
+        checkpoint, model, targets, options.base, options.drop, options.renaming
+    )
     named = name_scheme.by_model_names(checkpoint, model, targets)
     checkpoint = named.checkpoint
     reader = TensorReader(checkpoint.files, options.max_memory)
@@ -228,8 +229,7 @@ def _plan(
     weights.refuse(
         checkpoint.path, options.strict, options.strict_encoding, buffers_on_meta,
         lambda: (
-            over_base_hint(checkpoint, options.renaming)
-            or other_models_hint(checkpoint, model)
+            other_models_hint(checkpoint, model)
             or arguments_hint(stored, targets, options.renaming)
         ),
     )  # fmt: skip
@@ -246,8 +246,15 @@ def _plan(
     )
     return PlannedLoad(
         checkpoint, reader, weights, state, continuation, buffers_on_meta, named.names,
-        None if isinstance(path, Checkpoint) else _base(checkpoint, model, options), part,
+        _base(checkpoint, model, options) if _can_be_opened_again(path) else None, part,
     )  # fmt: skip
+
+
+def _can_be_opened_again(path: str | os.PathLike[str] | Checkpoint) -> bool:
+    """Return whether the path, the root and the changes of names of a checkpoint are all of it."""
+    if not isinstance(path, Checkpoint):
+        return True
+    return bool(path.fingerprints) and path.translation is None and path.merged is None
 
 
 def _base(
@@ -257,17 +264,20 @@ def _base(
     own base, if it has one."""
     several, bases = bool(several_models.names_of(model)), base_record.recorded(checkpoint)
     if not bases:
-        return loaded_bases.of_checkpoint(checkpoint, options.renaming, options.drop, several)
-    if len(bases) > 1:
+        return loaded_bases.of_checkpoint(checkpoint, options.drop, several)
+    if len(bases) > 1 or (checkpoint.renamings and [*bases] != [""]):
         return None
     ((head, base),) = bases.items()
     place = base.places(checkpoint.path)[0] if options.base is None else os.fspath(options.base)
-    return LoadedBase(place, {}, base.names, tuple(base.drop), several and not head)
+    names = (*base.names, *checkpoint.renamings)
+    return LoadedBase(place, {}, names, tuple(base.drop), several and not head, base.root)
 
 
-def _renamed(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
-    """Return the checkpoint by the names that the caller gives its weights, without those to drop."""
-    return without(renamed(checkpoint, options.renaming), options.drop)
+def _part(checkpoint: Checkpoint, options: LoadOptions) -> frozenset[str]:
+    """Return the names of the weights that a checkpoint over a base holds itself; none where it has none."""
+    if not base_record.recorded(checkpoint):
+        return frozenset()
+    return frozenset(without(renamed(checkpoint, options.renaming, lenient=True), options.drop))
 
 
 def _leave_to_modules(weights: LoadPlan, model: torch.nn.Module, unmapped: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from ckptmap.checkpoint import base_record
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.several_models import recorded_in
 from ckptmap.live.model import several_models
@@ -43,17 +42,6 @@ def other_models_hint(checkpoint: Checkpoint, model: object) -> str:
     if not others or len(others) == len(stored):
         return ""
     return f"give these models too, or leave them out: drop={[f'{name}.*' for name in others]!r}"
-
-
-def over_base_hint(checkpoint: Checkpoint, given: Renaming) -> str:
-    """Return what to do where a checkpoint over a base was given other names, which its base has not:
-    "" where it records no base, or no name was changed."""
-    if not given or not base_record.recorded(checkpoint):
-        return ""
-    return (
-        f"it holds a part of the weights over a base, whose names {given.arguments} does not change: load it"
-        " into the model that it was saved from, without that argument, and take the part from there"
-    )
 
 
 def state_dict_hint(names: Collection[str], targets: Sequence[LiveTensor]) -> str:

@@ -14,10 +14,12 @@ from ckptmap.checkpoint import base_record
 from ckptmap.checkpoint.base_record import BaseRecord
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open_in
+from ckptmap.checkpoint.rename import renamed
 from ckptmap.errors import ArgumentError, CkptmapError, LoadError
 from ckptmap.live.model.base_names import as_loaded, without
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.rank_group import rank_and_world
+from ckptmap.mapping.renaming import Renaming
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +31,14 @@ def with_bases(
     targets: Sequence[LiveTensor],
     given: str | os.PathLike[str] | None,
     dropped: Sequence[str],
+    renaming: Renaming,
 ) -> Checkpoint:
-    """Return the checkpoint with the weights of its bases; itself where it records none.
+    """Return the checkpoint, by the names that this load gives it, with the weights of its bases by these
+    names, too; without weights of bases where it records none.
 
-    given    the place of the base, where it is not at its recorded path any more
-    dropped  patterns of this load, by the names of the checkpoint
+    given     the place of the base, where it is not at its recorded path any more
+    dropped   patterns of this load, by the new names
+    renaming  of this load: a prefix or pattern may match names of the checkpoint, or of a base
 
     Raises LoadError CKM521 where the base has another digest than the recorded one, or is not there.
     """
@@ -44,16 +49,22 @@ def with_bases(
             f"base={os.fspath(given)!r}: the checkpoint records {len(bases)} bases, expected one",
             "leave base= out",
         )
+    given_as, over = checkpoint, renamed(checkpoint, renaming, lenient=bool(bases))
+    stored, checkpoint = list(checkpoint), without(over, dropped)
     known = {name for target in targets for name in target.known}
     for head, record in bases.items():
         base = _opened(checkpoint, record, given)
-        base = as_loaded(base, record.names, record.drop, head, model, targets)
+        if renaming:
+            stored += as_loaded(base, record.names, record.drop, head, model, [], given_as)
+        base = as_loaded(base, record.names, record.drop, head, model, targets, over)
         base = without(base, dropped)
         own = {*checkpoint}
         wanted = [name for name in base if name in known and name not in own]
         groups = {name: base.group(name) for name in wanted}
         prints = {**checkpoint.fingerprints, **base.fingerprints}
         checkpoint = replace(checkpoint.with_groups(groups, base.index.files), fingerprints=prints)
+    if bases:
+        renaming.names(stored, checkpoint.shown)  # refuses what matches nothing at all
     return checkpoint
 
 
@@ -63,7 +74,7 @@ def _opened(
     """Return the base, read by the files of the checkpoint. The first rank compares its digest."""
     place = record.places(checkpoint.path)[0] if given is None else given
     try:
-        base = open_in(checkpoint.files, place)
+        base = open_in(checkpoint.files, place, root=record.root or None)
     except CkptmapError as error:
         raise LoadError(
             "CKM521",

@@ -19,19 +19,30 @@ if TYPE_CHECKING:
 
 def as_loaded(
     base: Checkpoint,
-    names: Renaming,
+    names: Sequence[Renaming],
     drop: Sequence[str],
     head: str,
     model: torch.nn.Module,
     targets: Sequence[LiveTensor],
+    over: Checkpoint | None = None,
 ) -> Checkpoint:
     """Return the base by the model's names.
 
     names, drop  as it was renamed, and what was left out of it, when the run was begun with it
-    head         the name of its model among several, which names begin with; empty: of all"""
-    base = without(renamed(base, names), drop)
+    head         the name of its model among several, which names begin with; empty: of all
+    over         the checkpoint over it, as it is opened now: by a root, and by other names"""
+    opened = base.renamings  # by the root
+    for one in names[len(opened) :] if tuple(names[: len(opened)]) == opened else names:
+        base = renamed(base, one, lenient=True)
+    base = without(base, drop)
     if head:
         base = renamed(base, Renaming(add_prefix=head))
+    if over is not None:
+        if over.renamings[:1] == (Renaming(strip_prefix=over.root),):  # one of several models
+            others = {name for name in base if not name.startswith(f"{over.root}.")}
+            base = replace(base, groups=base.groups.without(others))
+        for one in over.renamings:
+            base = renamed(base, one, lenient=True)
     return name_scheme.by_model_names(base, model, targets).checkpoint
 
 

@@ -8,7 +8,7 @@ though they are frozen by then.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
@@ -28,14 +28,17 @@ class LoadedBase:
     """A checkpoint that weights were loaded from.
 
     fingerprints  of its files when they were read
+    names         how its names were changed, in turn
+    root          that it was opened with; empty: none
     several       whether its names begin with those of several models
     """
 
     path: str
     fingerprints: Mapping[str, Fingerprint]
-    names: Renaming = field(default_factory=Renaming)
+    names: tuple[Renaming, ...] = ()
     drop: tuple[str, ...] = ()
     several: bool = False
+    root: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class SameAsBase:
     """
 
     fingerprints: Mapping[str, Fingerprint]
-    names: Renaming
+    names: tuple[Renaming, ...]
     drop: tuple[str, ...]
     digest: LocalDigest
 
@@ -135,8 +138,7 @@ def _origins(target: LiveTensor) -> list[LoadedBase | str]:
     return [one for one in found if one is not None]
 
 
-def of_checkpoint(
-    checkpoint: Checkpoint, names: Renaming, drop: tuple[str, ...], several: bool
-) -> LoadedBase:
-    """Return what to remember of a checkpoint that was opened by its path."""
-    return LoadedBase(checkpoint.shown, checkpoint.fingerprints, names, drop, several)
+def of_checkpoint(checkpoint: Checkpoint, drop: tuple[str, ...], several: bool) -> LoadedBase:
+    """Return what to remember of a checkpoint that can be opened again by its path."""
+    names, root = checkpoint.renamings, checkpoint.root
+    return LoadedBase(checkpoint.shown, checkpoint.fingerprints, names, drop, several, root)

@@ -138,7 +138,7 @@ def changed(
     found: list[LiveTensor] = []
     for head, base in bases.items():
         mine = [t for t in left if not head or t.fqn.split(".")[0] == head]
-        with open_checkpoint(base.path) as ckpt:
+        with open_checkpoint(base.path, root=base.root or None) as ckpt:
             require_unchanged(base.fingerprints, ckpt.files.mounts, LOAD_AGAIN)
             found += same_as_base.changed(mine, base, ckpt, model, head)
     return [target.fqn for target in found]
@@ -242,9 +242,9 @@ def _has(base: Checkpoint, target: LiveTensor) -> bool:
 def _record(base: LoadedBase, path: str | os.PathLike[str], digests: bool) -> dict[str, object]:
     digest = ""
     if digests:
-        with open_checkpoint(base.path) as ckpt:
+        with open_checkpoint(base.path, root=base.root or None) as ckpt:
             require_unchanged(base.fingerprints, ckpt.files.mounts, LOAD_AGAIN)
             digest = content_digest(ckpt)
     place = base.path if "://" in base.path else str(FilePath(base.path).absolute())
     beside = path_beside(base.path, path)
-    return BaseRecord(place, digest, base.names, base.drop, beside).to_plain()
+    return BaseRecord(place, digest, base.names, base.drop, beside, base.root).to_plain()

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptmap
-from ckptmap.errors import ArgumentError, CkptmapError, LoadError, RunError
+from ckptmap.errors import ArgumentError, CkptmapError, LoadError, PlanError, RunError
 from tests.corpus.ranks import run_ranks
 from tests.support.files import flip_byte_of
 
@@ -232,20 +232,72 @@ def test_a_weight_and_its_bias_of_two_checkpoints(tmp_path: Path) -> None:
         ckptmap.save(tmp_path / "c", model, only="trainable")
 
 
-def test_names_that_the_base_has_not(tmp_path: Path) -> None:
-    """A prefix changes the checkpoint's own names alone; the hint says so and what loads it."""
+def test_other_names_are_those_of_the_base_too(tmp_path: Path) -> None:
+    """A prefix or a pattern of `load` changes the names of the part and of its base, and a save after it
+    records both changes. One that neither has is refused."""
     ckptmap.save(tmp_path / "base", net(0)).wait()
     model, _ = trained(0, tmp_path / "base", seed=1)
     ckptmap.save(tmp_path / "a", model, only="trainable").wait()
     inside = nn.ModuleDict({"student": net(2)})
-    before = {key: value.clone() for key, value in inside.state_dict().items()}
     with pytest.raises(LoadError, match="keys do not match the model") as no:
-        ckptmap.load(tmp_path / "a", inside, add_prefix="student")
-    assert no.value.code == "CKM501" and "over a base" in no.value.hint
-    assert "add_prefix='student' does not change" in no.value.hint
-    assert all(torch.equal(value, before[key]) for key, value in inside.state_dict().items())
-    ckptmap.load(tmp_path / "a", inside["student"])
+        ckptmap.load(tmp_path / "a", inside)
+    assert "load it with add_prefix='student'" in no.value.hint
+    with pytest.raises(PlanError, match="matches no name"):
+        ckptmap.load(tmp_path / "a", inside, add_prefix="student", rename="7.{x}=8.{x}")
+    ckptmap.load(tmp_path / "a", inside, add_prefix="student")
     assert same(model, inside["student"])
+
+    for name, param in inside.named_parameters():
+        param.requires_grad_(name == "student.2.bias")
+    ckptmap.save(tmp_path / "b", inside, only="trainable").wait()
+    with ckptmap.open(tmp_path / "b") as ckpt:
+        assert "student.0.weight" not in ckpt
+    again = net(3)
+    ckptmap.load(tmp_path / "b", again, strip_prefix="student")
+    assert same(model, again)
+    only_of_the_base = nn.ModuleDict({"first": again[0], "1": again[1], "2": again[2]})
+    ckptmap.load(tmp_path / "a", only_of_the_base, rename="0.{x}=first.{x}")
+    assert same(model, again)
+
+
+def test_a_base_below_a_root(tmp_path: Path) -> None:
+    """It is opened by the root again, by a save that compares with it and by `load`."""
+    whole = {name: net(seed).state_dict() for seed, name in enumerate(("student", "teacher"))}
+    torch.save(whole, tmp_path / "both.pt")
+    model = nn.ModuleDict({"inner": net(5)})
+    with ckptmap.open(tmp_path / "both.pt", root="student", add_prefix="inner") as base:
+        ckptmap.load(base, model)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.requires_grad_(name == "inner.2.bias").add_(param.requires_grad)
+    ckptmap.save(tmp_path / "a", model, only="trainable").wait()
+    with ckptmap.open(tmp_path / "a") as ckpt:
+        assert "inner.2.bias" in ckpt and "inner.0.weight" not in ckpt
+    again = net(6)
+    ckptmap.load(tmp_path / "a", again, strip_prefix="inner")
+    assert same(model["inner"], again)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_one_of_several_models_over_a_base(together: bool, tmp_path: Path) -> None:
+    models = {"a": net(0), "b": net(1)}
+    if together:
+        ckptmap.save(tmp_path / "base", models).wait()
+        ckptmap.load(tmp_path / "base", models)
+    for name, model in {} if together else models.items():
+        ckptmap.save(tmp_path / f"base-{name}", model).wait()
+        ckptmap.load(tmp_path / f"base-{name}", model)
+    for model in models.values():
+        for name, param in model.named_parameters():
+            param.requires_grad_(name == "2.bias")
+    ckptmap.save(tmp_path / "c", models, only="trainable").wait()
+    for name, model in models.items():
+        again, inside = net(5), nn.ModuleDict({"x": net(6)})
+        with ckptmap.open(tmp_path / "c", root=name) as ckpt:
+            ckptmap.load(ckpt, again)
+            assert same(model, again) and "0.weight" not in ckpt
+            ckptmap.load(ckpt, inside, add_prefix="x")
+            assert same(model, inside["x"])
 
 
 def test_a_tree_of_runs_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
