@@ -20,6 +20,8 @@ from ckptmap.core.printable import as_lines
 from ckptmap.errors import CkptmapError, SourceError
 
 _NAME = re.compile(r"(?:step-|checkpoint[-_])(\d{1,18})")
+LAST_STEP = 10**18 - 1
+"""The last step that a name tells."""
 MANAGER = "manager"
 """Key of what a manager saves among the extra values: `{"metrics": {name: value}}`."""
 

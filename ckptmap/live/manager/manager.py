@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.core import argument_checks
 from ckptmap.core.log import log
-from ckptmap.errors import ArgumentError, CkptmapError, SourceError
+from ckptmap.errors import ArgumentError, CkptmapError, DestinationError, SourceError
 from ckptmap.live.load.load import load
 from ckptmap.live.manager import root_directory
+from ckptmap.live.manager.metrics import numbers, with_record
 from ckptmap.live.manager.numbered_state import named_by_live
 from ckptmap.live.manager.preemption import Preemption
 from ckptmap.live.manager.retention import Mode, Retention
@@ -32,12 +33,14 @@ from ckptmap.live.options import ValueKeywords
 from ckptmap.live.save.save import save
 from ckptmap.live.save.save_handle import SaveHandle
 from ckptmap.operations.list_steps import (
+    LAST_STEP,
     MANAGER,
     SavedStep,
     StepDirectory,
     describe_step,
     find_steps,
 )
+from ckptmap.operations.overwrite import refuse_stranger
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -94,6 +97,8 @@ class CheckpointManager:
         self._last: SaveHandle | None = None
         self._cleaner: threading.Thread | None = None
         self._blocked_s: dict[int, float] = {}
+        self._strange: set[Path] = set()
+        self._warned = False
 
     @property
     def blocked_s(self) -> dict[int, float]:
@@ -123,7 +128,7 @@ class CheckpointManager:
         keywords  those of `ckptmap.save`, but for what the manager decides itself
         """
         begun = time.perf_counter()
-        step = argument_checks.integer("step", step, 0)
+        step = argument_checks.integer("step", step, 0, LAST_STEP)
         argument_checks.known_keywords(keywords, [*ValueKeywords.__annotations__], "save()")
         ends = self._preemption.agreed(self._ranks)
         if not (force or ends or step % self.every == 0):
@@ -131,9 +136,10 @@ class CheckpointManager:
         if ends:
             self._log_unseen()
         target = self.root / f"step-{step}"
+        self._warn_of_metrics(metrics or {})
         with said_if_lost(UNTOUCHED.format(target)):
             is_ours, number = self._before(target, numbers(metrics))
-        keywords["extra"] = _with_record(number, metrics, keywords.get("extra"))
+        keywords["extra"] = with_record(number, metrics, keywords.get("extra"))
         keywords.setdefault("timeout", self.timeout)
         handle = save(
             target, model, optimizer, scheduler, step=step, overwrite=is_ours,
@@ -146,6 +152,13 @@ class CheckpointManager:
             log.warning("saved %s and ends, as a signal asked", target)
             raise SystemExit(self._exit_code)
         return handle
+
+    def _warn_of_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Say where none of the metrics is the one of `keep_best`: a name may be misspelt."""
+        name = self.retention.keep_best[0] if self.retention.keep_best else ""
+        if name and metrics and name not in metrics and not self._warned:
+            log.warning("%s: keep_best is by %r, metrics has %s", self.root, name, [*metrics])
+            self._warned = True
 
     def _log_unseen(self) -> None:
         """Log the error of the save before. The last save must not be lost for it."""
@@ -164,8 +177,9 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait until the last save is published and old checkpoints are removed. Raises its error."""
-        if self._last is not None:
-            self._last.wait()
+        last, self._last = self._last, None  # its error is raised once
+        if last is not None:
+            last.wait()
         if self._cleaner is not None:
             self._cleaner.join()
 
@@ -189,7 +203,7 @@ class CheckpointManager:
         with ranks.together():
             if ranks.rank == 0:
                 found = find_steps(self.root)
-                mine = any(one.path == target and describe_step(one).is_managed for one in found)
+                mine = any(one.path == target and self._is_ours(one) for one in found)
                 number = 1 + max((one.number for one in self._around_newest(found)), default=0)
         told = ranks.all((mine, number, repr(sorted(metrics.items()))))
         for rank, (*_, theirs) in enumerate(told):
@@ -200,6 +214,14 @@ class CheckpointManager:
                     "pass numbers that all ranks have: a loss that is averaged over ranks",
                 )
         return told[0][:2]
+
+    def _is_ours(self, found: StepDirectory) -> bool:
+        """Return whether a manager saved a checkpoint, which may be replaced then. One that cannot be opened
+        any more, and that `restore` passes over, is moved aside: else no run would get beyond its step."""
+        described = describe_step(found)
+        if described.problem and (aside := root_directory.move_aside(found.path)):
+            log.warning("%s: moved to %s: %s", found.path, aside.name, described.problem)
+        return described.is_managed
 
     def _follow(self, handle: SaveHandle) -> None:
         """Once the save is published, name it the newest and remove what no rule keeps, on rank 0."""
@@ -223,10 +245,21 @@ class CheckpointManager:
             root_directory.sweep(self.root)
             saved = [one for one in self._saved() if one.is_managed]
             for old in self.retention.removable(sorted(saved, key=lambda one: one.number)):
-                if old.path != handle.path:
+                if old.path != handle.path and not self._is_strange(old.path):
                     root_directory.remove(old.path)
         except OSError as error:
             log.error("%s: old checkpoints could not be removed: %s", self.root, error)
+
+    def _is_strange(self, path: Path) -> bool:
+        """Return whether a checkpoint has files of others, so that it is not removed; say so once."""
+        try:
+            refuse_stranger(path)
+        except DestinationError as error:
+            if path not in self._strange:
+                log.warning("%s: is not removed: %s", path, error.message)
+            self._strange.add(path)
+            return True
+        return False
 
     # ------------------------------------------------------------------ finding
 
@@ -324,8 +357,9 @@ class CheckpointManager:
             found = [one for one in found if one.path == best]
             missing = "a checkpoint with the metric of keep_best"
         elif isinstance(step, str):
+            hint = f"step={int(step)}" if step.isdecimal() else "see help()"
             raise ArgumentError(
-                "CKM516", f"step={step!r}, expected 'latest', 'best' or a number", "see help()"
+                "CKM516", f"step={step!r}, expected 'latest', 'best' or a number", hint
             )
         else:
             at = argument_checks.integer("step", step, 0)
@@ -342,26 +376,3 @@ class CheckpointManager:
 
     def _ranks(self) -> RankGroup:
         return RankGroup.join("manager", self.timeout)
-
-
-def _with_record(
-    number: int, metrics: Mapping[str, float] | None, extra: Mapping[str, object] | None
-) -> dict[str, object]:
-    """Return the extra values of a save, with those of the manager. Raises ArgumentError CKM516."""
-    values = argument_checks.extra(extra, (MANAGER,))
-    return {**values, MANAGER: {"metrics": numbers(metrics), "number": number}}
-
-
-def numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return metrics as Python's own numbers. Raises ArgumentError CKM516 for what is none."""
-    found = {}
-    for name, value in (metrics or {}).items():
-        try:
-            found[str(name)] = float(value)
-        except (TypeError, ValueError):
-            raise ArgumentError(
-                "CKM516",
-                f"metrics[{name!r}]: is a {type(value).__name__}, expected a number",
-                "pass float(value)",
-            ) from None
-    return found

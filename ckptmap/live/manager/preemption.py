@@ -8,6 +8,8 @@ from types import FrameType
 from typing import Any
 
 from ckptmap.core import argument_checks
+from ckptmap.core.formatting import first_line
+from ckptmap.errors import ArgumentError
 from ckptmap.live.model.rank_group import RankGroup
 
 
@@ -23,11 +25,20 @@ class Preemption:
         return bool(self._before)
 
     def watch(self, names: tuple[str, ...]) -> None:
-        """Note these signals in place of what the process did at them. Call it in the main thread."""
+        """Note these signals in place of what the process did at them. Call it in the main thread.
+
+        Raises ArgumentError CKM516 for one that cannot be noted."""
         for name in names:
             argument_checks.choice("signal", name, [one.name for one in signal.Signals])
             number = signal.Signals[name]
-            before = signal.signal(number, self._note)
+            try:
+                before = signal.signal(number, self._note)
+            except (OSError, ValueError) as error:  # SIGKILL, or another thread
+                raise ArgumentError(
+                    "CKM516",
+                    f"signal={name!r}: cannot be noted: {first_line(error)}",
+                    "call it in the main thread, with a signal that can be caught, such as 'SIGTERM'",
+                ) from error
             self._before.setdefault(number, before)
 
     def release(self) -> None:

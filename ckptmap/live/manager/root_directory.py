@@ -2,21 +2,26 @@
 
 root/latest                       the name of the newest, as text: `step-200`
 root/.step-100.ckptmap-removed/   a checkpoint that is being removed; the next removal ends a killed one
+root/step-100.damaged/            one that could not be opened, and whose step was saved again
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
-import time
 from pathlib import Path
+
+from ckptmap.sharding.reference_model import MANIFEST
 
 LATEST = "latest"
 """Name of the file that names the newest checkpoint."""
 _MAX_NBYTES = 256
 _REMOVED = ".ckptmap-removed"
 _NEW = f".{LATEST}.ckptmap-new"
+_OURS = re.compile(rf"\.metadata|__\d+_\d+\.distcp|{re.escape(MANIFEST)}")
+"""Matches the names of the files of a save."""
 _STALE_S = 60.0
 """Seconds after which a pointer that was not put in place is a killed process's."""
 
@@ -33,15 +38,16 @@ def named_newest(root: Path) -> str:
 
 def point_to(root: Path, name: str) -> None:
     """Let the pointer name a checkpoint, in one step. Raises OSError."""
-    for old in root.glob(f"{_NEW}-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - old.lstat().st_mtime > _STALE_S:
-                old.unlink()
     made = root / f"{_NEW}-{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
         made.unlink()
     with made.open("x") as file:
         file.write(name + "\n")
+    now = made.lstat().st_mtime  # by the clock of the disk, which may be another machine's
+    for old in root.glob(f"{_NEW}-*"):
+        with contextlib.suppress(OSError):
+            if abs(now - old.lstat().st_mtime) > _STALE_S:
+                old.unlink()
     os.replace(made, root / LATEST)
 
 
@@ -53,6 +59,19 @@ def remove(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, gone)
     _unlink_all(gone)
+
+
+def move_aside(path: Path) -> Path | None:
+    """Rename a checkpoint of ours that cannot be opened, so that its step can be saved again, and return
+    its new path; None where it may be somebody else's. Raises OSError."""
+    entries = [entry.name for entry in path.iterdir()]
+    if path.is_symlink() or MANIFEST not in entries or not all(map(_OURS.fullmatch, entries)):
+        return None
+    numbers = ("", *(f"-{number}" for number in range(2, 1000)))
+    free = (path.with_name(f"{path.name}.damaged{number}") for number in numbers)
+    aside = next(place for place in free if not os.path.lexists(place))
+    os.rename(path, aside)
+    return aside
 
 
 def sweep(root: Path) -> None:

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckptmap
+from ckptmap.core.log import log
 from ckptmap.errors import ArgumentError, CkptmapError, LoadError, SourceError
 from ckptmap.live.manager.retention import Retention
 from ckptmap.operations.list_steps import SavedStep, list_steps
@@ -170,6 +171,19 @@ def test_rules_that_mean_nothing(rules: Any, text: str, tmp_path: Path) -> None:
         ckptmap.CheckpointManager(tmp_path, **rules)
     with pytest.raises(ArgumentError, match="metrics"):
         ckptmap.CheckpointManager(tmp_path).save(1, model(1), metrics={"loss": "low"})  # type: ignore[dict-item]
+    with pytest.raises(ArgumentError, match="'SIGKILL': cannot be noted"):
+        ckptmap.CheckpointManager(tmp_path).on_preemption("SIGKILL")
+    with pytest.raises(ArgumentError, match=r"step=1000000000000000000"):
+        ckptmap.CheckpointManager(tmp_path).save(10**18, model(1))  # no name of a step has it
+
+
+def test_a_metric_that_is_misspelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(log, "warning", lambda text, *args: said.append(text % args))
+    with ckptmap.CheckpointManager(tmp_path, keep=1, keep_best=("loss", "min")) as manager:
+        for step in (1, 2):
+            manager.save(step, model(step), metrics={"Loss": 1.0 / step})
+    assert said == [f"{tmp_path}: keep_best is by 'loss', metrics has ['Loss']"]
 
 
 PREEMPTED = """

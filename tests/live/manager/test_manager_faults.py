@@ -192,6 +192,45 @@ def test_a_pointer_that_cannot_be_written(tmp_path: Path, logged: list[str]) -> 
     assert "latest could not be written" in "".join(logged) and restored(tmp_path) == 2
 
 
+def test_a_step_whose_checkpoint_is_damaged_is_saved_again(tmp_path: Path) -> None:
+    """The damaged one is moved aside, as often as it happens; what is not all a save's own is left alone."""
+    for broken in range(2):
+        with ckptmap.CheckpointManager(tmp_path) as manager:
+            report = manager.restore(model(0))
+            assert (report is None) == (not broken)
+            for step in (1, 2):
+                manager.save(step, model(step))
+        (tmp_path / "step-2" / ".metadata").write_bytes(b"junk")
+    assert names(tmp_path) == ["latest", "step-1", "step-2", "step-2.damaged"]
+    assert restored(tmp_path) == 1
+    (tmp_path / "step-2" / "notes").write_text("of the user")
+    manager = ckptmap.CheckpointManager(tmp_path)
+    manager.save(2, model(2))
+    with pytest.raises(CkptmapError, match="step-2: exists"):
+        manager.wait()
+    manager.close()  # the error was raised, once
+    assert names(tmp_path) == ["latest", "step-1", "step-2", "step-2.damaged"]
+
+
+def test_files_of_others_are_not_removed(tmp_path: Path) -> None:
+    """Neither by `keep`, nor where a pointer or a name leads to them; the rest goes. A clock that another
+    machine has set wrong removes nothing that is new."""
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / "thesis.txt").write_text("of the user")
+    (tmp_path / "latest").write_text("step-7\n")
+    skewed = tmp_path / ".latest.ckptmap-new-999999"
+    skewed.touch()
+    os.utime(skewed, (4e9, 4e9))
+    with ckptmap.CheckpointManager(tmp_path, keep=1) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, model(step))
+            manager.wait()
+            if step == 1:
+                (tmp_path / "step-1" / "thesis.txt").write_text("of the user")
+    assert names(tmp_path) == ["latest", "step-1", "step-3", "step-7"]
+    assert names(tmp_path / "step-7") == ["thesis.txt"] and restored(tmp_path) == 3
+
+
 # ------------------------------------------------------------------------------- full disks
 
 
