@@ -34,10 +34,12 @@ from ckptmap.quantization.blockwise.group_checks import (
 )
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.read_config import MAX_NBYTES, quantization_config
+from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoFloat8
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
 from ckptmap.quantization.linear_weights import LinearLayerScheme
 from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
+from ckptmap.quantization.microscaling.nvfp4_encoder import Nvfp4Rule, TorchaoRule
 from ckptmap.quantization.microscaling.packed_fp4 import Extra
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.storage.json_file import read_json
@@ -74,6 +76,10 @@ class ModeloptFp4(_Named, Nvfp4):
     global_part: ClassVar[str] = "scale_2"
     divides: ClassVar[bool] = False
 
+    def rule(self) -> Nvfp4Rule:
+        """Return torchao's rule, of which the scale of the tensor multiplies, too."""
+        return TorchaoRule()
+
 
 @dataclass(frozen=True)
 class ModeloptE4m3(_Named, ScaledEncoding):
@@ -103,6 +109,10 @@ class ModeloptE4m3(_Named, ScaledEncoding):
                 "it was quantized from values that were not finite, or it is damaged: copy it again",
             )
         super().decode(info, parts, box, out)
+
+    def rule(self, info: TensorInfo) -> RoundingRule:
+        """Return the rule of which the scale is absmax / 448, as ModelOpt's."""
+        return TorchaoFloat8(self.scale_dtype)
 
     def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         return {

@@ -220,3 +220,23 @@ def test_algorithms_that_hold_the_form_agree(said: str | None, tmp_path: Path) -
     config["quantization"]["quant_algo"] = said
     (path / OWN).write_text(json.dumps(config))
     assert ckptmap.open(path)[QUERY].encoding == "modelopt-nvfp4"
+
+
+@pytest.mark.parametrize(("algo", "most"), [("FP8", 0.04), ("NVFP4", 0.12)])
+def test_changed_weights_are_given_back(algo: str, most: float, tmp_path: Path) -> None:
+    """`--as`: with the scale that ModelOpt states, absmax / 448 (of NVFP4 / 6, too), which multiplies."""
+    path = write(tmp_path / "in", algo)
+    ckptmap.convert(path, tmp_path / "work.pt", to="full-bf16")
+    state = torch.load(tmp_path / "work.pt", weights_only=True)
+    state[QUERY] = state[QUERY] * 1.25
+    torch.save(state, tmp_path / "work.pt")
+    report = ckptmap.convert(tmp_path / "work.pt", tmp_path / "out", as_=path)
+    assert report.likeness is not None and report.likeness.changed.keys() == {QUERY}
+    before, after = (load_file(tmp_path / name / FILE) for name in ("in", "out"))
+    assert before.keys() == after.keys()
+    scale = after[f"{QUERY}_scale" + ("_2" if algo == "NVFP4" else "")]
+    largest = state[QUERY].abs().max().float() / (448 * (6 if algo == "NVFP4" else 1))
+    assert torch.allclose(scale, largest, rtol=2**-7, atol=0)
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        found, wanted = ckpt[QUERY].read().float(), state[QUERY].float()
+    assert float((found - wanted).norm() / wanted.norm()) < most
