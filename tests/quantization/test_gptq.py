@@ -400,3 +400,13 @@ def test_read_again_from_other_containers(tmp_path: Path) -> None:
         with ckptmap.open(tmp_path / f"{name}.pt") as ckpt:
             assert digest(ckpt[DOWN].read()) == TRUTH[name][DOWN][0]
             assert isinstance(ckpt[DOWN].encoding_, Coded)
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "awq-4"])
+def test_scales_that_are_no_floats_are_refused(name: str, tmp_path: Path) -> None:
+    def whole(state: Tensors) -> None:
+        state[f"{STEM}scales"] = state[f"{STEM}scales"].to(torch.int32)
+
+    with pytest.raises(ckptmap.CkptmapError, match="float32, found int32") as caught:
+        ckptmap.open(edited(name, tmp_path / "in", state=whole))
+    assert caught.value.code == "CKM115"

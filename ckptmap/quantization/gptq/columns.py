@@ -74,6 +74,8 @@ class GroupedColumns:
         """Return why the encoding cannot hold the tensor, None where it can."""
         if info.dtype not in DTYPES:
             return Refusal(f"holds {', '.join(DTYPES)}, found {info.dtype}")
+        if self.scale_dtype not in DTYPES:
+            return Refusal(f"has scales in {', '.join(DTYPES)}, found {self.scale_dtype}")
         if len(info.shape) != 2 or not info.numel:
             return Refusal(f"packs matrices with elements, found shape {list(info.shape)}")
         if not 2 <= self.bits <= 8:
