@@ -68,6 +68,10 @@ _ACTIVATIONS = (
 )  # fmt: skip
 _STATIC = ("_activation_scale", ".activation_scale", ".input_scale", ".qscale_act")
 _NF4 = tuple(f".{part}" for part in NF4_PARTS)
+_HQQ = (
+    ".nbits", ".group_size", ".axis", ".shape", ".packing", ".compute_dtype", ".view_as_float",
+    ".unpack_view_dtype", ".quant_scale", ".quant_zero", ".channel_wise",
+)  # fmt: skip
 FORMS = (
     PartNames(
         ("compressed-tensors",),
@@ -98,6 +102,15 @@ FORMS = (
         certain=(frozenset({".qzeros", ".scales"}),),
     ),
     PartNames(("mxfp4",), ("_scales",), {"_blocks": ("_scales",)}),
+    PartNames(
+        ("quanto",), (".weight._scale", ".weight._shift"),
+        {".weight._data": (".weight._scale",), ".weight._data._data": (".weight._scale",)},
+        certain=(frozenset({".weight._scale"}), frozenset({".weight._shift"})),
+    ),
+    PartNames(
+        ("hqq",), (".scale", ".zero", *_HQQ), {".W_q": (".scale",)},
+        certain=(frozenset({".nbits", ".packing"}), frozenset({".group_size", ".view_as_float"})),
+    ),
     PartNames(
         (), _NF4, certain=tuple(map(frozenset, combinations(_NF4, 2))),
         lacks="not all five parts of NF4 and their record", schemes=frozenset({"nf4"}),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckptmap
-from ckptmap.errors import SourceError
+from ckptmap.errors import PlanError, SourceError
 from tests.support.bnb_cases import same
 
 Tensors = dict[str, torch.Tensor]
@@ -145,3 +145,15 @@ def test_forms_that_are_not_decoded_are_named(flag: str, tmp_path: Path) -> None
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
     for key, value in load_file(tmp_path / "out" / FILE).items():
         same(value, state[key])
+
+
+def test_metadata_without_codes_is_refused(tmp_path: Path) -> None:
+    written(tmp_path / "in", layers(4, 1))
+    state = load_file(tmp_path / "in" / FILE)
+    del state["a.W_q"]
+    save_file(state, tmp_path / "in" / FILE, {"format": "pt"})
+    with pytest.raises(
+        PlanError, match="is part of a quantized weight that is not whole"
+    ) as caught:
+        ckptmap.convert(tmp_path / "in", tmp_path / "out.pt", to="full")
+    assert caught.value.code == "CKM202" and "W_q" in str(caught.value)

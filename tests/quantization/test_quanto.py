@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptmap
-from ckptmap.errors import SourceError
+from ckptmap.errors import PlanError, SourceError
 from ckptmap.quantization.striped.quanto import QuantoPackedScheme
 from tests.support.bnb_cases import same
 
@@ -207,3 +207,28 @@ def test_a_record_that_does_not_fit(tmp_path: Path) -> None:
         with pytest.raises(SourceError, match=said) as caught:
             QuantoPackedScheme().group(stored, {"a.weight": {**record, "extra": [], **edit}})
         assert caught.value.code == "CKM115"
+
+
+def test_parts_without_codes_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "in", "qint4", 160)
+    state = load_file(tmp_path / "in" / FILE)
+    del state["lm_head.weight._data._data"]
+    save_file(state, tmp_path / "in" / FILE, {"format": "pt"})
+    with pytest.raises(
+        PlanError, match="is part of a quantized weight that is not whole"
+    ) as caught:
+        ckptmap.convert(tmp_path / "in", tmp_path / "out.pt", to="full")
+    assert caught.value.code == "CKM202" and "lm_head.weight._scale" in str(caught.value)
+
+
+def test_codes_of_another_width_than_the_config_states(tmp_path: Path) -> None:
+    """Rows of 31 codes are no group, so rows of a weight [320, 31], of which the model has none."""
+    save_model(tmp_path / "in", "qint4", 160)
+    state = load_file(tmp_path / "in" / FILE)
+    state["lm_head.weight._data._data"] = state["lm_head.weight._data._data"][:, :31].clone()
+    save_file(state, tmp_path / "in" / FILE, {"format": "pt"})
+    with pytest.raises(
+        SourceError, match="hidden_size 160, and its codes are of a weight"
+    ) as caught:
+        ckptmap.open(tmp_path / "in")
+    assert caught.value.code == "CKM115" and "lm_head.weight" in str(caught.value)

@@ -12,13 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.quantization.blockwise.group_checks import file_of
+from ckptmap.quantization.blockwise.group_checks import CONTRADICTORY, file_of, malformed
 from ckptmap.quantization.blockwise.read_config import MAX_NBYTES
 from ckptmap.storage.json_file import read_json
 from ckptmap.tensors import StoredTensor
 
 GROUPS = (128, 96, 64, 32)
 """The group sizes that quanto chooses (`QModuleMixin`, optimum-quanto 0.2), for rows of more than 128."""
+
+_FROM_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+_TO_HIDDEN = ("o_proj", "down_proj")
+_OF_A_DECODER = ("model.layers.", "lm_head.")
+"""Layers whose [in] or [out] is the hidden size of a decoder as Llama's; other towers of a model have their own."""
 
 
 def config_beside(stored: StoredTensor, mounts: Mounts) -> Mapping[str, object]:
@@ -38,14 +43,35 @@ def config_beside(stored: StoredTensor, mounts: Mounts) -> Mapping[str, object]:
 def shape_of(
     fqn: str, rows: int, width: int, bias: StoredTensor | None, config: Mapping[str, object]
 ) -> tuple[int, int] | None:
-    """Return [out, in] of a matrix of codes [rows, width]; None: nothing tells it."""
+    """Return [out, in] of a matrix of codes [rows, width]; None: nothing tells it.
+
+    Raise SourceError CKM115 where rows of codes are rows of the weight, but not those that are stated.
+    """
     if width not in GROUPS:
+        _require_stated(fqn, rows, width, bias, config)
         return rows, width
     if bias is not None:
         out = bias.info.numel
         return _checked(out, rows * width // out if out else 0, rows, width)
     stated = _stated(fqn.split(".")[-2:-1], config)
     return None if stated is None else _checked(*stated, rows, width)
+
+
+def _require_stated(
+    fqn: str, rows: int, width: int, bias: StoredTensor | None, config: Mapping[str, object]
+) -> None:
+    hidden, last = _size(config, "hidden_size"), fqn.split(".")[-2:-1]
+    sides = {**dict.fromkeys(_FROM_HIDDEN, width), **dict.fromkeys(_TO_HIDDEN, rows)}
+    side = sides.get(last[0]) if last and fqn.startswith(_OF_A_DECODER) else None
+    if bias is not None and bias.info.numel != rows:
+        stated = f"the bias of {fqn.rpartition('.')[0]} has {bias.info.numel} elements"
+    elif hidden and side is not None and side != hidden:
+        stated = f"config.json states hidden_size {hidden}"
+    else:
+        return
+    raise malformed(
+        fqn, f"{stated}, and its codes are of a weight [{rows}, {width}]", CONTRADICTORY
+    )
 
 
 def _checked(out: int, inner: int, rows: int, width: int) -> tuple[int, int] | None:
