@@ -90,8 +90,10 @@ def placed(encoding: Any, info: Any, parts: Mapping[str, Any], device: str) -> d
     from ckptmap.tensors import Box
 
     whole, cut = Box.whole(info.shape), {}
+    here = getattr(encoding, "host_parts", ())
     for name, part in encoding.parts(info).items():
-        values, box = parts[name].to(device).view(part.shape), encoding.part_box(info, name, whole)
+        values = parts[name].to("cpu" if name in here else device).view(part.shape)
+        box = encoding.part_box(info, name, whole)
         for dim, (offset, count) in enumerate(zip(box.offsets, box.sizes, strict=True)):
             values = values.narrow(dim, offset, count)
         cut[name] = values

@@ -8,16 +8,19 @@ from typing import Any
 
 from benchmarks.gpu_session.encoders import decode, encode, encodings, no_waiting, placed
 from benchmarks.gpu_session.importable import ROOT, is_importable
+from benchmarks.gpu_session.read_forms import compared, is_encoded, more_forms, random_parts
 from benchmarks.gpu_session.session import StepRun
 from benchmarks.gpu_session.timing import same_bits, weight
 
 DTYPES = ("bfloat16", "float16", "float32")
 SHAPES = ((256, 512), (130, 192), (257, 320), (1, 64), (67, 64), (7, 100), (3, 129), (5, 3, 128))
-TINY_SHAPES = ((8, 128), (7, 100))
+TINY_SHAPES = ((128, 128), (7, 100))
 FEEDS = 3
 """How many feeds a weight is encoded in, about; the last is shorter."""
-GOLDEN = ("compressed", "torchao")
+GOLDEN = ("compressed", "gptq", "torchao")
 """Folders of tests/golden with checkpoints that other libraries quantized."""
+FILES = {"torchao": "*.pt", "foreign": "*.*[sf]"}
+"""Folders with single files of other libraries, and how these are named."""
 
 
 def run(step: StepRun) -> None:
@@ -25,9 +28,13 @@ def run(step: StepRun) -> None:
     import torch
 
     torch.set_num_threads(1)  # for tensors this small threads cost more than they bring
+    seen: dict[str, int] = {}
     for dtype in DTYPES:
-        compare_encodings(step, dtype)
+        seen |= compare_encodings(step, dtype)
         check_waiting(step, dtype)
+    compare_read_forms(step)
+    left = compared(seen)
+    step.result.check("every scheme of the registry is compared", not left, ", ".join(left))
     compare_moments(step)
     compare_golden(step)
     if is_importable("bitsandbytes"):
@@ -74,8 +81,11 @@ def with_values(normal: Any, values: list[float]) -> Any:
 # ------------------------------------------------------------------------------- comparisons
 
 
-def compare_encodings(step: StepRun, dtype: str) -> None:
-    """Check each encoding over shapes and fillings: one check for an encoding and a dtype."""
+def compare_encodings(step: StepRun, dtype: str) -> dict[str, int]:
+    """Check each encoding over shapes and fillings: one check for an encoding and a dtype.
+
+    Return the number of cases by the name of the scheme.
+    """
     from ckptmap.tensors import TensorInfo
 
     wrong: dict[str, list[str]] = {}
@@ -92,6 +102,38 @@ def compare_encodings(step: StepRun, dtype: str) -> None:
     for name, lines in wrong.items():
         what = f"{name} of {dtype}: the CPU's bytes in {cases[name]} cases"
         step.result.check(what, not lines, "\n".join(lines[:6]))
+    return cases
+
+
+def compare_read_forms(step: StepRun) -> None:
+    """Check each form that no named layer is encoded in: decoded from random bytes, and encoded where it can be."""
+    wrong: dict[str, list[str]] = {}
+    for name, encoding, info in more_forms():
+        lines = wrong.setdefault(name, [])
+        lines += decoded_apart(encoding, info, step.device)
+        if is_encoded(encoding, info):
+            for filling, w in fillings(info.shape, info.dtype, step.is_tiny):
+                found = difference(encoding, info, w, step.device)
+                lines += [f"{encoding!r:.80} {filling}: {line}" for line in found]
+    for name, lines in wrong.items():
+        step.result.check(f"{name}: read as on the CPU", not lines, "\n".join(lines[:6]))
+
+
+def decoded_apart(encoding: Any, info: Any, device: str) -> list[str]:
+    """Return a line where the values of random parts are not the CPU's; all NaN count as one."""
+    import torch
+
+    parts = random_parts(encoding, info)
+    found = []
+    for where in ("cpu", device):
+        given = placed(encoding, info, parts, where)
+        values = outcome(lambda given=given, where=where: decode(encoding, info, given, where))
+        if isinstance(values, str):
+            return [f"{encoding!r:.80}: on {where}: {values}"]
+        values = values.cpu()
+        found.append(torch.where(values.isnan(), torch.nan, values))
+    said = apart("decoded", *found)
+    return [f"{encoding!r:.80}: {said}"] if said else []
 
 
 def difference(encoding: Any, info: Any, w: Any, device: str) -> list[str]:
@@ -258,8 +300,8 @@ def golden(is_tiny: bool) -> list[Path]:
     paths = [
         config.parent for name in GOLDEN for config in sorted((root / name).rglob("config.json"))
     ]
-    paths += sorted((root / "torchao").glob("*.pt"))
-    return paths[:8] if is_tiny else paths
+    paths += [file for name, ends in FILES.items() for file in sorted((root / name).glob(ends))]
+    return paths[::3] if is_tiny else paths
 
 
 def compare_bitsandbytes(step: StepRun) -> None:

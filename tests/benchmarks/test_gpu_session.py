@@ -15,12 +15,21 @@ import pytest
 import torch
 
 import ckptmap
-from benchmarks.gpu_session import capped, encoders, memory, profile_convert, rates
+from benchmarks.gpu_session import (
+    capped,
+    encoders,
+    equality,
+    memory,
+    profile_convert,
+    rates,
+    read_forms,
+)
 from benchmarks.gpu_session import session as session_module
 from benchmarks.gpu_session.results import StepResult
 from benchmarks.gpu_session.session import Options, Step, StepRun, run_session
 from benchmarks.gpu_session.steps import STEPS
 from benchmarks.gpu_session.timing import weight
+from ckptmap import registry
 from ckptmap.errors import RunError
 from ckptmap.storage import device_copies
 from ckptmap.tensors import TensorInfo
@@ -112,6 +121,29 @@ def test_the_kernels_of_libraries_are_measured_beside_ours(tmp_path: Path) -> No
         "kernel of torchao: to_nf4", "kernel of bitsandbytes: quantize_4bit",
         "bitsandbytes' nf4 on this device: bytes of codes that differ",
     }  # fmt: skip
+
+
+def test_every_scheme_of_the_registry_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a release adds cannot be forgotten: the step itself fails, and this test before it."""
+    encoded: dict[str, int] = {}
+    for dtype in equality.DTYPES:
+        for shape in equality.TINY_SHAPES:
+            encoded |= dict.fromkeys(encoders.encodings(TensorInfo(shape, dtype)), 1)
+    assert read_forms.compared(encoded) == []
+    new = SimpleNamespace(name="new", suffix="", target=lambda name, info: None)
+    known = registry.schemes()
+    monkeypatch.setattr(registry, "schemes", lambda: (*known, new))
+    assert read_forms.compared(encoded) == ["new"]
+
+
+def test_a_decoder_that_differs_on_the_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, encoding, info = next(form for form in read_forms.more_forms() if form[0] == "awq")
+    assert equality.decoded_apart(encoding, info, "cpu") == []
+    calls = iter((0.0, 1.0))
+    real = equality.decode
+    monkeypatch.setattr(equality, "decode", lambda *given: real(*given).add_(next(calls)))
+    (line,) = equality.decoded_apart(encoding, info, "cpu")
+    assert line.startswith("Awq(") and "decoded: " in line
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
