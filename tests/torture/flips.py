@@ -19,6 +19,7 @@ import torch
 import ckptmap
 from ckptmap import registry
 from tests.golden import outputs as golden
+from tests.support.paths import GOLDEN
 from tests.torture.runner import Outcome, refusal
 
 NEAR = 4096
@@ -88,10 +89,29 @@ def written(folder: Path) -> Iterator[Path]:
     source = golden.made(runs, folder / "source")
     setups = [setup.name for setup in registry.setups()]
     encoded = [f"hf-{name}" for name in golden.encodings() if name]
-    for to in (*setups, *encoded, "fsdp2-nf4", "full-int8", "gguf-q4_0"):
+    for to in (*setups, *encoded, *golden.gguf_types(), "fsdp2-nf4", "full-int8"):
         yield _converted(source, folder / to, to, **golden.options(runs, to))
     yield _converted(source, folder / "hf-sha256", "hf", digest="sha256")
+    yield from of_releases(folder)
     yield saved(folder)
+
+
+def of_releases(folder: Path) -> Iterator[Path]:
+    """What is written of quantized releases: codes kept in another form, moved, decoded, and given back."""
+    gptq = GOLDEN / "gptq"
+    for name, to in (
+        ("gptq-4", "hf-ct-int4"), ("gptq-4-asym", "hf-ct-int4"), ("gptq-8", "hf-ct-int8"),
+        ("awq-4", "hf-ct-int4"), ("gptq-4-order", "hf"), ("awq-4-asym", "fsdp2"), ("gptq-3", "full-bf16"),
+    ):  # fmt: skip
+        yield _converted(gptq / name, folder / f"{name}-{to}", to)
+    for file in sorted((GOLDEN / "foreign").glob("[hq]*[sf]")):
+        if file.suffix in (".safetensors", ".gguf"):
+            yield _converted(file, folder / f"{file.name}-fsdp2", "fsdp2")
+    work = _converted(gptq / "gptq-4", folder / "work", "full-bf16")
+    given_back = folder / "as" / "out"
+    given_back.parent.mkdir()
+    ckptmap.convert(work, given_back, as_=gptq / "gptq-4", sync=False)
+    yield given_back
 
 
 def _converted(source: Path, place: Path, to: str, **options: object) -> Path:

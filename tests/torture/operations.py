@@ -20,6 +20,7 @@ from tests.corpus import Corpus
 from tests.support.hub.client import connected, llama
 from tests.support.hub.server import Hub
 from tests.support.hub.state import Tree, holds, shown_on
+from tests.support.paths import GOLDEN
 from tests.torture import readers as r
 from tests.torture.runner import refusal
 
@@ -143,9 +144,19 @@ def operations(corpus: Corpus, folder: Path) -> list[Operation]:
     made.append(_convert(folder, source, "full", "out.pt", r.read_torch, other, sync=False))
     made.append(_convert(folder, source, "fsdp2", "out", r.read_dcp, renamed=False))
     made.append(_convert(folder, source, "hf", "out", r.read_hf, other, renamed=False))
+    release = GOLDEN / "gptq" / "gptq-4"
+    made.append(_convert(folder, release, "hf-ct-int4", "out", r.read_compressed))
+    made.append(_convert(folder, hf_llama(folder), "gguf-q8_0", "out.gguf", r.read_gguf))
     made.append(_merge(folder))
     made += [_save(folder, None), _save(folder, other)]
     return made
+
+
+def hf_llama(folder: Path) -> Path:
+    """The model of transformers that becomes a GGUF file."""
+    from tests.support.int8_models import dense
+
+    return dense(_fresh(folder) / "model")
 
 
 def _convert(

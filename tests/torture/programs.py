@@ -24,9 +24,12 @@ def program(
     if kind == "mutants":
         from tests.torture.framework_subjects import frameworks
         from tests.torture.mutants import Mutants
+        from tests.torture.quantized_subjects import quantized
         from tests.torture.subjects import subjects
 
-        found = [*subjects(corpus, place, worlds), *frameworks(corpus, place, worlds)]
+        found = [
+            *subjects(corpus, place, worlds), *frameworks(corpus, place, worlds), *quantized(place)
+        ]  # fmt: skip
         return Mutants([subject for subject in found if re.search(only, subject.name)], place)
     if kind == "flips":
         from tests.torture.flips import Flips

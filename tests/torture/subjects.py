@@ -81,17 +81,18 @@ def converted(
     to: str = "full",
     own: bool = False,
     written: Callable[[Path], r.Named] = r.read_torch,
+    wide: bool = False,
     **options: Any,
 ) -> Subject:
     """Return a subject that is converted to one torch.save file, by `options` of `ckptmap.convert`.
 
     `own`: we wrote it, with a digest of every chunk, so that no other values may come out of it.
-    `written` reads the output.
+    `written` reads the output. `wide`: values are compared in float32, as those of `full-fp32` are.
     """
     options = {"keep_layout": False, **options}
 
     def content(reader: Callable[[Path], r.Named]) -> Callable[[Path], r.Content]:
-        return lambda path: r.content(reader(path), wide=to == "full-fp32")
+        return lambda path: r.content(reader(path), wide=wide or to == "full-fp32")
 
     return Subject(
         name, path, mutators, None if own else content(read),
