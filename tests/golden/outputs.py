@@ -99,6 +99,14 @@ def goldens() -> Iterator[Source]:
     for release in ("0.12.2", "0.8.1"):
         setups = ("hf", "full-fp32", "hf-ct-int8", "fsdp2-nf4")
         yield Source(f"compressed/{release}", copied(f"compressed/{release}"), setups)
+    for path in sorted((HERE / "gptq").glob("*-*")):
+        kept = "hf-ct-int8" if path.name == "gptq-8" else "hf-ct-int4"
+        setups = ("hf", "full-bf16", "fsdp2", kept, "gguf-q8_0")
+        yield Source(f"gptq/{path.name}", copied(f"gptq/{path.name}"), setups)
+    for name in ("hqq.safetensors", "quanto-qint4.safetensors", "quanto-qint8.safetensors",
+                 "quanto-qfloat8.safetensors", "q8_0.gguf"):  # fmt: skip
+        setups = ("full-bf16", "full-fp32", *(("full", "fsdp2") if name.endswith("gguf") else ()))
+        yield Source(f"decoded/{name}", copied(f"foreign/{name}"), setups)
     for file in sorted((HERE / "foreign").glob("*.safetensors")):
         yield Source(
             f"foreign/{file.name}", copied(f"foreign/{file.name}"), ("full", "hf", "fsdp2")
