@@ -5,7 +5,7 @@
 Left among the weights they would be converted as weights of the model. A part is stray where something
 states its form: the `quantization_config` of the config.json beside it, a record in its file, or parts beside
 it that no other form has. By its name alone it may be a parameter of a dense model: then there is a note.
-The keys are those that the libraries write; see the modules of the encodings for their sources.
+`part_names` has the keys that the libraries write.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations
 from typing import NamedTuple
 
 from ckptmap.core.columns import distinct
@@ -22,7 +21,7 @@ from ckptmap.formats.safetensors.torchao_metadata import SCHEME as TORCHAO
 from ckptmap.formats.safetensors.torchao_metadata import part_key, parts_of
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.group_checks import malformed
-from ckptmap.quantization.nf4.parts import PARTS as NF4_PARTS
+from ckptmap.quantization.part_names import FORMS, FP8, STATE, PartNames
 from ckptmap.quantization.unsupported_schemes import payloads_without_scales
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -36,86 +35,6 @@ class Stray(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
-class PartNames:
-    """How a library names the parts of one quantized weight; every name is the end of a key, after the stem.
-
-    methods      `quant_method` of the configs that state the form
-    parts        scales and settings of the weight
-    codes        names that its codes may have -> names of which one must stand beside them, as their scale
-    dtypes       dtypes that codes have under a name that a dense weight has, too
-    activations  parts that concern the layer's activations
-    certain      sets of parts that together no other form has
-    lacks        what is missing where parts of it are left, for a form without `codes`
-    schemes      `scheme` of the encoding records that state the form
-    """
-
-    methods: tuple[str, ...]
-    parts: tuple[str, ...]
-    codes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    dtypes: frozenset[str] = frozenset()
-    activations: tuple[str, ...] = ()
-    certain: tuple[frozenset[str], ...] = ()
-    lacks: str = ""
-    schemes: frozenset[str] = frozenset()
-
-
-_STATE = ".quant_state.bitsandbytes__"
-_FP8 = frozenset({"float8_e4m3fn"})
-_ACTIVATIONS = (
-    ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale",
-    ".output_zero_point",
-)  # fmt: skip
-_STATIC = ("_activation_scale", ".activation_scale", ".input_scale", ".qscale_act")
-_NF4 = tuple(f".{part}" for part in NF4_PARTS)
-_HQQ = (
-    ".nbits", ".group_size", ".axis", ".shape", ".packing", ".compute_dtype", ".view_as_float",
-    ".unpack_view_dtype", ".quant_scale", ".quant_zero", ".channel_wise",
-)  # fmt: skip
-FORMS = (
-    PartNames(
-        ("compressed-tensors",),
-        (".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx",
-         ".weight_global_scale", *_ACTIVATIONS),
-        {".weight_packed": (".weight_scale",), ".weight": (".weight_scale",),
-         ".weight.compressed": (), ".compressed": ()},
-        _FP8 | {"int8"}, _ACTIVATIONS, (frozenset({".weight_scale", ".weight_shape"}),),
-        schemes=frozenset({"ct-packed", "ct-int8-plain", "ct-fp8"}),
-    ),
-    PartNames(
-        ("fp8",), ("_scale_inv", ".qscale_weight", *_STATIC),
-        {".weight": (".weight_scale_inv", ".qscale_weight", ".scale", ".weight_scale"),
-         "": ("_scale_inv",)},
-        _FP8, _STATIC, schemes=frozenset({"fp8"}),
-    ),
-    PartNames(
-        ("bitsandbytes",), (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _STATE),
-        certain=(frozenset({".absmax", ".quant_map"}), frozenset({_STATE})),
-        lacks="no quant_state.bitsandbytes__nf4 or __fp4 that describes them",
-    ),
-    PartNames(
-        ("bitsandbytes",), (".SCB", ".weight_format"), {".weight": (".SCB",)}, frozenset({"int8"}),
-        schemes=frozenset({"bnb-int8"}),
-    ),
-    PartNames(
-        ("gptq", "awq"), (".qzeros", ".scales", ".g_idx"), {".qweight": (".scales",)},
-        certain=(frozenset({".qzeros", ".scales"}),),
-    ),
-    PartNames(("mxfp4",), ("_scales",), {"_blocks": ("_scales",)}),
-    PartNames(
-        ("quanto",), (".weight._scale", ".weight._shift"),
-        {".weight._data": (".weight._scale",), ".weight._data._data": (".weight._scale",)},
-        certain=(frozenset({".weight._scale"}), frozenset({".weight._shift"})),
-    ),
-    PartNames(
-        ("hqq",), (".scale", ".zero", *_HQQ), {".W_q": (".scale",)},
-        certain=(frozenset({".nbits", ".packing"}), frozenset({".group_size", ".view_as_float"})),
-    ),
-    PartNames(
-        (), _NF4, certain=tuple(map(frozenset, combinations(_NF4, 2))),
-        lacks="not all five parts of NF4 and their record", schemes=frozenset({"nf4"}),
-    ),
-)  # fmt: skip
 _FLOAT = frozenset({"float64", "float32", "float16", "bfloat16"})
 _INT = frozenset({"int8", "uint8", "int32", "int64"})
 _EXPONENT = frozenset({"uint8", "float8_e8m0fnu"})
@@ -125,7 +44,7 @@ _KINDS: Mapping[str, tuple[frozenset[str], tuple[int, ...]]] = {
     ".g_idx": (_INT, (1, 2)), ".weight_g_idx": (_INT, (1, 2)), ".weight_shape": (_INT, (1, 2)),
     ".absmax": (_FLOAT | _INT, (1, 2)), ".quant_map": (_FLOAT, (1,)), ".nested_absmax": (_FLOAT, (1,)),
     ".nested_quant_map": (_FLOAT, (1,)), ".SCB": (_FLOAT, (1, 2)), ".weight_format": (_INT, _ONE),
-    ".input_zero_point": (_INT | _FP8, _ONE), ".output_zero_point": (_INT | _FP8, _ONE),
+    ".input_zero_point": (_INT | FP8, _ONE), ".output_zero_point": (_INT | FP8, _ONE),
     ".input_global_scale": (_FLOAT, _ONE), "_scale_inv": (_FLOAT | _EXPONENT, (0, 1, 2, 3)),
     ".activation_scale": (_FLOAT, _ONE), ".qscale_act": (_FLOAT, _ONE),
 }  # fmt: skip
@@ -182,7 +101,7 @@ class _Strays:
     _configs: list[Mapping[str, object]] = field(default_factory=list)
 
     def all(self) -> Iterator[Stray]:
-        keys = [key for key in self.infos if key.endswith(_LAST) or _STATE in key]
+        keys = [key for key in self.infos if key.endswith(_LAST) or STATE in key]
         keys = [key for key in keys if key in self.dense]
         for form in FORMS if keys else ():
             yield from self._parts_of(form, keys)
@@ -389,15 +308,15 @@ def _may_be_codes(info: TensorInfo) -> bool:
 
 def _end(ends: Iterable[str], key: str) -> str | None:
     """Return the longest of the ends that the key has; None: it has none of them."""
-    if _STATE in key and _STATE in ends:
-        return _STATE
+    if STATE in key and STATE in ends:
+        return STATE
     return max((end for end in ends if f".{key}".endswith(end)), key=len, default=None)
 
 
 def _stem(key: str, end: str) -> str:
     """Return what stands before the end; at the root a key has no dot before it: weight_scale."""
-    if end == _STATE:
-        return key.partition(_STATE)[0]
+    if end == STATE:
+        return key.partition(STATE)[0]
     return f".{key}".removesuffix(end)[1:]
 
 
