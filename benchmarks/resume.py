@@ -1,6 +1,6 @@
 """Measure `ckptmap.load` into a live model against torch's own functions: time and peak memory.
 
-    python -m benchmarks.resume [--ranks 4] [--layers 8] [--width 1024] [--repeats 3]
+    python -m benchmarks.resume [--ranks 4] [--layers 8] [--width 1024] [--repeats 3] [--only same-layout]
 
 same-layout   a DCP checkpoint of the same mesh
     dcp       dcp.load + set_model_state_dict + set_optimizer_state_dict
@@ -10,8 +10,9 @@ one-file      a torch.save file of one process
     full-all  torch.load on every rank, set_*_state_dict(full_state_dict)
     ckptmap   ckptmap.load
 
-Saves are measured by `resume_save.py`. Memory is what a rank needs in addition to its model and optimizer: the peak of RssAnon while it
-loads, minus RssAnon before, after freed memory was returned to the system.
+Saves are measured by `resume_save.py`. CPU is user and system time of all ranks. Memory is what a rank needs in addition to its model and
+optimizer: the peak of RssAnon while it loads, minus RssAnon before, after freed memory was returned to the system.
+`--only` takes the beginnings of names: "full on every rank" needs the whole checkpoint once a rank.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -136,22 +137,25 @@ class Peak:
         self._thread.join()
 
 
-def measure(name: str, folder: Path, layers: int, width: int) -> tuple[float, int]:
-    """Return the seconds until all ranks have loaded, and the most additional bytes of a rank."""
+def measure(name: str, folder: Path, layers: int, width: int) -> tuple[float, float, int]:
+    """Return the seconds until all ranks have loaded, CPU seconds of all ranks, and the most additional bytes of
+    a rank."""
     file, load = CONTESTANTS[name]
     model, optimizer = sharded(layers, width)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
-    before = anonymous()
+    before, used = anonymous(), time.process_time()
     with Peak() as peak:
         started = time.monotonic()
         load(folder / file, model, optimizer)
         dist.barrier()
         seconds = time.monotonic() - started
+    cpu = torch.tensor([time.process_time() - used], dtype=torch.float64)
     extra = torch.tensor([peak.nbytes - before])
+    dist.all_reduce(cpu)
     dist.all_reduce(extra, dist.ReduceOp.MAX)
-    return seconds, int(extra)
+    return seconds, float(cpu), int(extra)
 
 
 def prepare(folder: Path, layers: int, width: int) -> None:
@@ -175,13 +179,19 @@ def prepare(folder: Path, layers: int, width: int) -> None:
     dist.barrier()
 
 
-def rank_main(folder: Path, layers: int, width: int, repeats: int) -> None:
+def chosen(names: Iterable[str], only: str) -> list[str]:
+    """Return the names that begin with one of those that `only` has, set apart by commas; empty: all."""
+    return [name for name in names if name.startswith(tuple(only.split(",")))]
+
+
+def rank_main(folder: Path, layers: int, width: int, repeats: int, only: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     prepare(folder, layers, width)
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in CONTESTANTS}
+    names = chosen(CONTESTANTS, only)
+    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in names}
     for _ in range(repeats):
-        for name in CONTESTANTS:  # in turn, so that the machine is in the same state for all
+        for name in names:  # in turn, so that the machine is in the same state for all
             found[name].append(measure(name, folder, layers, width))
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
@@ -197,21 +207,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="beginnings of names, set apart by commas")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="ckptmap-resume-") as folder:
-        args = [folder, *map(str, (asked.layers, asked.width, asked.repeats))]
+        args = [folder, *map(str, (asked.layers, asked.width, asked.repeats, asked.only))]
         run_ranks("benchmarks.resume", asked.ranks, ["--rank", *args], timeout=1800)
         found = json.loads((Path(folder) / "found.json").read_text())
     nbytes = 3 * 4 * asked.layers * asked.width**2
     print(f"{asked.ranks} ranks, {nbytes / 1e6:.0f} MB of weights and moments in float32")
     for name, runs in found.items():
-        seconds = statistics.median(run[0] for run in runs)
-        extra = statistics.median(run[1] for run in runs)
-        print(f"{name:22} {seconds:8.2f} s {extra / 1e6:9.1f} MB more a rank")
+        seconds, cpu, extra = (statistics.median(run[at] for run in runs) for at in range(3))
+        print(f"{name:22} {seconds:8.2f} s {cpu:8.2f} s CPU {extra / 1e6:9.1f} MB more a rank")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank_main(Path(sys.argv[2]), *map(int, sys.argv[3:6]))
+        rank_main(Path(sys.argv[2]), *map(int, sys.argv[3:6]), sys.argv[6])
     else:
         main()

@@ -1,6 +1,6 @@
 """Measure `ckptmap.save` of a live FSDP2 run against torch's own saves: time, CPU, and how long training stands still.
 
-    python -m benchmarks.resume_save [--ranks 4] [--layers 8] [--width 1024] [--repeats 3]
+    python -m benchmarks.resume_save [--ranks 4] [--layers 8] [--width 1024] [--repeats 3] [--only synced]
 
 synced, while training waits: every byte is on the disk when it returns
     dcp       dcp.save, whose FileSystemWriter syncs its files
@@ -9,13 +9,14 @@ not synced: the bytes are in the page cache when it returns, which ckptmap.save 
     dcp       dcp.save with FileSystemWriter(sync_files=False)
 in the background: "blocked" is how long the call holds the thread that trains
     dcp       dcp.async_save
-    dcp kept  dcp.async_save with a stager that keeps its memory between saves, as torchtitan's
+    kept dcp  dcp.async_save with a stager that keeps its memory between saves, as torchtitan's
               `async_with_pinned_mem` does; without CUDA its memory is not pinned
     ckptmap   ckptmap.save(background=True)
 
 A run saves twice with the same model, as a training run does; the second save is what is reported, and the
 first stands beside it, since memory that is kept between saves is new to the first one. CPU is user and system time
 of all ranks. Memory is what a rank needs in addition to its model and optimizer: the peak of RssAnon.
+`--only` takes the beginnings of names: what keeps memory, keeps it while the others are measured.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import ckptmap
-from benchmarks.resume import Peak, anonymous, sharded
+from benchmarks.resume import Peak, anonymous, chosen, sharded
 
 
 class Wait(Protocol):
@@ -99,7 +100,7 @@ def contestants(stager: DefaultStager) -> Mapping[str, Callable[[Path, Any, Any]
         "synced ckptmap": lambda p, m, o: by_ckptmap(p, m, o, False),
         "not synced dcp": lambda p, m, o: by_dcp(p, m, o, False),
         "background dcp": lambda p, m, o: by_async(p, m, o, None),
-        "background dcp kept": lambda p, m, o: by_async(p, m, o, stager),
+        "background kept dcp": lambda p, m, o: by_async(p, m, o, stager),
         "background ckptmap": lambda p, m, o: by_ckptmap(p, m, o, True),
     }
 
@@ -130,15 +131,16 @@ def measure(save: Callable[[Path, Any, Any], Wait], path: Path, model: Any, opti
     return Run(float(most[0]), float(most[1]), float(cpu), int(most[2]))
 
 
-def rank_main(folder: Path, layers: int, width: int, repeats: int) -> None:
+def rank_main(folder: Path, layers: int, width: int, repeats: int, only: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model, optimizer = sharded(layers, width)
     stager = DefaultStager(StagingOptions(False, False, False, False))
     found: dict[str, list[list[dict[str, float]]]] = {}
+    saves = contestants(stager)
     for _ in range(repeats):
-        for name, save in contestants(stager).items():  # in turn: the machine is alike for all
-            runs = [measure(save, folder / "saved", model, optimizer) for _ in range(2)]
+        for name in chosen(saves, only):  # in turn: the machine is alike for all
+            runs = [measure(saves[name], folder / "saved", model, optimizer) for _ in range(2)]
             found.setdefault(name, []).append([asdict(run) for run in runs])
     stager.close()
     if dist.get_rank() == 0:
@@ -172,10 +174,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="beginnings of names, set apart by commas")
     parser.add_argument("--work", type=Path, help="an existing folder for what is saved")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="ckptmap-save-", dir=asked.work) as folder:
-        args = [folder, *map(str, (asked.layers, asked.width, asked.repeats))]
+        args = [folder, *map(str, (asked.layers, asked.width, asked.repeats, asked.only))]
         run_ranks("benchmarks.resume_save", asked.ranks, ["--rank", *args], timeout=1800)
         found = json.loads((Path(folder) / "found.json").read_text())
     nbytes = 3 * 4 * asked.layers * asked.width**2
@@ -185,6 +188,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank_main(Path(sys.argv[2]), *map(int, sys.argv[3:6]))
+        rank_main(Path(sys.argv[2]), *map(int, sys.argv[3:6]), sys.argv[6])
     else:
         main()
