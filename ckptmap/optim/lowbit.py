@@ -123,6 +123,15 @@ class LowBit:
         }
         return {part: Box((a,), (b - a,)) for part, (a, b) in spans.items() if b > a}
 
+    def run(self, start: int, stop: int) -> Mapping[str, Box]:
+        """Return the boxes of the codes and scales of whole blocks, from one flat position to another."""
+        packed, block = self.kind.packed, self.block_size
+        first, last = start // block, -(-stop // block)
+        return {
+            CODES: Box((start // packed,), ((stop - start) // packed,)),
+            SCALE: Box((first,), (last - first,)),
+        }
+
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         """Return the box of a part that covers the flat span of `box` in whole blocks; with cells, all
         cells that it touches."""

@@ -1,6 +1,6 @@
 """Rounding by position on several ranks: runs that are cut in time and over ranks give the same bits.
 
-python -m tests.ranks.rounding FOLDER PART OPTIMIZERS
+python -m tests.ranks.rounding FOLDER PARTS OPTIMIZERS
 
 Every rank sees the same batch, and sums of gradients are taken in float32: four equal gradients of
 bfloat16 add up exactly, in any order.
@@ -8,8 +8,10 @@ bfloat16 add up exactly, in any order.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptmap
-from ckptmap.errors import RunError
+from ckptmap.errors import LoadError, RunError
+from ckptmap.live.quantized import torchao_lowbit_fix
 from ckptmap.live.rounding import install
+from ckptmap.live.rounding.blocks_around import is_around
 from tests.support.cpu_sharding import fully_shard
 from tests.support.resume_model import Layer
-from tests.support.resume_optimizers import ROUNDING
+from tests.support.resume_optimizers import ROUNDING, torchao
 
 WORDS = 72
 SEED = 11
@@ -109,12 +113,131 @@ def goes_on(folder: Path, name: str) -> None:
     ckptmap.save(folder / f"{name}-continued", model, optimizer).wait()
 
 
-def given_gradients(model: Any, optimizer: Any, steps: int = 3) -> None:
+class Odd(nn.Module):
+    """On 2, 3 or 4 ranks, shards end inside blocks: after an odd number of elements, in weights of bfloat16 and of
+    float32, and where the last of three ranks holds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(9, 512, bias=False)
+        self.few = nn.Linear(1088, 4)
+        self.pair = nn.Linear(2112, 2)
+        self.wide = nn.Linear(72, 128)
+
+
+def odd_model(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = Odd().to(torch.bfloat16)
+    model.wide.float()
+    return model
+
+
+def odd(name: str, seed: int = 0, mesh: Any = None) -> tuple[Any, Any]:
+    model = odd_model(seed)
+    if dist.is_initialized():
+        model.wide = fully_shard(model.wide, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+    optimizer = ODD[name](model.parameters())
+    installed = install(optimizer, seed=SEED, model=model, same_gradients=True)
+    assert installed.blocks_of_shards() == ()
+    return model, optimizer
+
+
+ODD = {
+    **{name: build for name, build in ROUNDING.items() if name != "ao"},
+    "adam8": torchao("Adam8bit", weight_decay=0.1, bf16_stochastic_round=True),
+}
+"""Adam's moments depend on the weights, too, by their decay."""
+
+
+def odd_whole(folder: Path, name: str) -> None:
+    """Five steps; the state after two of them is saved on the way."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    model, optimizer = odd(name)
+    given_gradients(model, optimizer, 2)
+    ckptmap.save(folder / f"{name}-two-of-{world}", model, optimizer).wait()
+    given_gradients(model, optimizer, 3, first=2)
+    ckptmap.save(folder / f"{name}-five-of-{world}", model, optimizer).wait()
+
+
+def odd_rest(folder: Path, name: str) -> None:
+    """Three steps more, from what four ranks saved; and moments that were plain, quantized."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    model, optimizer = odd(name, seed=1)
+    report = ckptmap.load(folder / f"{name}-two-of-4", model, optimizer, exact=True)
+    assert report.inexact == (), report
+    given_gradients(model, optimizer, 3, first=2)
+    ckptmap.save(folder / f"{name}-rest-of-{world}", model, optimizer).wait()
+    ckptmap.load(folder / "plain", model, optimizer)
+    ckptmap.save(folder / f"{name}-quantized-of-{world}", model, optimizer).wait()
+
+
+def odd_replicas(folder: Path, name: str) -> None:
+    """Two replicas of two ranks; torch's own ways to save say what is to be done."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = odd(name, mesh=mesh)
+    given_gradients(model, optimizer, 5)
+    ckptmap.save(folder / f"{name}-replicas", model, optimizer).wait()
+    moment = next(
+        state["exp_avg"]
+        for state in optimizer.state.values()
+        if is_around(state["exp_avg"].to_local())
+    )
+    values = moment.to_local().blocks.dequantize()
+    assert values.numel() % optimizer.block_size == 0 and torch.equal(
+        copy.deepcopy(moment).to_local().blocks.dequantize(), values
+    )
+    for call in (lambda: pickle.dumps(moment), moment.full_tensor, lambda: moment + 1):
+        try:
+            call()
+        except RuntimeError as error:
+            assert "ckptmap.save" in str(error), error
+        else:
+            raise AssertionError("wrong values in silence")
+
+
+def odd_gradients(folder: Path, name: str) -> None:
+    """One rank has no gradient: said before anything is stepped."""
+    model, optimizer = odd(name)
+    given_gradients(model, optimizer, 1)
+    if dist.get_rank() == 0:
+        model.few.weight.grad = None
+    before = model.wide.weight.to_local().clone()
+    try:
+        optimizer.step()
+    except LoadError as error:
+        assert error.code == "CKM520" and "few.weight has a gradient on 3 of 4 ranks" in str(
+            error
+        ), error
+    else:
+        raise AssertionError("stepped")
+    assert torch.equal(model.wide.weight.to_local(), before)
+
+
+def odd_uninstalled(folder: Path, name: str) -> None:
+    """torchao's own step goes on with what shared blocks held, decoded."""
+    model, _ = odd(name)
+    optimizer = ODD[name](model.parameters())
+    installed = install(optimizer, seed=SEED, model=model)
+    given_gradients(model, optimizer, 1)
+    weight = model.few.weight
+    held = optimizer.state[weight]["exp_avg"].to_local()
+    assert is_around(held) and held.lead == {0: 0, 1: 64, 2: 128, 3: 192}[dist.get_rank()] % (
+        optimizer.block_size
+    )
+    values = held.blocks.dequantize()[held.lead :][: held.numel()].view(held.shape)
+    installed.uninstall()
+    assert torch.equal(optimizer.state[weight]["exp_avg"].to_local(), values)
+    torchao_lowbit_fix.apply()  # torchao's own step needs it, with weights of bfloat16
+    given_gradients(model, optimizer, 1, first=1)
+
+
+def given_gradients(model: Any, optimizer: Any, steps: int = 3, first: int = 0) -> None:
     """Steps with gradients that depend on step and parameter alone."""
-    for step in range(steps):
+    for step in range(first, first + steps):
         for number, param in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(100 * step + number)
-            grad = torch.randn(param.shape, generator=generator).to(torch.bfloat16)
+            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
             param.grad = _cut_as(param, grad)
         optimizer.step()
 
@@ -176,6 +299,11 @@ PARTS = {
     "in_other_meshes": in_other_meshes,
     "one_weight": one_weight,
     "other_seeds": other_seeds,
+    "odd_whole": odd_whole,
+    "odd_rest": odd_rest,
+    "odd_replicas": odd_replicas,
+    "odd_gradients": odd_gradients,
+    "odd_uninstalled": odd_uninstalled,
 }
 
 
@@ -183,11 +311,12 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if "CKPTMAP_TEST_BACKEND" in os.environ:  # torchao's step says none
         backend = os.environ["CKPTMAP_TEST_BACKEND"]
-        torch.compile = functools.partial(torch.compile, backend=backend)  # type: ignore[assignment]
+        torch.compile = functools.partial(torch.compile, backend=backend)
     else:
         torch.compiler.set_stance("force_eager")
     dist.init_process_group("gloo")
-    for optimizer_name in sys.argv[3].split(","):
-        PARTS[sys.argv[2]](Path(sys.argv[1]), optimizer_name)
+    for part in sys.argv[2].split(","):
+        for optimizer_name in sys.argv[3].split(","):
+            PARTS[part](Path(sys.argv[1]), optimizer_name)
     dist.barrier()
     dist.destroy_process_group()

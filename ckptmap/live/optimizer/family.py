@@ -7,8 +7,9 @@ both                entries(p) = {step, exp_avg, exp_avg_sq}
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ckptmap.live.model.live_tensor import is_dtensor
@@ -38,12 +39,34 @@ class Codes:
     shape: tuple[int, ...]
     encoder: Callable[[Codes, torch.Tensor], None] | None = None
     """Quantizes float32 values into these codes by the library's own rule; None: by torchao's."""
+    start: int | None = None
+    """Position in the whole tensor of the first code, where they are those of all blocks that this rank's shard
+    touches (see `rounding.blocks_around`); None: they are those of the shard."""
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
         """The tensors by the names under which they are stored."""
         parts = {"codes": self.codes, "scale": self.scale}
         return parts if self.qmap is None else {**parts, "qmap": self.qmap}
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """Positions in the whole tensor of the first element and past the last one, where `start` is known."""
+        return None if self.start is None else (self.start, self.start + math.prod(self.shape))
+
+    def begun_in(self, shard: tuple[int, int]) -> Codes:
+        """Return the blocks that begin in the shard, of those around it: each block is one rank's so."""
+        assert self.start is not None
+        first, last = (-(-at // self.block_size) - self.start // self.block_size for at in shard)
+        packed = math.prod(self.shape) // max(1, self.codes.numel())
+        low, high = first * self.block_size, last * self.block_size
+        return replace(
+            self,
+            codes=self.codes.view(-1)[low // packed : high // packed],
+            scale=self.scale[first:last],
+            shape=(high - low,),
+            start=self.start + low,
+        )
 
 
 Moment: TypeAlias = "torch.Tensor | Codes"
@@ -63,6 +86,9 @@ def codes_of(value: object) -> Codes | None:
     if isinstance(value, Codes):
         return value
     local: Any = local_of(value)
+    if getattr(type(local), "is_around", False):
+        blocks = codes_of(local.blocks)
+        return blocks and replace(blocks, start=local.start)
     scheme = KINDS.get(type(local).__name__)
     if scheme is None:
         return None

@@ -21,7 +21,7 @@ from ckptmap.live.model.tensor_reader import window
 from ckptmap.live.model.tuples import holds_tensor
 from ckptmap.live.optimizer.family import Codes, Moment, OptimizerParam, codes_of, local_of
 from ckptmap.live.optimizer.unwrap import parts_of
-from ckptmap.optim.lowbit import LOGICAL, LowBit
+from ckptmap.optim.lowbit import LOGICAL, LowBit, flat_span
 from ckptmap.tensors import Box, Path, TensorInfo
 
 if TYPE_CHECKING:
@@ -318,9 +318,14 @@ def _hold_codes(state: LocalState, owner: ParamOwner, name: str, codes: Codes) -
             f"optimizer: {target.fqn}.{name} is quantized and has {len(boxes)} boxes on one rank",
             "save it with an optimizer in float32, or on a mesh of Shard placements",
         )
-    piece = LocalCodes(boxes[0][0], codes)
+    piece = local_codes(boxes[0][0], codes, info.shape)
     for path in _paths(owner, name):
         state.holdings.append(LocalTensor(path, info, [piece], _primary(target), True))
+
+
+def local_codes(box: Box, codes: Codes, shape: Sequence[int]) -> LocalCodes:
+    """Return the codes of this rank's box, without those of blocks that begin on other ranks."""
+    return LocalCodes(box, codes if codes.start is None else codes.begun_in(flat_span(shape, box)))
 
 
 def decoded(codes: Codes) -> torch.Tensor:

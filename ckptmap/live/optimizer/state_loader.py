@@ -8,7 +8,6 @@ checkpoint exp_avg (any encoding, any sharding)  ->  exp_avg in the live optimiz
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
@@ -17,12 +16,12 @@ from ckptmap.live.model.live_tensor import cut, is_dtensor, local_boxes
 from ckptmap.live.model.load_report import CastTensor, Recoded
 from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.live.optimizer import state_placement
+from ckptmap.live.optimizer.code_blocks import code_places, encode, relative_error, values_of_span
 from ckptmap.live.optimizer.family import STEP, Codes, Moment, codes_of, local_of
 from ckptmap.live.optimizer.flat_lowbit import FlatCodes, fill_entry
 from ckptmap.live.optimizer.local_state import ParamOwner, decoded, is_cut_alike
 from ckptmap.live.optimizer.stored_state import Source, derivation, most_stepped, step_like, step_of
-from ckptmap.optim import lowbit_codes
-from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit, flat_span
+from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
 
@@ -276,6 +275,9 @@ class StateLoader:
         """Decode this rank's boxes to float32, and quantize them by the optimizer's own library."""
         import torch
 
+        if codes.span is not None:
+            self._recode_around(name, codes.span, live, codes, reader)
+            return
         local = local_of(self.owner.part.param)
         values = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
         with reader.meter.hold(values.nbytes, values.device):
@@ -300,6 +302,25 @@ class StateLoader:
                 self.notes.loaded.append(title)
                 form = lazy.dtype if lazy.encoding == "dense" else lazy.encoding
                 self.notes.recoded.append(Recoded(title, form, codes.scheme, error))
+
+    def _recode_around(
+        self, name: str, span: tuple[int, int], live: Moment, codes: Codes, reader: TensorReader
+    ) -> None:
+        """Likewise, of all blocks that this rank's shard touches."""
+        (target, _), source = self.owner.members[0], self.sources[0]
+        lazy, title = self._lazy(name, source), f"{target.fqn}.{name}"
+        if lazy is None:
+            self.notes.initialised.append(f"{title}: the checkpoint has none")
+            return
+        values = values_of_span(reader, lazy, span, codes.codes.device)
+        _, factor = derivation(name, source, self.betas)
+        if factor is not None:
+            values.mul_(factor)
+        encode(live, codes, values)
+        self.notes.loaded.append(title)
+        form = lazy.dtype if lazy.encoding == "dense" else lazy.encoding
+        error = relative_error(values, decoded(codes))
+        self.notes.recoded.append(Recoded(title, form, codes.scheme, error))
 
     def _load_own_shape(self, name: str, live: torch.Tensor, reader: TensorReader) -> torch.Tensor:
         """Load a tensor of a shape of its own, a step or a row, cut as the live one."""
@@ -327,64 +348,7 @@ def _zero(views: Iterable[torch.Tensor]) -> None:
         view.zero_()
 
 
-def code_places(
-    lazy: LazyTensor, codes: Codes, boxes: Sequence[tuple[Box, Box]]
-) -> Mapping[str, Box] | None:
-    """Return the boxes of stored codes and scales of just this rank's blocks; None: they differ."""
-    encoding = lazy.encoding_
-    same = isinstance(encoding, LowBit) and (
-        (encoding.name, encoding.block_size, encoding.signed)
-        == (codes.scheme, codes.block_size, codes.signed)
-    )
-    if not same or len(boxes) != 1:
-        return None
-    assert isinstance(encoding, LowBit)
-    box = boxes[0][0]
-    for number, cell in enumerate(encoding.cells):
-        if cell.quantized and cell.box.intersect(box) == box:
-            inside = _whole_blocks(cell.box.sizes, box.relative_to(cell.box.offsets), encoding)
-            base = encoding.place(number)
-            return inside and {
-                part: Box((base[part].offsets[0] + run.offsets[0],), run.sizes)
-                for part, run in inside.items()
-            }
-    return None if encoding.cells else _whole_blocks(lazy.shape, box, encoding)
-
-
-def _whole_blocks(shape: Sequence[int], box: Box, encoding: LowBit) -> Mapping[str, Box] | None:
-    """Return the boxes of codes and scales of a box that is a run of whole blocks; None: it is not."""
-    start, stop = flat_span(shape, box)
-    block, packed = encoding.block_size, encoding.kind.packed
-    whole = stop % block == 0 or stop == math.prod(shape)
-    if stop - start != box.numel or start % block or not whole:
-        return None
-    first, last = start // block, -(-stop // block)
-    return {
-        CODES: Box((start // packed,), ((stop - start) // packed,)),
-        SCALE: Box((first,), (last - first,)),
-    }
-
-
-def encode(live: Moment, codes: Codes, values: torch.Tensor) -> None:
-    """Quantize float32 values into live codes."""
-    import torch
-
-    if codes.encoder is not None:
-        codes.encoder(codes, values)
-        return
-    on_device = values.to(codes.codes.device)
-    if not lowbit_codes.encode(on_device, codes.block_size, codes.qmap, codes.codes, codes.scale):
-        assert isinstance(live, torch.Tensor), "Codes without a tensor bring their own encoder"
-        local_of(live).copy_(values)
-
-
 def _codes(value: object) -> Codes:
     codes = codes_of(value)
     assert codes is not None
     return codes
-
-
-def relative_error(values: torch.Tensor, approximation: torch.Tensor) -> float:
-    """Return the root mean square of the difference, divided by that of the values."""
-    norm = values.norm()
-    return float((approximation - values).norm() / norm) if float(norm) else 0.0

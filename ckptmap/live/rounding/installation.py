@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.core import argument_checks
 from ckptmap.errors import ArgumentError, LoadError
 from ckptmap.live.model.flat_params import is_fsdp1
-from ckptmap.live.optimizer.family import is_a
+from ckptmap.live.optimizer.family import is_a, local_of
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
 from ckptmap.live.optimizer.unwrap import inner_optimizers, is_offloaded, unwrapped
 from ckptmap.live.rounding import moments, stepping, torchao_source
+from ckptmap.live.rounding.blocks_around import decode, is_around
 from ckptmap.live.rounding.record import ATTRIBUTE, LOWEST, RoundingRecord, record_of
 from ckptmap.mapping.wrappers import strip_wrappers
 
@@ -47,8 +48,8 @@ class InstalledRounding:
 
     def blocks_of_shards(self) -> tuple[str, ...]:
         """Return the FQNs of parameters whose moments are quantized in blocks of each rank's shard,
-        because a shard begins or ends inside a block of the whole tensor: another number of ranks rounds
-        these moments in another way."""
+        because columns, or two dims of a mesh, are cut inside blocks of the whole tensor: another number of
+        ranks rounds these moments in another way."""
         found = []
         for optimizer, record in self._records:
             for group in optimizer.param_groups:
@@ -58,7 +59,8 @@ class InstalledRounding:
         return tuple(found)
 
     def uninstall(self) -> None:
-        """Give the optimizer its own step back, with torchao's random bits. Moments stay as they are."""
+        """Give the optimizer its own step back, with torchao's random bits. Moments stay as they are; those of
+        which ranks share blocks are decoded, into float32."""
         while self._undo:
             self._undo.pop()()
 
@@ -96,8 +98,9 @@ def install(
                     their order: equal batches on 1, 2 or 4 ranks, or gradients that are exact in their
                     dtype. ckptmap cannot know it
 
-    8- and 4-bit moments are quantized in blocks of the whole tensor where shards are whole blocks;
-    `InstalledRounding.blocks_of_shards` names the others.
+    8- and 4-bit moments are quantized in blocks of the whole tensor. Where rows are cut inside a block, its ranks
+    exchange its gradients in each step. `InstalledRounding.blocks_of_shards` names parameters that are cut in
+    another way inside blocks, whose moments are quantized by shard.
 
     Raises ArgumentError CKM516, and LoadError CKM520 for an optimizer, a parameter or a release of torchao
     that it cannot be put into. Nothing is changed then.
@@ -136,8 +139,19 @@ def _put_in(optimizer: Any, record: RoundingRecord) -> list[Callable[[], None]]:
             if vars(optimizer).get(name) is value:  # else a scheduler has wrapped it since
                 del vars(optimizer)[name]
                 vars(optimizer).update({name: kept[name]} if name in kept else {})
+        _decode_shared(optimizer)
 
     return [undo]
+
+
+def _decode_shared(optimizer: Any) -> None:
+    """Replace moments that torchao's own step cannot read by their values."""
+    import torch
+
+    with torch.no_grad():
+        for state in optimizer.state.values():
+            shared = [name for name, value in state.items() if is_around(local_of(value))]
+            state.update({name: decode(state[name]) for name in shared})
 
 
 def _step(optimizer: Any, scheduled: bool) -> Any:

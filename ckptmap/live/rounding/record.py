@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ckptmap.live.rounding.positions import Positions
+    from ckptmap.live.rounding.shared_blocks import SharedBlocks
 
 LOWEST = -(1 << 63)
 """The lowest seed; the highest is 2^63 - 1."""
@@ -32,6 +33,7 @@ class ParamPlace:
     facts      what the rest was computed from: it is computed anew where they change
     positions  None: it is not rounded, or this rank holds none of it
     grid       how its moments are cut into blocks: one of `moments.GRIDS`
+    shared     how ranks share these blocks, where they do
     """
 
     param: torch.Tensor
@@ -39,6 +41,7 @@ class ParamPlace:
     facts: tuple[object, ...]
     positions: Positions | None
     grid: str
+    shared: SharedBlocks | None
 
 
 @dataclass(eq=False)

@@ -5,7 +5,8 @@
 
 The arithmetic up to the rounding is torchao's own function, on float32. The loop over parameters is
 written anew, because torchao's passes no name and no position to it. It works on this rank's shards,
-not on DTensors: every operation is elementwise.
+not on DTensors: every operation is elementwise. Where ranks share blocks of a moment, it works on all elements of
+these blocks, and the weights of this rank are taken out of the result.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.optimizer.family import STEP, local_of
-from ckptmap.live.rounding.moments import grid_of
+from ckptmap.live.rounding.blocks_around import is_around
+from ckptmap.live.rounding.moments import AROUND, grid_of
 from ckptmap.live.rounding.position_bits import key_of, round_at
 from ckptmap.live.rounding.positions import boxes_of, positions
 from ckptmap.live.rounding.record import ParamPlace, RoundingRecord
+from ckptmap.live.rounding.shared_blocks import shared_blocks
+from ckptmap.live.rounding.shared_gradients import Edges, around, exchange
 
 if TYPE_CHECKING:
     import torch
@@ -53,27 +57,54 @@ def kernel() -> Kernel:
     return step_of_param
 
 
+@cache
+def kernel_around() -> Kernel:
+    """Return the step of one parameter with moments in the blocks around its shard."""
+    from torchao.optim.adam import single_param_adam
+
+    def step_of_blocks(
+        param: torch.Tensor,
+        wide: torch.Tensor,
+        grad: torch.Tensor,
+        moments: tuple[torch.Tensor | None, ...],
+        numbers: tuple[Any, ...],
+        at: tuple[torch.Tensor | None, int, int],
+        key: tuple[torch.Tensor, ...],
+    ) -> None:
+        rows, width, lead = at
+        single_param_adam(wide, grad, *moments, *numbers, False)
+        inside = wide.narrow(0, lead, param.numel()).view(param.shape)
+        param.copy_(inside if rows is None else round_at(inside, rows, width, key))
+
+    return step_of_blocks
+
+
 def run(optimizer: Any, record: RoundingRecord) -> None:
     """Step every parameter that has a gradient. Raises LoadError CKM520, before any is stepped, for one
     that has no FQN or cannot be rounded by position."""
     import torch
     from torch._dynamo.utils import disable_cache_limit
 
-    work = [
+    every = [
         (group, place_of(record, param, optimizer.block_size))
         for group in optimizer.param_groups
         for param in group["params"]
-        if param.grad is not None
+        if param.grad is not None or (param.requires_grad and is_dtensor(param))
     ]
-    compiled = torch.compile(kernel(), fullgraph=True, dynamic=False)
+    work = [(group, place) for group, place in every if place.param.grad is not None]
     with torch.no_grad(), disable_cache_limit():
+        grads = {id(place.param): _local_grad(place.param) for _, place in work}
+        edges = exchange([place for _, place in every], grads, not optimizer.is_adamw)
         for group, place in work:
-            _step(optimizer, record.seed, group, place, compiled)
+            _step(optimizer, record.seed, group, place, grads.pop(id(place.param)), edges)
 
 
 def _step(
-    optimizer: Any, seed: int, group: dict[str, Any], place: ParamPlace, compiled: Kernel
-) -> None:
+    optimizer: Any, seed: int, group: dict[str, Any], place: ParamPlace,
+    grad: torch.Tensor, edges: dict[int, Edges],
+) -> None:  # fmt: skip
+    import torch
+
     param = place.param
     state = _state(optimizer, group, param)
     state[STEP] += 1
@@ -81,17 +112,23 @@ def _step(
     if not local.numel():
         return
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    moments = [
-        state[STEP],
-        *(_local_moment(state[name]) if name in state else None for name in names),
-    ]
+    held = [_local_moment(state[name]) if name in state else None for name in names]
     numbers = (
         _tensor_lr(group), *group["betas"], group["weight_decay"], group["eps"], optimizer.is_adamw
     )  # fmt: skip
     at = place.positions
     key = key_of(seed, int(state[STEP].item()), place.fqn).tensors() if at else ()
     rows, width = (at.rows, at.width) if at else (None, 0)
-    compiled(local, _local_grad(param), tuple(moments), numbers, rows, width, key)
+    if place.shared is None or not all(one is None or is_around(one) for one in held):
+        compiled = torch.compile(kernel(), fullgraph=True, dynamic=False)
+        compiled(local, grad, (state[STEP], *held), numbers, rows, width, key)
+        return
+    lead, span, mine = place.shared.lead, place.shared.span, edges[id(param)]
+    compiled = torch.compile(kernel_around(), fullgraph=True, dynamic=False)
+    compiled(
+        local, around(local, lead, span, mine.weights), around(grad, lead, span, mine.grads),
+        (state[STEP], *(None if one is None else _rewrapped(one.blocks) for one in held)), numbers, (rows, width, lead), key,
+    )  # fmt: skip
 
 
 def _state(optimizer: Any, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
@@ -116,8 +153,10 @@ def _local_moment(moment: Any) -> Any:
     a DTensor it is a view, of which torchao lost the dtype (see `torchao_lowbit_fix`), and torch.compile
     asks for it."""
     local: Any = local_of(moment)
-    if local is moment or not hasattr(local, "__tensor_flatten__"):
-        return local
+    return local if local is moment or not hasattr(local, "codes") else _rewrapped(local)
+
+
+def _rewrapped(local: Any) -> Any:
     names, context = local.__tensor_flatten__()
     parts = {name: getattr(local, name) for name in names}
     return type(local).__tensor_unflatten__(parts, context)
@@ -195,10 +234,12 @@ def _placed(param: torch.Tensor, fqn: str, facts: tuple[object, ...], block: flo
             fqn, f"is a {type(local).__name__}, which draws random bits of its own",
             "train a dense parameter",
         )  # fmt: skip
+    grid = grid_of(param, block)
+    shared = shared_blocks(param, int(block)) if grid == AROUND else None
     at, boxes = None, boxes_of(param)
     if param.dtype == torch.bfloat16 and boxes:
         at = positions(tuple(param.shape), boxes, tuple(local.shape), local.device)
-    return ParamPlace(param, fqn, facts, at, grid_of(param, block))
+    return ParamPlace(param, fqn, facts, at, grid, shared)
 
 
 def _unknown(fqn: str, what: str, hint: str) -> LoadError:

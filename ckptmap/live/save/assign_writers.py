@@ -13,7 +13,7 @@ from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import RunError
 from ckptmap.live.optimizer.local_state import LocalCodes, LocalState, LocalTensor
 from ckptmap.live.save.replica_digests import Digest, differ, digests_of
-from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit, LowBitCell, flat_span, join_cells
+from ckptmap.optim.lowbit import QMAP, LowBit, LowBitCell, flat_span, join_cells
 from ckptmap.protocols import OutState, OutTensor, Refusal
 from ckptmap.tensors import Box, Path, TensorInfo
 
@@ -25,7 +25,11 @@ Boxes = list[tuple[int, Box]]
 
 @dataclass(frozen=True)
 class Offer:
-    """A LocalTensor without its values, as it is sent to the other ranks."""
+    """A LocalTensor without its values, as it is sent to the other ranks.
+
+    coded  scheme, block size and sign of a moment's codes
+    span   flat positions of its blocks, where they are no box because a shard ends inside a block
+    """
 
     path: Path
     info: TensorInfo
@@ -34,6 +38,7 @@ class Offer:
     checked: bool
     digest: Digest = ()
     coded: tuple[str, int, bool] | None = None
+    span: tuple[int, int] | None = None
     is_buffer: bool = False
 
     @property
@@ -52,14 +57,14 @@ def offers_of(holdings: Sequence[LocalTensor]) -> list[Offer]:
 
 def _offer(holding: LocalTensor, digest: Digest) -> Offer:
     first = holding.pieces[0] if holding.pieces else None
-    coded = None
+    coded = span = None
     if isinstance(first, LocalCodes):
         codes = first.codes
-        coded = (codes.scheme, codes.block_size, codes.signed)
+        coded, span = (codes.scheme, codes.block_size, codes.signed), codes.span
     boxes = tuple(piece.box for piece in holding.pieces)
     return Offer(
         holding.path, holding.info, boxes, holding.primary, holding.checked,
-        digest, coded, holding.is_buffer,
+        digest, coded, span, holding.is_buffer,
     )  # fmt: skip
 
 
@@ -179,9 +184,10 @@ class Assigner:
         info = TensorInfo(found[0][1].info.shape, "float32")
         owned = self._owned(found, info.numel)
         scheme, block, signed = next(one.coded for _, one in found if one.coded)
+        spans = {one.span: rank for rank, one in owned if one.span and one.span[0] < one.span[1]}
         cells: dict[LowBitCell, int] = {}
         for rank, one in owned:
-            for box in one.boxes:
+            for box in () if spans else one.boxes:
                 cells.setdefault(LowBitCell(box, one.coded is not None), rank)
         plain = next((one.info.dtype for _, one in owned if not one.coded), "float32")
         together = join_cells(list(cells), info.shape, block)
@@ -189,20 +195,27 @@ class Assigner:
         parts = encoding.parts(info)
         assert not isinstance(parts, Refusal)
         chunks: dict[str, Boxes] = {part: [] for part in parts}
+        for span, rank in spans.items():
+            self._put(path, rank, None, encoding.run(*span), chunks)
         for cell, rank in cells.items():
-            places = _places(encoding, info, cell)
-            for part, box in places.items():
-                chunks[part].append((rank, box))
-                self._keep(path, rank, cell, part, box)
-        first = min(rank for cell, rank in cells.items() if cell.quantized)
+            self._put(path, rank, cell, _places(encoding, info, cell), chunks)
         if QMAP in parts:
-            table = Box.whole(parts[QMAP].shape)
-            chunks[QMAP] = [(first, table)]
-            self._keep(path, first, None, QMAP, table)
+            first = min(
+                [*spans.values(), *(rank for cell, rank in cells.items() if cell.quantized)]
+            )
+            self._put(path, first, None, {QMAP: Box.whole(parts[QMAP].shape)}, chunks)
         for part, part_info in parts.items():
             where = sorted(chunks[part], key=lambda chunk: chunk[1].offsets)
             self._add((*path[:-1], f"{path[-1]}.{part}"), part_info, where)
         self._found.records[".".join(map(str, path))] = encoding.record(info)
+
+    def _put(
+        self, path: Path, rank: int, cell: LowBitCell | None,
+        places: Mapping[str, Box], chunks: Mapping[str, Boxes],
+    ) -> None:  # fmt: skip
+        for part, box in places.items():
+            chunks[part].append((rank, box))
+            self._keep(path, rank, cell, part, box)
 
     def _keep(self, path: Path, rank: int, cell: LowBitCell | None, part: str, box: Box) -> None:
         if rank != self._rank:
@@ -219,10 +232,4 @@ def _places(encoding: LowBit, info: TensorInfo, cell: LowBitCell) -> Mapping[str
     """Return the box of a cell's codes and scales in each stored part."""
     if encoding.cells:
         return encoding.place(encoding.cells.index(cell))
-    start, stop = flat_span(info.shape, cell.box)
-    packed, block = encoding.kind.packed, encoding.block_size
-    first, last = start // block, -(-stop // block)
-    return {
-        CODES: Box((start // packed,), ((stop - start) // packed,)),
-        SCALE: Box((first,), (last - first,)),
-    }
+    return encoding.run(*flat_span(info.shape, cell.box))

@@ -21,11 +21,11 @@ from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.model.tuples import holds_tensor
 from ckptmap.live.optimizer.family import codes_of
 from ckptmap.live.optimizer.local_state import (
-    LocalCodes,
     LocalShard,
     LocalState,
     LocalTensor,
     hold_tensor,
+    local_codes,
 )
 from ckptmap.live.save.assign_writers import Assigner, Assignment, Offer, offers_of
 from ckptmap.live.state_dict import sharded_tensor as sharded
@@ -145,7 +145,8 @@ def _hold(mine: LocalState, path: Path, value: object) -> None:
     if codes is not None:
         info = TensorInfo(tuple(value.shape), "float32")
         ((box, _),) = local_boxes(leaf)
-        mine.holdings.append(LocalTensor(path, info, [LocalCodes(box, codes)], _primary(leaf)))
+        piece = local_codes(box, codes, info.shape)
+        mine.holdings.append(LocalTensor(path, info, [piece], _primary(leaf)))
     else:
         hold_tensor(mine, leaf, path)
 

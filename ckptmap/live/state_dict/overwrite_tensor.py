@@ -10,8 +10,8 @@ from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import form_of
 from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
 from ckptmap.live.model.tensor_reader import TensorReader
+from ckptmap.live.optimizer.code_blocks import code_places, encode, values_of_span
 from ckptmap.live.optimizer.family import codes_of
-from ckptmap.live.optimizer.state_loader import code_places, encode
 from ckptmap.live.quantized import dense
 from ckptmap.optim.lowbit import CODES, SCALE
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -50,6 +50,9 @@ def _codes(reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None
         for part, live in ((CODES, codes.codes), (SCALE, codes.scale)):
             found = reader.part(source, part, places[part], codes.codes.device)
             live.view(-1).copy_(found.view(-1))
+        return
+    if codes.span is not None:
+        encode(target.tensor, codes, values_of_span(reader, source, codes.span, codes.codes.device))
         return
     values = torch.zeros(codes.shape, dtype=torch.float32, device=codes.codes.device)
     for box, view in target.windows(values):
