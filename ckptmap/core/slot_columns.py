@@ -39,6 +39,10 @@ class OutTensors(Columns[OutTensor]):
         rows = list(tensors)
         return cls([tensor.path for tensor in rows], [Form(*tensor[1:]) for tensor in rows])
 
+    def infos(self) -> list[TensorInfo]:
+        """Return shape and dtype of each."""
+        return [form.info for form in self.forms]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots(Columns[Slot]):

@@ -41,6 +41,14 @@ def join(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+def joined(paths: Sequence[Path]) -> list[str]:
+    """Return the key of each path."""
+    try:
+        return list(map(".".join, paths))  # type: ignore[arg-type]
+    except TypeError:  # a segment is a number
+        return list(map(join, paths))
+
+
 ROLES = ("model", "optimizer", "other")
 
 

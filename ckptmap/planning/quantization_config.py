@@ -125,16 +125,15 @@ class WrittenWeights:
         where no file holds the weight.
         """
         encoded: dict[str, dict[str, TensorInfo]] = {}
-        dense = unstored(self.encodings, heads)
         for name, (encoding, info) in self.encodings.items():
             if encoding.name != "dense":
                 encoded.setdefault(encoding.name, {})[name] = info
-            elif len(info.shape) == 2 and name.endswith(".weight"):
-                dense.append(name.removesuffix(".weight"))
         keeps_config = self.keep or (encoded and not self.fresh)
         if present is not None and keeps_config and not self._is_outdated(present, encoded):
             return present
-        dense += self._names_once_loaded(dense)
+        if not encoded:
+            return None
+        dense = self._dense_modules(heads)
         declared: dict[str, Mapping[str, object]] = {}
         for name, infos in encoded.items():
             config = self._declare(name, infos, dense, present)
@@ -256,6 +255,14 @@ class WrittenWeights:
             return False
         schemes = [self.schemes.get(name) for name in encoded]
         return any(isinstance(scheme, Outdates) and scheme.outdated(present) for scheme in schemes)
+
+    def _dense_modules(self, heads: Collection[str]) -> list[str]:
+        """Return the modules whose matrix is not quantized, by all names that they may have."""
+        dense = unstored(self.encodings, heads)
+        for name, (encoding, info) in self.encodings.items():
+            if encoding.name == "dense" and len(info.shape) == 2 and name.endswith(".weight"):
+                dense.append(name.removesuffix(".weight"))
+        return dense + self._names_once_loaded(dense)
 
     def _names_once_loaded(self, modules: Collection[str]) -> list[str]:
         """Return the other names that dense modules may have in the loaded model, but those of modules

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.detect import look
 from ckptmap.formats.safetensors.format import SafetensorsFile
-from ckptmap.formats.safetensors.header import NAMES, emit, parse, parse_header
+from ckptmap.formats.safetensors.header import NAMES, parse, parse_header
+from ckptmap.formats.safetensors.header_writer import emit
 from ckptmap.storage.files import Files
 from ckptmap.tensors import ITEMSIZE, StoredTensor, TensorInfo
 from tests.support.examples import examples

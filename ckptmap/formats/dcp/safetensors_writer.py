@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import PlanError
 from ckptmap.formats.safetensors.file import RECORDS
-from ckptmap.formats.safetensors.header import emit
+from ckptmap.formats.safetensors.header_writer import emit
 from ckptmap.protocols import OutFile, OutState, OutTensor, Setup, Slot
 from ckptmap.tensors import Box, TensorInfo
 

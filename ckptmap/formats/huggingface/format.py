@@ -13,10 +13,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path as FilePath
 from shlex import quote
 
+from ckptmap.core.columns import distinct, each
 from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.slot_columns import OutTensors, Slots
+from ckptmap.core.state_paths import joined
 from ckptmap.core.tensor_columns import PlainTensors, nbytes_of
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface.carrier import MODULES, HfCarrier, weights_of_modules
@@ -39,11 +43,12 @@ from ckptmap.formats.safetensors.file import (
     refuse_text,
     stored_tensors,
 )
-from ckptmap.formats.safetensors.header import Header, emit, parse
-from ckptmap.protocols import Index, Mounts, OutFile, OutState, OutTensor, Place, Setup, Slot
+from ckptmap.formats.safetensors.header import Header, parse
+from ckptmap.formats.safetensors.header_writer import emit
+from ckptmap.protocols import Index, Mounts, OutFile, OutState, Place, Setup
 from ckptmap.storage.files import Files
 from ckptmap.storage.safe_names import blobs_of, inside, is_file
-from ckptmap.tensors import Box
+from ckptmap.tensors import Box, Path
 
 SUFFIX = ".safetensors"
 ONE_FILE = "model.safetensors"
@@ -325,9 +330,9 @@ class HfWriter:
         assert not state.extra, "safetensors has no place for what is not a tensor"
         own = any(not record.get("native") for record in state.records.values())
         stem = "ckptmap" if own else state.stem or "model"
-        tensors = [tensor for tensor in state.tensors if tensor.alias_of is None]
-        keys = _unique_keys(tensors)
-        sizes = [tensor.info.nbytes for tensor in tensors]
+        tensors = _not_aliased(OutTensors.of(state.tensors))
+        keys, infos = _unique_keys(tensors.paths), tensors.infos()
+        sizes = nbytes_of(infos)
         named = split_alike(keys, state.places)
         kept_order = bool(named)
         if not named:
@@ -335,11 +340,14 @@ class HfWriter:
             named = [(shard_name(stem, n, len(shards)), s) for n, s in enumerate(shards, 1)]
         weight_map: dict[str, str] = {}
         about = torchao_metadata.write(state.records, keys)
+        item_nbytes = each(infos, lambda info: info.itemsize)
         files = []
         for file, shard in named:
-            weight_map |= dict.fromkeys((keys[i] for i in shard), file)
-            entries = [(keys[i], tensors[i]) for i in shard]
-            files.append(_shard_file(file, entries, state.records, about, kept_order))
+            weight_map |= dict.fromkeys(map(keys.__getitem__, shard), file)
+            if not kept_order:
+                shard = sorted(shard, key=item_nbytes.__getitem__, reverse=True)
+            shard_keys = list(map(keys.__getitem__, shard))
+            files.append(_shard_file(file, shard_keys, tensors.take(shard), state.records, about))
         if len(named) > 1:
             stem = numbered["stem"] if (numbered := SHARD.fullmatch(named[0][0])) else stem
             file = stem + INDEX_SUFFIX
@@ -348,8 +356,14 @@ class HfWriter:
         return files
 
 
-def _unique_keys(tensors: Sequence[OutTensor]) -> list[str]:
-    keys = [".".join(map(str, tensor.path)) for tensor in tensors]
+def _not_aliased(tensors: OutTensors) -> OutTensors:
+    if all(form.alias_of is None for form in distinct(tensors.forms).values()):
+        return tensors
+    return tensors.take([i for i, form in enumerate(tensors.forms) if form.alias_of is None])
+
+
+def _unique_keys(paths: Sequence[Path]) -> list[str]:
+    keys = joined(paths)
     if len(set(keys)) != len(keys):
         twice = Counter(keys).most_common(1)[0][0]
         raise PlanError(
@@ -360,28 +374,26 @@ def _unique_keys(tensors: Sequence[OutTensor]) -> list[str]:
 
 def _shard_file(
     name: str,
-    entries: list[tuple[str, OutTensor]],
+    keys: Sequence[str],
+    tensors: OutTensors,
     records: Mapping[str, Mapping[str, object]],
     about: Mapping[str, str],
-    kept_order: bool,
 ) -> OutFile:
-    """Return one shard. Its tensors come by falling element size, so that each is aligned in a file that
-    is mapped into memory, unless their order is kept. `about` is metadata that a library expects in
-    every shard."""
-    if not kept_order:
-        entries = sorted(entries, key=lambda entry: -entry[1].info.itemsize)
+    """Return one shard. `about` is metadata that a library expects in every shard.
+
+    Its tensors come by falling element size, so that each is aligned in a file that is mapped into
+    memory, unless their order is kept.
+    """
     metadata = {"format": "pt", **about}
-    held = held_records(records, [key for key, _ in entries]) if records else {}
+    held = held_records(records, keys) if records else {}
     if held:
         metadata[RECORDS] = json.dumps(held, sort_keys=True, separators=(",", ":"))
-    header = emit([(key, tensor.info) for key, tensor in entries], metadata)
-    slots = []
-    offset = len(header)
-    for _, tensor in entries:
-        nbytes = tensor.info.nbytes
-        slots.append(Slot(tensor.path, Box.whole(tensor.info.shape), offset, nbytes))
-        offset += nbytes
-    return OutFile(name, offset, slots, _sealed(header))
+    infos = tensors.infos()
+    header = emit(list(zip(keys, infos, strict=True)), metadata)
+    sizes = nbytes_of(infos)
+    *offsets, end = accumulate(sizes, initial=len(header))
+    boxes = each(infos, lambda info: Box.whole(info.shape))
+    return OutFile(name, end, Slots(tensors.paths, boxes, offsets, sizes), _sealed(header))
 
 
 def _sealed(start: bytes) -> Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]:

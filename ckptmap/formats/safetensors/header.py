@@ -1,4 +1,4 @@
-"""Parse the safetensors header with every check, and write it byte for byte.
+"""Parse the safetensors header with every check; `header_writer` writes it.
 
 Layout (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length,
 a JSON object `{name: {dtype, shape, data_offsets: [begin, end]}, "__metadata__": {str: str}}` that
@@ -19,9 +19,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from ckptmap.core.formatting import human
 from ckptmap.core.json_text import JsonError, parse_pairs
-from ckptmap.errors import PlanError, SourceError
+from ckptmap.errors import SourceError
 from ckptmap.storage.files import Files
 from ckptmap.tensors import ITEMSIZE, TensorInfo
 
@@ -31,7 +30,6 @@ MAX_TENSORS = 1_000_000
 MAX_NAME_NCHARS = 4096
 MAX_NUMEL = 2**63 - 1
 METADATA = "__metadata__"
-ALIGN = 8
 
 TORCH_DTYPES: Mapping[str, str] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8",
@@ -106,7 +104,7 @@ def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
             metadata = _metadata(entry, where)
             continue
         if not name.isprintable() or not name or len(name) > MAX_NAME_NCHARS:
-            _check_name(name, where)
+            check_name(name, where)
         dtype, shape, begin, end = _fields(name, entry, where)
         try:
             info, nbytes = infos[(dtype, *shape)]
@@ -177,7 +175,7 @@ def _kind(form: str) -> TensorInfo:
 
 
 def _are_names(keys: Sequence[str]) -> bool:
-    """Return True if the keys are distinct and `_check_name` accepts each."""
+    """Return True if the keys are distinct and `check_name` accepts each."""
     if len({METADATA, *keys}) <= len(keys) or max(map(len, keys)) > MAX_NAME_NCHARS:
         return False
     return "".join(keys).isprintable()
@@ -298,7 +296,7 @@ def _metadata(entry: object, where: str) -> dict[str, str]:
     return metadata
 
 
-def _check_name(name: str, where: str) -> None:
+def check_name(name: str, where: str) -> None:
     """Refuse names that no library writes and that would break logs, terminals or UTF-8 encoders."""
     if not name or len(name) > MAX_NAME_NCHARS:
         raise _bad(
@@ -328,73 +326,6 @@ def _short(value: object) -> str:
     except ValueError:  # an integer of more digits than Python prints
         text = "a huge integer"
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-# ----------------------------------------------------------------------------------- emit
-
-
-def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str]) -> bytes:
-    """Return the 8 length bytes and the header of tensors that lie in the given order without gaps.
-
-    Spaces pad it, so that the data starts at a multiple of 8 bytes, as safetensors does. Raise PlanError
-    CKM203 for a dtype that the format has no name for (complex128), a name that no reader accepts, or a
-    header that is too long.
-    """
-    items = []
-    if metadata:
-        items.append(f'"{METADATA}":{json.dumps(dict(metadata), separators=(",", ":"))}')
-    quote = json.encoder.encode_basestring
-    offset = 0
-    for key, info in tensors:
-        _check_written(key)
-        end = offset + info.nbytes
-        dtype, shape = _stored_form(key, info)
-        items.append(
-            f'{quote(key)}:{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],'
-            f'"data_offsets":[{offset},{end}]}}'
-        )
-        offset = end
-    raw = ("{" + ",".join(items) + "}").encode("utf-8")
-    raw += b" " * (-len(raw) % ALIGN)
-    if len(raw) > MAX_HEADER_NBYTES:
-        raise PlanError(
-            "CKM203",
-            f"the safetensors header would take {human(len(raw))}, expected at most {human(MAX_HEADER_NBYTES)}",
-            "write more and smaller files: --max-shard-size 2GB",
-        )
-    return len(raw).to_bytes(8, "little") + raw
-
-
-def _check_written(key: str) -> None:
-    """Refuse a header that no reader would accept."""
-    if key.isprintable() and 0 < len(key) <= MAX_NAME_NCHARS and key != METADATA:
-        return
-    try:
-        _check_name(key, "the output")
-    except SourceError as error:
-        raise PlanError(
-            "CKM203", error.message, "leave it out with --exclude, or choose --to full"
-        ) from error
-
-
-def _stored_form(key: str, info: TensorInfo) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape as the header writes them; a float4 pair counts as two elements."""
-    dtype = NAMES.get(info.dtype)
-    if dtype is None:
-        raise PlanError(
-            "CKM203",
-            f"{key}: safetensors has no dtype for {info.dtype}",
-            "choose a setup that writes torch.save or DCP files (--to full, --to fsdp2)",
-        )
-    if info.dtype != "float4_e2m1fn_x2":
-        return dtype, info.shape
-    if not info.shape:
-        raise PlanError(
-            "CKM203",
-            f"{key}: safetensors cannot hold a float4 of 0 dimensions",
-            "leave it out with --exclude",
-        )
-    return dtype, (*info.shape[:-1], info.shape[-1] * 2)
 
 
 assert set(NAMES) <= set(ITEMSIZE)

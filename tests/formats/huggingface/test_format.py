@@ -15,7 +15,7 @@ from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.detect import look
 from ckptmap.formats.huggingface.format import HfDirectory, HfWriter
 from ckptmap.formats.huggingface.shard_index import split_shards
-from ckptmap.formats.safetensors.header import emit
+from ckptmap.formats.safetensors.header_writer import emit
 from ckptmap.protocols import OutState, OutTensor
 from ckptmap.sharding.full import Full
 from ckptmap.tensors import Box, TensorInfo
