@@ -8,7 +8,7 @@ open files, which close with the last value that refers to them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import Any
@@ -22,6 +22,7 @@ from ckptmap.core.formatting import counted
 from ckptmap.core.short_repr import short
 from ckptmap.core.state_paths import nest
 from ckptmap.core.tensor_columns import PlainTensors
+from ckptmap.core.weight_columns import WeightKind
 from ckptmap.errors import MissingKeyError
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.optim.index_order import Order
@@ -110,6 +111,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def infos(self) -> dict[str, TensorInfo]:
         """Return shape and dtype of every weight by FQN, without reading any of them."""
         return self.groups.infos()
+
+    def kinds(self, fqns: Iterable[str]) -> list[WeightKind]:
+        """Return for each weight one object that all weights share that are known to be like it."""
+        return self.groups.kinds(fqns)
 
     def group(self, fqn: str) -> Group:
         """Return the stored parts of a weight."""

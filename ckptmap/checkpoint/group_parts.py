@@ -94,7 +94,7 @@ def group_parts(
             consumed = form.keys(fqn)
             left.take(consumed)
             order[consumed[0]] = fqn, form
-    return _in_order(order, left)
+    return LogicalTensors(_in_order(order, left), shares=not isinstance(leaves, PlainTensors))
 
 
 def records_below(
@@ -136,14 +136,14 @@ def string_records(rest: Mapping[Path, object], root: Path) -> dict[str, str]:
 
 def _in_order(
     order: Mapping[str, Formed | None], stored: Mapping[str, StoredTensor]
-) -> LogicalTensors:
+) -> dict[str, WeightForm | LoneWeight | StoredTensor]:
     held: dict[str, WeightForm | LoneWeight | StoredTensor] = {}
     for key, weight in order.items():
         if weight is not None:
             held[weight[0]] = weight[1]
         elif key in stored:
             held[key] = stored[key]
-    return LogicalTensors(held)
+    return held
 
 
 def _adopted(key: str, leaf: Leaf, refused: list[RefusedLeaf]) -> Group | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ckptmap.core.columns import distinct
 from ckptmap.core.tensor_columns import PlainTensors
-from ckptmap.core.weight_columns import LoneWeight, WeightForm
+from ckptmap.core.weight_columns import LoneWeight, WeightForm, WeightKind
 from ckptmap.protocols import Group
 from ckptmap.quantization.dense import Dense
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -24,13 +24,16 @@ class LogicalTensors(Mapping[str, Group]):
     __slots__ = ("_dense", "_forms", "_groups", "_infos", "_sharing", "columns")
 
     def __init__(
-        self, tensors: Mapping[str, Group | WeightForm | LoneWeight | StoredTensor] | PlainTensors
+        self,
+        tensors: Mapping[str, Group | WeightForm | LoneWeight | StoredTensor] | PlainTensors,
+        shares: bool = True,
     ) -> None:
+        """`shares`: whether some of the tensors may be one view of one storage."""
         self.columns = tensors if isinstance(tensors, PlainTensors) else None
         """The columns of all tensors; None: some tensor is not plain, or shares its bytes."""
         self._forms: dict[str, WeightForm | LoneWeight] = {}
         self._groups: dict[str, Group] = {}
-        self._sharing: list[tuple[str, ...]] | None = None
+        self._sharing: list[tuple[str, ...]] | None = None if shares else []
         self._dense: Mapping[str, StoredTensor]
         if isinstance(tensors, PlainTensors):
             self._dense = tensors.by_name
@@ -75,6 +78,10 @@ class LogicalTensors(Mapping[str, Group]):
     def forms(self) -> Mapping[str, WeightForm | LoneWeight]:
         """Return the weights that are more than one plain tensor, by FQN: what many have in common."""
         return self._forms
+
+    def kinds(self, fqns: Iterable[str]) -> list[WeightKind]:
+        """Return for each weight one object that all weights share that are known to be like it."""
+        return list(map({**self._infos, **self._forms}.__getitem__, fqns))
 
     def infos(self) -> dict[str, TensorInfo]:
         """Return shape and dtype of every weight; no group is made for that."""

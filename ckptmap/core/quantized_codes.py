@@ -165,6 +165,13 @@ class StacksExperts(Protocol):
 
 
 @runtime_checkable
+class TakesByForm(Protocol):
+    """A scheme whose `target` looks at shape and dtype, and at no name."""
+
+    takes_by_form: bool
+
+
+@runtime_checkable
 class Repairs(Protocol):
     """An encoding whose stored form may be malformed in a way that can be repaired."""
 

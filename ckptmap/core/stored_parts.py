@@ -47,7 +47,7 @@ class StoredParts(dict[str, StoredTensor]):
             numbers
             for (last, dtype), numbers in self._numbers.items()
             if (dtypes is None or dtype in dtypes)
-            and any(_may_end(last, end.rpartition(".")) for end in ends)
+            and any(may_end(last, end.rpartition(".")) for end in ends)
         ]
         numbers = found[0] if len(found) == 1 else sorted(chain.from_iterable(found))
         keys = list(map(self._keys.__getitem__, numbers))
@@ -87,6 +87,6 @@ class StoredParts(dict[str, StoredTensor]):
         return numbers
 
 
-def _may_end(last: str, end: tuple[str, str, str]) -> bool:
+def may_end(last: str, end: tuple[str, str, str]) -> bool:
     """Return whether a key with this last segment may end so; `end` was cut at its last dot."""
     return last == end[2] if end[1] else last.endswith(end[2])

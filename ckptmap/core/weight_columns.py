@@ -8,7 +8,7 @@ A `Group`, with its dict of parts, is made from them when it is looked up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -42,6 +42,12 @@ class WeightForm:
         parts = {name: stored[stem + tail] for name, tail in self.parts}
         return Group(fqn, self.info, self.encoding, parts)
 
+    def columns(self, fqns: Sequence[str]) -> Iterator[list[StoredTensor]]:
+        """Yield each part of all these weights."""
+        stems = list(map(stem_of, fqns))
+        for _, tail in self.parts:
+            yield list(map(self.stored.__getitem__, [stem + tail for stem in stems]))
+
     def first_part(self, fqn: str) -> StoredTensor | None:
         """Return the first part of a weight, which a Group need not be made for."""
         return self.stored[stem_of(fqn) + self.parts[0][1]] if self.parts else None
@@ -74,6 +80,10 @@ class LoneWeight:
 
     def keys(self, fqn: str) -> Sequence[str]:
         return self.consumed
+
+
+WeightKind: TypeAlias = WeightForm | LoneWeight | TensorInfo
+"""What weights that are alike share, one object: their form, or shape and dtype of plain tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

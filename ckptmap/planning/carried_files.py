@@ -110,7 +110,9 @@ def _written_weights(
     foreign = {} if so_far.unresolved else encodings.foreign
     return WrittenWeights(
         encodings={names.weights[fqn]: encoded for fqn, encoded in encodings.written.items()},
-        fresh=any(tensor.encoding.name != "dense" for tensor in layout.encoded),
+        fresh=any(
+            form.encoding.name != "dense" for form in distinct(layout.encoded.forms).values()
+        ),
         keep=request.aim.scheme is None or bool(encodings.foreign),
         schemes={scheme.name: scheme for scheme in registry.schemes()},
         foreign={fqn: name for fqn, name in foreign.items() if fqn not in so_far.dropped},

@@ -14,8 +14,8 @@ from ckptmap.core.slot_columns import OutTensors, Slots
 from ckptmap.core.state_paths import counts, nest
 from ckptmap.core.tensor_columns import nbytes_of
 from ckptmap.core.tiling import prove_tiling
-from ckptmap.planning.file_plan import Encode, FilePlan, SlotRef, Sources
-from ckptmap.planning.layout_builder import EncodedTensor, TensorLayout
+from ckptmap.planning.file_plan import Encodes, FilePlan, SlotNumbers, Sources
+from ckptmap.planning.layout_builder import TensorLayout
 from ckptmap.planning.request import Request
 from ckptmap.protocols import CarriedFile, OutState, OutTensor
 from ckptmap.tensors import Box, Path, PlainValue
@@ -29,7 +29,7 @@ def file_layout(
     world_size: int,
     stem: str | None,
     inner: Mapping[str, CarriedFile],
-) -> tuple[list[FilePlan], list[Encode]]:
+) -> tuple[list[FilePlan], Encodes]:
     """Return every file with the source of each slot, and what is encoded into which slots.
 
     `values` are plain values by path in the output, `records` the metadata of quantized tensors;
@@ -42,35 +42,19 @@ def file_layout(
         {} if request.reference is None else request.reference.places(), inner,
     )  # fmt: skip
     writer = registry.writer(request.setup.writer)
-    slot_refs: dict[Path, list[SlotRef]] = {}
-    files = []
-    for number, out in enumerate(writer.files(state, "archive")):
+    files, numbers = [], []
+    for out in writer.files(state, "archive"):
         slots = Slots.of(out.slots)
-        sources = _sources(layout, slots)
-        files.append(FilePlan(out, sources))
-        for index in range(len(slots)) if layout.encoded else ():
-            if not sources.is_copied(index):
-                slot_refs.setdefault(slots.paths[index], []).append(SlotRef(number, index))
+        numbers.append(list(map(layout.numbers.__getitem__, slots.paths)))
+        files.append(FilePlan(out, _sources(layout, slots, numbers[-1])))
     prove_output(layout.tensors, files)
-    return files, [_encode(tensor, slot_refs, files) for tensor in layout.encoded]
+    encoded = layout.encoded
+    slot_numbers = SlotNumbers.of(len(layout.tensors), numbers if encoded else ())
+    return files, Encodes(encoded, slot_numbers, files)
 
 
-def _encode(
-    tensor: EncodedTensor, slot_refs: Mapping[Path, list[SlotRef]], files: Sequence[FilePlan]
-) -> Encode:
-    """Return the step that fills the tensor's slots, those of each part in row-major order."""
-    targets = {}
-    for part, path in tensor.paths.items():
-        refs = slot_refs.get(path, [])
-        if len(refs) > 1:
-            refs = sorted(refs, key=lambda ref: files[ref.file].slots.boxes[ref.slot].offsets)
-        targets[part] = refs
-    return Encode(tensor.tensor, tensor.encoding, targets, tensor.fidelity, tensor.keeps)
-
-
-def _sources(layout: TensorLayout, slots: Slots) -> Sources:
-    """Return where the bytes of each slot come from."""
-    numbers = list(map(layout.numbers.__getitem__, slots.paths))
+def _sources(layout: TensorLayout, slots: Slots, numbers: Sequence[int]) -> Sources:
+    """Return where the bytes of each slot come from; `numbers` are those of the tensors in the slots."""
     sources = layout.sources.take(numbers)
     infos = [layout.tensors.forms[number].info for number in numbers]
     if nbytes_of(infos) == list(slots.sizes):

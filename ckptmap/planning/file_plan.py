@@ -6,10 +6,10 @@ A slot is the place of one chunk in an output file. Its bytes are copied from th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self, overload
 
 from ckptmap.core.bool_check import BOOL
 from ckptmap.core.columns import Columns
@@ -53,6 +53,12 @@ class Sources(Columns[StoredTensor | None]):
         """Return the sources of tensors that lie at these extents."""
         files, offsets, crcs = extents.files, extents.offsets, extents.crcs
         return cls(infos, files, offsets, crcs, [None] * len(files))
+
+    @classmethod
+    def none(cls, infos: Sequence[TensorInfo]) -> Self:
+        """Return the sources of tensors whose bytes an Encode step makes."""
+        n = len(infos)
+        return cls(infos, [""] * n, [0] * n, [None] * n, [None] * n)
 
     def is_copied(self, index: int) -> bool:
         """Return whether the bytes of slot `index` are copied unchanged."""
@@ -114,6 +120,103 @@ class Encode:
     targets: Mapping[str, Sequence[SlotRef]]
     fidelity: str
     keeps: CodeGrid | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodeForm:
+    """What tensors that are encoded alike have in common.
+
+    open   FQN -> the tensor
+    parts  the parts that are encoded, each with its place among the stored tensors of one tensor
+    """
+
+    open: Callable[[str], LazyTensor]
+    encoding: Encoding
+    parts: Sequence[tuple[str, int]]
+    fidelity: str
+    keeps: CodeGrid | None
+
+
+class EncodedTensor(NamedTuple):
+    """A logical tensor that is encoded anew; `first` is the number of the first tensor that stores it."""
+
+    fqn: str
+    form: EncodeForm
+    first: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedTensors(Columns[EncodedTensor]):
+    """Logical tensors that are encoded anew, as columns."""
+
+    fqns: Sequence[str]
+    forms: Sequence[EncodeForm]
+    firsts: Sequence[int]
+
+    row = EncodedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class SlotNumbers:
+    """The slots of stored tensors, by the numbers of the tensors.
+
+    files, slots  file and slot of the tensor of each number; -1: it has none
+    several       the slots of a tensor that has more than one
+    """
+
+    files: Sequence[int]
+    slots: Sequence[int]
+    several: Mapping[int, Sequence[SlotRef]]
+
+    @classmethod
+    def of(cls, count: int, numbers: Iterable[Sequence[int]]) -> Self:
+        """Return the slots of `count` tensors; `numbers` are those of the tensors in the slots of each file."""
+        files, slots = [-1] * count, [-1] * count
+        several: dict[int, list[SlotRef]] = {}
+        for file, tensors in enumerate(numbers):
+            for slot, tensor in enumerate(tensors):
+                if slots[tensor] < 0:
+                    files[tensor], slots[tensor] = file, slot
+                    continue
+                if tensor not in several:
+                    several[tensor] = [SlotRef(files[tensor], slots[tensor])]
+                several[tensor].append(SlotRef(file, slot))
+        return cls(files, slots, several)
+
+    def refs(self, number: int) -> Sequence[SlotRef]:
+        if number in self.several:
+            return self.several[number]
+        return [SlotRef(self.files[number], self.slots[number])] if self.slots[number] >= 0 else []
+
+
+class Encodes(Sequence[Encode]):
+    """The tensors that are encoded anew; the step of each is made when it is looked up."""
+
+    def __init__(
+        self, encoded: EncodedTensors, numbers: SlotNumbers, files: Sequence[FilePlan]
+    ) -> None:
+        self._encoded, self._numbers, self._files = encoded, numbers, files
+
+    @overload
+    def __getitem__(self, index: int) -> Encode: ...
+    @overload
+    def __getitem__(self, index: slice) -> Encodes: ...
+    def __getitem__(self, index: int | slice) -> Encode | Encodes:
+        if isinstance(index, slice):
+            return Encodes(self._encoded[index], self._numbers, self._files)
+        fqn, form, first = self._encoded[index]
+        targets = {part: self._in_order(first + at) for part, at in form.parts}
+        return Encode(form.open(fqn), form.encoding, targets, form.fidelity, form.keeps)
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    def _in_order(self, number: int) -> Sequence[SlotRef]:
+        """Return the slots of a stored tensor in row-major order."""
+        refs = self._numbers.refs(number)
+        if len(refs) < 2:
+            return refs
+        return sorted(refs, key=lambda ref: self._files[ref.file].slots.boxes[ref.slot].offsets)
 
 
 @dataclass(frozen=True)

@@ -7,28 +7,34 @@ and scales. A layout says how each is cut into chunks; `file_layout` puts the ch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 
 from ckptmap import registry
-from ckptmap.checkpoint.cast_tensor import TensorInDtype
-from ckptmap.core.columns import each
-from ckptmap.core.quantized_codes import CodeGrid
+from ckptmap.core.columns import distinct, each
 from ckptmap.core.rearranged_tensors import Assembled
 from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.slot_columns import Form, OutTensors
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_columns import Extents
+from ckptmap.core.weight_columns import WeightKind
 from ckptmap.errors import PlanError
 from ckptmap.planning.conversion import Conversion, Steps
-from ckptmap.planning.file_plan import Compare, Sources
-from ckptmap.planning.kept_codes import code_grid, kept_fidelity
+from ckptmap.planning.encoding_targets import (
+    Target,
+    conversion,
+    kind_of,
+    parts_of,
+    target_of,
+)
+from ckptmap.planning.file_plan import Compare, EncodedTensors, EncodeForm, Sources
 from ckptmap.planning.live_encodings import require_holdable
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.request import Request
 from ckptmap.planning.source_coverage import SourceCoverage
-from ckptmap.protocols import Encoding, Refusal, part_key
+from ckptmap.protocols import Encoding, part_key
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Extent, Path, StoredTensor, TensorInfo
 
@@ -39,38 +45,6 @@ UNEQUAL_TIE = (
 
 
 NONE_HELD: Mapping[str, StoredTensor] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class EncodedTensor:
-    """A logical tensor that is encoded anew; `paths[part]` is the stored tensor that holds the part."""
-
-    tensor: LazyTensor
-    encoding: Encoding
-    paths: Mapping[str, Path]
-    fidelity: str
-    keeps: CodeGrid | None
-    """The codes that are kept bit for bit; None: it is decoded and encoded."""
-
-
-@dataclass(frozen=True)
-class _Target:
-    """What all logical tensors of one form become that are encoded alike.
-
-    parts    part -> the stored tensor that holds it
-    forms    how each part is cut; None: that depends on the tensor's name
-    sources  where the bytes of the parts come from: nowhere yet
-    step     how the tensor is converted
-    record   its metadata; None: it needs none
-    """
-
-    parts: Mapping[str, TensorInfo]
-    forms: Sequence[Form] | None
-    sources: Sources
-    fidelity: str
-    keeps: CodeGrid | None
-    step: Conversion
-    record: Mapping[str, object] | None
 
 
 @dataclass(frozen=True)
@@ -92,7 +66,7 @@ class TensorLayout:
     tensors: OutTensors
     sources: Sources
     numbers: Mapping[Path, int]
-    encoded: Sequence[EncodedTensor]
+    encoded: EncodedTensors
     compares: Sequence[Compare]
     keys: Mapping[Path, str]
     tied: Mapping[str, str]
@@ -111,12 +85,12 @@ class LayoutBuilder:
         self._sources = Sources([], [], [], [], [])
         self._numbers: dict[Path, int] = {}
         self._keys: dict[Path, str] = {}
-        self._encoded: list[EncodedTensor] = []
+        self._encoded = EncodedTensors([], [], [])
         self._compares: list[Compare] = []
         self._tied: dict[str, str] = {}
         self._records: dict[str, Mapping[str, object]] = {}
         self._first_of_share: dict[object, Path] = {}
-        self._targets: dict[tuple[object, ...], _Target] = {}
+        self._targets: dict[tuple[object, ...], Target] = {}
 
     def layout(self) -> TensorLayout:
         """Return what was added; nothing may be added after that."""
@@ -143,7 +117,26 @@ class LayoutBuilder:
         if encoding is None or encoding == lazy.encoding_:
             self._copy(lazy, role, path)
         else:
-            self._encode(lazy, role, path, encoding, held)
+            target = self._target(lazy, role, encoding)
+            self._encode([lazy.fqn], [path], [target], lambda fqn: lazy, held)
+
+    def encoded(
+        self, fqns: Sequence[str], paths: Sequence[Path], kinds: Sequence[WeightKind],
+        encodings: Sequence[Encoding], open: Callable[[str], LazyTensor],
+    ) -> None:  # fmt: skip
+        """Add weights that are encoded anew; `open` returns one of them, in the dtype that its encoding takes.
+
+        Raises as `tensor` does.
+        """
+        keys = list(zip(map(id, kinds), map(id, encodings), strict=True))
+        targets: dict[tuple[int, int], Target] = {}
+        for fqn, key, encoding in zip(fqns, keys, encodings, strict=True):
+            if key not in targets:
+                lazy = open(fqn)
+                self._require_holdable(lazy, encoding)
+                targets[key] = self._target(lazy, "model", encoding)
+        self._compares += self._coverage.prove_all(fqns, kinds, lambda fqn: open(fqn).beneath)
+        self._encode(fqns, paths, list(map(targets.__getitem__, keys)), open, NONE_HELD)
 
     def returned(self, lazy: LazyTensor, stored_as: LazyTensor, path: Path) -> None:
         """Add a weight as the stored parts of another tensor, which has its values bit for bit.
@@ -158,8 +151,10 @@ class LayoutBuilder:
             self._store(lazy.fqn, _part_path(encoding, path, part), stored.info, _of_other(stored))
         self._record(encoding, info, path)
         alike = lazy.encoding_ == encoding and lazy.info == info
-        fidelity, kind = "bytes" if alike else "exact", _kind(encoding, info)
-        self._steps.extend([lazy.fqn], [_step(lazy, "model", kind, fidelity, stored_as.nbytes)])
+        fidelity, kind = "bytes" if alike else "exact", kind_of(encoding, info)
+        self._steps.extend(
+            [lazy.fqn], [conversion(lazy, "model", kind, fidelity, stored_as.nbytes)]
+        )
 
     def plain(
         self, role: str, fqns: Sequence[str], paths: Sequence[Path],
@@ -227,55 +222,51 @@ class LayoutBuilder:
             self._store(lazy.fqn, _part_path(lazy.encoding_, path, part), stored.info, stored)
         fidelity = "exact" if any(map(_is_rearranged, lazy.parts.values())) else "bytes"
         self._record(lazy.encoding_, lazy.info, path)
-        kind = _kind(lazy.encoding_, lazy.info)
-        self._steps.extend([lazy.fqn], [_step(lazy, role, kind, fidelity, lazy.nbytes)])
+        kind = kind_of(lazy.encoding_, lazy.info)
+        self._steps.extend([lazy.fqn], [conversion(lazy, role, kind, fidelity, lazy.nbytes)])
 
     def _encode(
-        self, lazy: LazyTensor, role: str, path: Path, encoding: Encoding,
-        held: Mapping[str, StoredTensor],
+        self, fqns: Sequence[str], paths: Sequence[Path], targets: Sequence[Target],
+        open: Callable[[str], LazyTensor], held: Mapping[str, StoredTensor],
     ) -> None:  # fmt: skip
-        key, target = (role, id(encoding), *lazy.form), None
-        if lazy.form:
-            target = self._targets.get(key)
-        if target is None:
-            target = self._targets[key] = self._target(lazy, role, encoding)
-        parts = target.parts
-        paths = {part: _part_path(encoding, path, part) for part in parts}
-        fqns = [lazy.fqn] * len(parts)
-        forms = self._forms(fqns, [*parts.values()]) if target.forms is None else target.forms
-        sources = target.sources
-        if held:
-            sources = Sources.of([held.get(part) for part in parts])
-            paths = {part: path for part, path in paths.items() if part not in held}
-            for stored in held.values():
-                self._compares += self._coverage.prove(lazy.fqn, stored)
-        self._store_all(fqns, [_part_path(encoding, path, part) for part in parts], forms, sources)
-        self._encoded.append(EncodedTensor(lazy, encoding, paths, target.fidelity, target.keeps))
-        if target.record is not None:
-            self._records[join(path)] = target.record
-        self._steps.extend([lazy.fqn], [target.step])
+        """Add tensors that become these targets; of one tensor alone the parts `held` are copied."""
+        for stored in held.values():
+            self._compares += self._coverage.prove(fqns[0], stored)
+        counts = each(targets, lambda target: len(target.parts))
+        first, names, keys = len(self._out), fqns, paths
+        if any(target.parts.keys() != {""} for target in distinct(targets).values()):
+            names = [fqn for fqn, n in zip(fqns, counts, strict=True) for _ in range(n)]
+            keys = [
+                _part_path(target.encoding, path, part)
+                for path, target in zip(paths, targets, strict=True)
+                for part in target.parts
+            ]
+        infos = [info for target in targets for info in target.parts.values()]
+        forms = [form for target in targets for form in target.forms or ()]
+        if not forms:
+            forms = self._forms(names, infos)
+        parts = [held.get(part) for part in targets[0].parts] if held else [None] * len(infos)
+        self._store_all(names, keys, forms, Sources.of(parts) if held else Sources.none(infos))
+        encoded = each(targets, lambda target: _encode_form(target, open, held))
+        firsts = accumulate(counts[:-1], initial=first)
+        self._encoded.extend(fqns, encoded, firsts)
+        if any(target.record is not None for target in distinct(targets).values()):
+            for path, target in zip(paths, targets, strict=True):
+                if target.record is not None:
+                    self._records[join(path)] = target.record
+        self._steps.extend(fqns, [target.step for target in targets])
 
-    def _target(self, lazy: LazyTensor, role: str, encoding: Encoding) -> _Target:
-        parts = encoding.parts(lazy.info)
-        if isinstance(parts, Refusal):
-            raise PlanError(
-                "CKM203", f"{lazy.fqn}: cannot be {encoding.name}: {parts.reason}",
-                f"leave it as it is with --no-encode '{lazy.fqn}'",
-            )  # fmt: skip
-        grid = code_grid(lazy)
-        kept = kept_fidelity(lazy, encoding, grid)
-        fidelity = kept or _fidelity(lazy, encoding, parts)
-        infos, n = [*parts.values()], len(parts)
-        kind = _kind(encoding, parts[""] if encoding.name == "dense" else lazy.info)
-        return _Target(
-            parts,
-            None if self._sharding.by_name else self._forms([lazy.fqn] * n, infos),
-            Sources(infos, [""] * n, [0] * n, [None] * n, [None] * n),
-            fidelity,
-            grid if kept else None,
-            _step(lazy, role, kind, fidelity, sum(info.nbytes for info in infos)),
-            encoding.record(lazy.info),
-        )
+    def _target(self, lazy: LazyTensor, role: str, encoding: Encoding) -> Target:
+        key = (role, id(encoding), *lazy.form)
+        if lazy.form and key in self._targets:
+            return self._targets[key]
+        parts, forms = parts_of(lazy, encoding), None
+        if not self._sharding.by_name:
+            forms = self._forms([lazy.fqn] * len(parts), [*parts.values()])
+        target = target_of(lazy, role, encoding, parts, forms)
+        if lazy.form:
+            self._targets[key] = target
+        return target
 
     def _record(self, encoding: Encoding, info: TensorInfo, path: Path) -> None:
         record = encoding.record(info)
@@ -339,13 +330,6 @@ def _unchanged(role: str, info: TensorInfo) -> Conversion:
     return Conversion(role, info.shape, info.dtype, info.dtype, "bytes", nbytes, nbytes)
 
 
-def _step(lazy: LazyTensor, role: str, target: str, fidelity: str, nbytes: int) -> Conversion:
-    source = _kind(lazy.encoding_, lazy.info)
-    if isinstance(lazy, TensorInDtype):  # the cast is a part of the encoding
-        source = _kind(lazy.inner.encoding_, lazy.inner.info)
-    return Conversion(role, lazy.shape, source, target, fidelity, lazy.nbytes, nbytes)
-
-
 def _of_other(stored: StoredTensor) -> StoredTensor:
     """Return a stored tensor of another checkpoint, whose storages are none of the source's."""
     if stored.share is None:
@@ -380,11 +364,8 @@ def _part_path(encoding: Encoding, path: Path, part: str) -> Path:
     return (*path[:-1], part_key(encoding, str(path[-1]), part)) if part else path
 
 
-def _kind(encoding: Encoding, info: TensorInfo) -> str:
-    return info.dtype if encoding.name == "dense" else f"{encoding.name}({info.dtype})"
-
-
-def _fidelity(lazy: LazyTensor, encoding: Encoding, parts: Mapping[str, TensorInfo]) -> str:
-    if encoding.name != "dense":
-        return "requantize" if lazy.quantized else "quantize"
-    return "exact" if parts[""].dtype == lazy.dtype and not lazy.lossy else "cast"
+def _encode_form(
+    target: Target, open: Callable[[str], LazyTensor], held: Collection[str]
+) -> EncodeForm:
+    parts = [(part, at) for at, part in enumerate(target.parts) if part not in held]
+    return EncodeForm(open, target.encoding, parts, target.fidelity, target.keeps)

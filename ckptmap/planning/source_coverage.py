@@ -6,14 +6,16 @@ alike is returned as comparisons, which the run makes while it reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import add
+from operator import add, le
 
+from ckptmap.core.columns import distinct
 from ckptmap.core.rearranged_tensors import Assembled
 from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.tensor_columns import Extents, nbytes_of
 from ckptmap.core.tiling import prove_rows, prove_tiling
+from ckptmap.core.weight_columns import WeightForm, WeightKind
 from ckptmap.errors import SourceError
 from ckptmap.planning.file_plan import Compare
 from ckptmap.protocols.file_systems import Fingerprint
@@ -33,12 +35,51 @@ class SourceCoverage:
         self, fqns: Sequence[str], infos: Sequence[TensorInfo], extents: Extents
     ) -> None:
         """Raise SourceError CKM104 where one of these tensors ends behind its file."""
-        ends = list(map(add, extents.offsets, nbytes_of(infos)))
-        limits = {file: self.fingerprints[file].nbytes for file in set(extents.files)}
-        if len(limits) == 1 and max(ends) <= limits[extents.files[0]]:
+        ends = map(add, extents.offsets, nbytes_of(infos))
+        limit_of = {file: self.fingerprints[file].nbytes for file in {*extents.files}}
+        if all(map(le, ends, map(limit_of.__getitem__, extents.files))):
             return
+        ends = map(add, extents.offsets, nbytes_of(infos))
         for fqn, file, end in zip(fqns, extents.files, ends, strict=True):
             self._require_inside(fqn, file, end)
+
+    def prove_all(
+        self,
+        fqns: Sequence[str],
+        kinds: Sequence[WeightKind],
+        beneath: Callable[[str], Iterable[StoredTensor]],
+    ) -> list[Compare]:
+        """Return the comparisons of all parts of these weights; `beneath` returns the parts of one.
+
+        Raises as `prove` does.
+        """
+        of_form: dict[int, list[str]] = {}
+        forms = distinct(kinds)
+        for fqn, kind in zip(fqns, map(id, kinds), strict=True):
+            of_form.setdefault(kind, []).append(fqn)
+        compares: list[Compare] = []
+        for key, alike in of_form.items():
+            form = forms[key]
+            columns = (
+                form.columns(alike)
+                if isinstance(form, WeightForm)
+                else zip(*map(beneath, alike), strict=True)
+            )
+            for stored in columns:
+                compares += self._prove_column(alike, stored)
+        return compares
+
+    def _prove_column(self, fqns: Sequence[str], stored: Sequence[StoredTensor]) -> list[Compare]:
+        plain = (one.place for one in stored if type(one) is StoredTensor and not one.replicas)
+        extents = [place for place in plain if type(place) is Extent]
+        if len(extents) == len(stored):
+            self.prove_extents(fqns, [one.info for one in stored], Extents.of(extents))
+            return []
+        return [
+            compare
+            for fqn, one in zip(fqns, stored, strict=True)
+            for compare in self.prove(fqn, one)
+        ]
 
     def prove(self, fqn: str, stored: StoredTensor) -> list[Compare]:
         """Return the comparisons of the tensor's replicas with it.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 from ckptmap.checkpoint.cast_tensor import cast_to
+from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.tensor_columns import Extents
+from ckptmap.core.weight_columns import LoneWeight, WeightKind
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.layout_builder import LayoutBuilder, TensorLayout
@@ -35,7 +39,7 @@ def tensor_layout(
     builder = LayoutBuilder(request, sharding)
     weights = _Weights(request, sharding, names, selection, encodings, builder)
     if not weights.add_in_columns():
-        weights.add_one_by_one()
+        weights.add_in_runs()
     for path, tensor, encoding in optimizer.tensors:
         builder.tensor(tensor, "optimizer", path, encoding)
     for kept, other, hint in optimizer.same:
@@ -55,6 +59,16 @@ def _in_its_dtype(lazy: LazyTensor, encoding: Encoding | None) -> LazyTensor:
     return cast_to(lazy, encoding.takes)
 
 
+class _Weight(NamedTuple):
+    """A weight, and the way that it goes into the output; `extent`: where its bytes are that go along."""
+
+    fqn: str
+    kind: WeightKind
+    encoding: Encoding | None
+    way: Callable[[_Weights, Sequence[_Weight]], None]
+    extent: Extent | None = None
+
+
 class _Weights:
     """The weights of one request, put into a builder."""
 
@@ -64,6 +78,11 @@ class _Weights:
     ) -> None:  # fmt: skip
         self._request, self._names, self._selection = request, names, selection
         self._encodings, self._builder, self._by_order = encodings, builder, sharding.by_order
+        self._new: dict[tuple[int, int], bool] = {}
+
+    @cached_property
+    def _dense(self) -> Mapping[str, StoredTensor]:
+        return self._request.ckpt.dense()
 
     def add_in_columns(self) -> bool:
         """Add all weights at once where all go along as they are; return whether they do."""
@@ -78,29 +97,63 @@ class _Weights:
         self._add_plain(columns.names, columns.infos, extents)
         return True
 
-    def add_one_by_one(self) -> None:
-        """Add each weight in its order; plain ones that follow each other are added together."""
-        ckpt, ties = self._request.ckpt, self._selection.ties
-        request = self._request
-        dense = {} if request.aim.scheme or request.reference else ckpt.dense()
-        plain: list[tuple[str, TensorInfo, Extent]] = []
-        for fqn in self._selection.weights:
-            path, extent = self._names.of_weight(fqn), None
-            if fqn in dense and fqn not in ties and fqn not in self._encodings.anew:
-                extent = self._builder.extent(path, dense[fqn])
+    def add_in_runs(self) -> None:
+        """Add each weight in its order; those that follow each other and go the same way are added together."""
+        weights = self._selection.weights
+        run: list[_Weight] = []
+        for weight in map(self._weight, weights, self._request.ckpt.kinds(weights)):
+            if run and weight.way is not run[0].way:
+                self._add_run(run)
+                run = []
+            run.append(weight)
+        self._add_run(run)
+
+    def _weight(self, fqn: str, kind: WeightKind) -> _Weight:
+        """Return a weight with the way that it goes."""
+        encoding = self._encodings.anew.get(fqn)
+        if fqn in self._selection.ties or self._request.reference is not None:
+            return _Weight(fqn, kind, encoding, _Weights._add_alone)
+        if encoding is not None and self._is_new(encoding, kind):
+            return _Weight(fqn, kind, encoding, _Weights._add_encoded)
+        if fqn in self._dense:
+            stored = self._dense[fqn]
+            extent = self._builder.extent(self._names.of_weight(fqn), stored)
             if extent is not None:
-                plain.append((fqn, dense[fqn].info, extent))
-                continue
-            self._add_run(plain)
-            plain = []
+                return _Weight(fqn, kind, encoding, _Weights._add_extents, extent)
+        return _Weight(fqn, kind, encoding, _Weights._add_alone)
+
+    def _is_new(self, encoding: Encoding, kind: WeightKind) -> bool:
+        """Return whether weights of this kind are known to be of another encoding."""
+        key = id(encoding), id(kind)
+        if key not in self._new:
+            held = DENSE if isinstance(kind, TensorInfo) else kind.encoding
+            self._new[key] = not isinstance(kind, LoneWeight) and encoding != held
+        return self._new[key]
+
+    def _add_run(self, run: Sequence[_Weight]) -> None:
+        if run:
+            run[0].way(self, run)
+
+    def _add_alone(self, run: Sequence[_Weight]) -> None:
+        ckpt, ties = self._request.ckpt, self._selection.ties
+        for fqn, _, encoding, *_ in run:
+            path = self._names.of_weight(fqn)
             if fqn in ties:
                 self._builder.tie(fqn, ckpt[fqn], ties[fqn], ckpt[ties[fqn]])
-            elif request.reference is not None:
-                self._add_like(request.reference, fqn, path)
+            elif self._request.reference is not None:
+                self._add_like(self._request.reference, fqn, path)
             else:
-                encoding = self._encodings.anew.get(fqn)
                 self._builder.tensor(_in_its_dtype(ckpt[fqn], encoding), "model", path, encoding)
-        self._add_run(plain)
+
+    def _add_encoded(self, run: Sequence[_Weight]) -> None:
+        fqns = [weight.fqn for weight in run]
+        encodings = list(map(self._encodings.anew.__getitem__, fqns))
+        kinds = [weight.kind for weight in run]
+        self._builder.encoded(fqns, self._paths(fqns), kinds, encodings, self._open)
+
+    def _open(self, fqn: str) -> LazyTensor:
+        """Return a weight in the dtype of the values that its new encoding takes."""
+        return _in_its_dtype(self._request.ckpt[fqn], self._encodings.anew[fqn])
 
     def _add_like(self, reference: Reference, fqn: str, path: Path) -> None:
         """Add a weight as the checkpoint of --as has it."""
@@ -117,16 +170,17 @@ class _Weights:
                 mine = cast_to(mine, theirs.dtype)
         self._builder.tensor(mine, "model", path, encoding, held)
 
-    def _add_run(self, plain: Sequence[tuple[str, TensorInfo, Extent]]) -> None:
-        if plain:
-            fqns, infos, extents = zip(*plain, strict=True)
-            self._add_plain(fqns, infos, Extents.of(extents))
+    def _add_extents(self, run: Sequence[_Weight]) -> None:
+        extents = Extents.of([weight.extent for weight in run if weight.extent is not None])
+        fqns = [weight.fqn for weight in run]
+        self._add_plain(fqns, [self._dense[fqn].info for fqn in fqns], extents)
 
     def _add_plain(
         self, fqns: Sequence[str], infos: Sequence[TensorInfo], extents: Extents
     ) -> None:
+        self._builder.plain("model", fqns, self._paths(fqns), infos, extents)
+
+    def _paths(self, fqns: Sequence[str]) -> list[Path]:
         root = self._names.root
-        paths: list[Path] = [(self._names.weights[fqn],) for fqn in fqns]
-        if root:
-            paths = [root + path for path in paths]
-        self._builder.plain("model", fqns, paths, infos, extents)
+        paths: list[Path] = list(zip(map(self._names.weights.__getitem__, fqns), strict=True))
+        return [root + path for path in paths] if root else paths

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
-from ckptmap.core.columns import each
+from ckptmap.core.columns import distinct, each
 from ckptmap.core.name_globs import matches_any
-from ckptmap.core.quantized_codes import ScalesActivations, StacksExperts
+from ckptmap.core.quantized_codes import ScalesActivations, StacksExperts, TakesByForm
 from ckptmap.core.tensor_table import listed
+from ckptmap.core.weight_columns import WeightForm, WeightKind
 from ckptmap.planning.encoding_choice import (
     as_demanded,
     beside_ties,
@@ -81,37 +82,85 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
     foreign = foreign_tensors(ckpt.infos()) if scheme is not None else {}
     beside = beside_ties(ckpt, scheme, request.options)
     beside |= inside_attention(ckpt, scheme, request.options)
-    anew: dict[str, Encoding] = {}
     dense = _dense(stored_dense, selection)
     if len(dense) == len(selection.written):
         return WeightEncodings({}, dense, foreign, beside, {}, Remarks())
-    written: dict[str, Encoded] = {}
-    left_by_shape: dict[str, str] = {}
-    unresolved: list[Unresolved] = []
-    made: dict[Encoding, Encoding] = {}
-    for fqn in selection.written:
-        if fqn in dense:
-            written[fqn] = dense[fqn]
-            continue
-        lazy, encoding = ckpt[fqn], None
-        if fqn in foreign:
-            unresolved += _foreign_part(request, fqn, foreign[fqn])
-        else:
+    fqns = selection.written
+    kinds = ckpt.kinds(fqns)
+    choice = _Choice(request, foreign, beside)
+    chosen = choice.of_all(fqns, kinds)
+    anew = {fqn: one.encoding for fqn, one in zip(fqns, chosen, strict=True) if one.encoding}
+    written = dict(zip(fqns, [one.written for one in chosen], strict=True))
+    left = {fqn: one.left for fqn, one in zip(fqns, chosen, strict=True) if one.left}
+    unresolved = [
+        part
+        for fqn in (fqns if foreign else ())
+        if fqn in foreign
+        for part in _foreign_part(request, fqn, foreign[fqn])
+    ]
+    scales = _activation_scales(ckpt, anew, dict(zip(fqns, kinds, strict=True)))
+    remarks = Remarks(scales, unresolved, _decoded_experts(anew, scheme))
+    return WeightEncodings(anew, written, foreign, beside, left, remarks)
+
+
+class _Chosen(NamedTuple):
+    """What becomes of a weight.
+
+    encoding  the new encoding; None: it is stored as it is
+    written   the encoding that it has then, with its logical info
+    left      why its shape alone keeps it from being encoded; "": it does not
+    """
+
+    encoding: Encoding | None
+    written: Encoded
+    left: str = ""
+
+
+class _Choice:
+    """Chooses the encoding of each weight; once for all of a kind where names do not matter."""
+
+    def __init__(self, request: Request, foreign: Collection[str], beside: Collection[str]) -> None:
+        self._request, self._foreign, self._beside = request, foreign, beside
+        self._scheme, self._demands = request.aim.scheme, request.setup.demands
+        self._made: dict[Encoding, Encoding] = {}
+
+    def of_all(self, fqns: Sequence[str], kinds: Sequence[WeightKind]) -> list[_Chosen]:
+        """Return what becomes of each weight, which is one object for all that become the same."""
+        options = self._request.options
+        by_name = bool(options.encode or options.no_encode or options.exact_scales)
+        by_name |= self._scheme is not None and not offers(self._scheme, TakesByForm)
+        by_name |= self._demands is not None
+        if by_name:
+            return list(map(self._of, fqns))
+        keys: list[object] = list(map(id, kinds))
+        if self._foreign or self._beside:
+            alone = {*self._foreign, *self._beside}
+            keys = [fqn if fqn in alone else key for fqn, key in zip(fqns, keys, strict=True)]
+        chosen: dict[object, _Chosen] = {}
+        for fqn, key in zip(fqns, keys, strict=True):
+            if key not in chosen:
+                chosen[key] = self._of(fqn)
+        return list(map(chosen.__getitem__, keys))
+
+    def _of(self, fqn: str) -> _Chosen:
+        request, scheme = self._request, self._scheme
+        lazy, encoding = request.ckpt[fqn], None
+        if fqn not in self._foreign:
             encoding = encoding_for(
                 lazy,
-                None if fqn in beside else scheme,
+                None if fqn in self._beside else scheme,
                 request.options,
                 declared=request.setup.carrier is not None,
             )
-            if demands is not None:
-                encoding = as_demanded(demands, lazy, encoding)
+            if self._demands is not None:
+                encoding = as_demanded(self._demands, lazy, encoding)
         if encoding is not None:
-            anew[fqn] = encoding = _one_object(encoding, made)
-        elif scheme is not None and not request.options.encode:
-            left_by_shape.update(_left_by_shape(lazy, scheme, request.options))
-        written[fqn] = (encoding or lazy.encoding_, lazy.info)
-    remarks = Remarks(_activation_scales(ckpt, anew), unresolved, _decoded_experts(anew, scheme))
-    return WeightEncodings(anew, written, foreign, beside, left_by_shape, remarks)
+            encoding = _one_object(encoding, self._made)
+            return _Chosen(encoding, (encoding, lazy.info))
+        left = ""
+        if scheme is not None and not request.options.encode:
+            left = _left_by_shape(lazy, scheme, request.options)
+        return _Chosen(None, (lazy.encoding_, lazy.info), left)
 
 
 def _decoded_experts(anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:
@@ -123,11 +172,16 @@ def _decoded_experts(anew: Mapping[str, Encoding], scheme: Scheme | None) -> lis
     return listed("is written dense", dense)
 
 
-def _activation_scales(ckpt: Checkpoint, anew: Collection[str]) -> dict[str, str]:
+def _activation_scales(
+    ckpt: Checkpoint, anew: Mapping[str, Encoding], kinds: Mapping[str, WeightKind]
+) -> dict[str, str]:
     """Return the scales of activations that belong to weights of other encodings now, with why."""
     dropped: dict[str, str] = {}
     origins = ckpt.origins
+    silent = {key for key, kind in distinct(kinds.values()).items() if _is_silent(kind)}
     for fqn in anew:
+        if id(kinds[fqn]) in silent:
+            continue
         for source in ckpt[fqn].sources:
             encoding = source.encoding_
             # A weight that is only renamed is its own source, by its new name.
@@ -138,6 +192,14 @@ def _activation_scales(ckpt: Checkpoint, anew: Collection[str]) -> dict[str, str
                 why = f"scales the activations of {key}, which is no longer stored as {form}"
                 dropped |= dict.fromkeys(scales, why)
     return dropped
+
+
+def _is_silent(kind: WeightKind) -> bool:
+    """Return whether weights of this kind are known to have no scales of activations, whatever their names."""
+    if not isinstance(kind, WeightForm):
+        return isinstance(kind, TensorInfo)
+    encoding = kind.encoding
+    return not offers(encoding, ScalesActivations) or not encoding.activation_keys("weight")
 
 
 def _one_object(encoding: Encoding, made: dict[Encoding, Encoding]) -> Encoding:
@@ -175,16 +237,16 @@ def _foreign_part(request: Request, fqn: str, scheme: str) -> list[Unresolved]:
     ]
 
 
-def _left_by_shape(lazy: LazyTensor, scheme: Scheme, options: Options) -> dict[str, str]:
-    """Return the weight with a reason where its shape alone keeps it from being encoded."""
+def _left_by_shape(lazy: LazyTensor, scheme: Scheme, options: Options) -> str:
+    """Return why a weight stays as it is where its shape alone keeps it from being encoded."""
     if lazy.encoding_.name != "dense" or matches_any(lazy.fqn, options.no_encode):
-        return {}
+        return ""
     info = lazy.info
     rounded = TensorInfo(tuple(-(-extent // ROUND) * ROUND for extent in info.shape), info.dtype)
     if scheme.target(lazy.fqn, info) is not None or scheme.target(lazy.fqn, rounded) is None:
-        return {}
+        return ""
     refused = scheme.encoding(info)
     if isinstance(refused, Refusal):
-        return {lazy.fqn: f"cannot be {scheme.name}: {refused.reason}"}
+        return f"cannot be {scheme.name}: {refused.reason}"
     # The scheme can hold it, and leaves it for the sake of the library that loads it.
-    return {lazy.fqn: f"is not made {scheme.name} by default in shape {list(info.shape)}"}
+    return f"is not made {scheme.name} by default in shape {list(info.shape)}"

@@ -156,6 +156,7 @@ class CastScheme:
     name: str
     suffix: str
     dtype: str
+    takes_by_form = True
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptmap.core.columns import distinct, each
+from ckptmap.core.stored_parts import may_end
 from ckptmap.tensors import TensorInfo
 
 CODES = frozenset(
@@ -216,7 +217,10 @@ def foreign_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Return key -> name of the foreign scheme it belongs to; `infos` are the dense tensors as stored."""
     schemes: dict[str, str] = {}
     modules: dict[str, str] = {}
+    lasts = {key[key.rfind(".") + 1 :] for key in infos}
     for scheme in SCHEMES:
+        if not any(may_end(last, scheme.mark.rpartition(".")) for last in lasts):
+            continue
         for key in [key for key in infos if key.endswith(scheme.mark)]:
             if not scheme.marks(key, infos):
                 continue
@@ -236,6 +240,8 @@ def foreign_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
 
 def _coded(infos: Mapping[str, TensorInfo]) -> list[str]:
     """Return modules that hold codes of any scheme: a matrix in a dtype of codes with scales beside it."""
+    if all(len(i.shape) < 2 or i.dtype not in CODES for i in distinct(infos.values()).values()):
+        return []  # the usual case
     stems = {
         key.rpartition(".")[0]
         for key, info in infos.items()

@@ -9,7 +9,6 @@ extra fields and unprintable names are refused, where that library takes the las
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter

@@ -20,6 +20,7 @@ from ckptmap.tensors import TensorInfo
 
 ALIGN = 8
 
+
 def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str]) -> bytes:
     """Return the 8 length bytes and the header of tensors that lie in the given order without gaps.
 
@@ -61,9 +62,9 @@ def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str])
 def _check_written(keys: Sequence[str]) -> None:
     """Refuse a header that no reader would accept."""
     longest = max(map(len, keys), default=1)
-    if longest <= MAX_NAME_NCHARS and "".join(keys).isprintable() and all(keys):
-        if METADATA not in keys:
-            return
+    printable = all(keys) and "".join(keys).isprintable()
+    if printable and longest <= MAX_NAME_NCHARS and METADATA not in keys:
+        return
     try:
         for key in keys:
             if not key.isprintable() or key == METADATA or not 0 < len(key) <= MAX_NAME_NCHARS:
