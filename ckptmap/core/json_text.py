@@ -30,6 +30,7 @@ SHOWN = 20
 _LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 _STRING = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 _BRACKETS = re.compile(r"[^\[\]{}]+")
+_PAIRS = json.JSONDecoder(object_pairs_hook=tuple)
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -63,6 +64,20 @@ def parse_pairs(data: bytes | bytearray | str, *, max_nbytes: int = MAX_NBYTES) 
     Keys that stand there twice are kept, for a caller that names them itself. Raises JsonError.
     """
     return _parsed(_text(data, max_nbytes), False, tuple)
+
+
+def parse_strings(text: str, at: int) -> tuple[tuple[tuple[str, str], ...], int]:
+    """Return the (key, value) pairs of the JSON object of strings that begins at `at`, and where it ends.
+
+    Raises JsonError where there is none; text after it is the caller's.
+    """
+    try:
+        pairs, end = _PAIRS.raw_decode(text, at)
+    except (ValueError, RecursionError) as error:
+        raise JsonError(f"expected an object of strings at character {at}") from error
+    if type(pairs) is not tuple or not all(type(value) is str for _, value in pairs):
+        raise JsonError(f"expected an object of strings at character {at}")
+    return pairs, end
 
 
 def as_object(value: object) -> dict[str, object]:

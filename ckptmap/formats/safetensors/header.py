@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
-from ckptmap.core.json_text import JsonError, parse_pairs
+from ckptmap.core.json_text import JsonError, parse_pairs, parse_strings
 from ckptmap.errors import SourceError
 from ckptmap.storage.files import Files
 from ckptmap.tensors import ITEMSIZE, TensorInfo
@@ -121,63 +121,62 @@ def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
     return Header(list(tensors), *columns, data_start, metadata)
 
 
-_HEAD = '{"' + METADATA + '":{'
-_ENTRY = re.compile(
-    r'"([^"\\\x00-\x1f]+)":\{("dtype":"[A-Z0-9_]+","shape":\[[0-9,]*\]),"data_offsets":\[(\d+),(\d+)\]'
-    r"\}(?:,|\}\Z)"
-)
-_TEXT = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_FLAT = re.compile(rf"\{{(?:{_TEXT}:{_TEXT}(?:,{_TEXT}:{_TEXT})*+)?\}}")
-"""An object of strings, written without spaces."""
-_ENTRY_NCHARS = len('"":{,"data_offsets":[,]},')
+_HEAD = '{"' + METADATA + '":'
+_MARKS = (('":{"dtype":"', "\n"), ('],"data_offsets":[', "\r\n"), (']},"', "\t\n"))
+"""What stands between the fields of an entry -> the line end that takes its place; each tells which it was."""
+_FORM = re.compile(r'[A-Z0-9_]+","shape":\[[0-9,]*\r')
 
 
 def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
-    """Return a header as safetensors itself writes it: without spaces, fields and data in order. Return
-    None for any other header, which `_parse_general` then parses or refuses."""
+    """Return a header as safetensors itself writes it, without spaces, fields and data in order; None for any
+    other, which `_parse_general` parses or refuses. An entry is cut into lines: `a`, `F32","shape":[2`, `0,8`."""
     try:
         text = raw.decode().rstrip(" ")
         at, metadata = 1, ()
         if text.startswith(_HEAD):
-            match = _FLAT.match(text, len(_HEAD) - 1)
-            if match is None:
-                return None
-            metadata, at = parse_pairs(match[0]), match.end() + 1
+            metadata, at = parse_strings(text, len(_HEAD))
+            at += 1
     except ValueError:
         return None
-    entries = _ENTRY.findall(text, at)
-    if not entries or len(entries) > MAX_TENSORS or text[at - 1] != ("{" if at == 1 else ","):
+    if text[at - 1 : at + 1] != ('{"' if at == 1 else ',"') or not text.endswith("]}}"):
         return None
-    columns = keys, forms, begins, ends = (*zip(*entries, strict=True),)
-    nchars = sum(sum(map(len, column)) for column in columns)
-    if nchars + _ENTRY_NCHARS * len(entries) != len(text) - at or not _are_names(keys):
+    text = text[at + 1 : -3]
+    if any(mark in text for mark in "\n\r\t"):
+        return None
+    for between, mark in _MARKS:
+        text = text.replace(between, mark)
+    lines = (text + "\t").split("\n")
+    keys, forms, places = lines[0::3], lines[1::3], lines[2::3]
+    if len(lines) % 3 or len(keys) > MAX_TENSORS or not _are_names(keys):
         return None
     try:
         kinds = {form: _kind(form) for form in set(forms)}
     except (SourceError, ValueError):
         return None
-    sizes = {form: info.nbytes for form, info in kinds.items()}
-    stops = list(accumulate(map(sizes.__getitem__, forms), initial=0))
-    if ("0", *ends) != (*begins, ends[-1]) or (*map(str, stops),) != ("0", *ends):
+    infos = list(map(kinds.__getitem__, forms))
+    stops = list(accumulate(nbytes_of(infos), initial=0))
+    if places != [f"{begin},{end}\t" for begin, end in pairwise(map(str, stops))]:
         return None
     start = 8 + len(raw)
     _check_end(start + stops.pop(), file_nbytes, where)
-    infos = list(map(kinds.__getitem__, forms))
     return Header(keys, infos, [start + n for n in stops], start, _metadata(metadata, where))
 
 
 @lru_cache(maxsize=4096)
 def _kind(form: str) -> TensorInfo:
-    """Return what `"dtype":"F32","shape":[2,3]` says; one object for all shards."""
-    (_, dtype), (_, shape) = parse_pairs(f"{{{form}}}")
+    """Return what `F32","shape":[2,3` says; one object for all shards. Raise ValueError for another line."""
+    if _FORM.fullmatch(form) is None:
+        raise ValueError(form)
+    (_, dtype), (_, shape) = parse_pairs(f'{{"dtype":"{form[:-1]}]}}')
     return _info("", dtype, shape, where="")
 
 
 def _are_names(keys: Sequence[str]) -> bool:
-    """Return True if the keys are distinct and `check_name` accepts each."""
-    if len({METADATA, *keys}) <= len(keys) or max(map(len, keys)) > MAX_NAME_NCHARS:
+    """Return True if the keys are distinct, need no escapes, and `check_name` accepts each."""
+    if len({METADATA, "", *keys}) < len(keys) + 2 or max(map(len, keys)) > MAX_NAME_NCHARS:
         return False
-    return "".join(keys).isprintable()
+    text = "".join(keys)
+    return text.isprintable() and '"' not in text and "\\" not in text
 
 
 def _load(raw: bytes, where: str) -> tuple[tuple[str, object], ...]:
