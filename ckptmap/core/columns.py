@@ -130,6 +130,15 @@ def distinct(values: Collection[T]) -> dict[int, T]:
     return dict(zip(map(id, values), values, strict=True))
 
 
+def firsts(values: Mapping[str, T]) -> list[tuple[str, T]]:
+    """Return the different objects among `values`, each with the first key that has it."""
+    first: dict[int, tuple[str, T]] = {}
+    for key, value in values.items():
+        if id(value) not in first:
+            first[id(value)] = key, value
+    return list(first.values())
+
+
 def each(values: Collection[T], make: Callable[[T], S]) -> list[S]:
     """Return `make(value)` for every value; `make` is called once for each different object."""
     result_of = {key: make(value) for key, value in distinct(values).items()}

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ckptmap.core.columns import each
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -137,7 +138,7 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
         """Return the groups of weights and scales. Raises SourceError CKM115 where scales do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Fp8.scheme}
         groups = WeightForms(stored).groups(
-            mine, lambda fqn, near: _recorded(fqn, mine[fqn], near), map(repr, mine.values())
+            mine, lambda fqn, near: _recorded(fqn, mine[fqn], near), each(mine.values(), repr)
         )
         groups += _found(stored, mine, self.mounts)
         config = quantization_config(groups[0][0].parts[""], self.mounts) if groups else {}

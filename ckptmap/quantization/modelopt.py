@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from ckptmap.core.columns import each
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import SourceError
@@ -170,7 +171,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
             return Groups([], [])
         forms = WeightForms(stored)
         groups = forms.groups(
-            mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), map(repr, mine.values())
+            mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), each(mine.values(), repr)
         )
         dtype = model_dtype(stored, {key for fqn in found for key in _scales(fqn)})
         groups += forms.groups(found, lambda fqn, near: self._made(fqn, dtype, near))

@@ -245,7 +245,7 @@ def _merge_records(
 ) -> None:
     for fqn, record in more.items():
         known = into.setdefault(fqn, record)
-        if known == record:
+        if known is record or known == record:
             continue
         theirs = [r.get("scheme") == torchao_metadata.SCHEME for r in (known, record)]
         # Every shard repeats torchao's records; the shard that holds the tensor has ckptmap's.

@@ -132,10 +132,8 @@ def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
     other, which `_parse_general` parses or refuses. An entry is cut into lines: `a`, `F32","shape":[2`, `0,8`."""
     try:
         text = raw.decode().rstrip(" ")
-        at, metadata = 1, ()
-        if text.startswith(_HEAD):
-            metadata, at = parse_strings(text, len(_HEAD))
-            at += 1
+        metadata, at = parse_strings(text, len(_HEAD)) if text.startswith(_HEAD) else ((), 0)
+        at += 1
     except ValueError:
         return None
     if text[at - 1 : at + 1] != ('{"' if at == 1 else ',"') or not text.endswith("]}}"):

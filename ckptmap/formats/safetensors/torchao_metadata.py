@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ckptmap.core.json_text import parse_json
@@ -73,21 +74,27 @@ def _parts(keys: Sequence[str]) -> dict[str, list[str]]:
 def read(metadata: Mapping[str, str], keys: Sequence[str]) -> dict[str, Mapping[str, object]]:
     """Return FQN -> record {scheme, kind, data, names} of each quantized tensor. Return an empty dict if
     torchao did not write the file. Aliases are left out."""
-    records: dict[str, Mapping[str, object]] = {}
     names = _names(metadata)
-    parts = _parts(keys) if names else {}
-    for name in names:
-        entry = _json(metadata.get(name, ""))
-        if not isinstance(entry, dict) or ALIAS in entry:
-            continue
-        if entry.get("_type") not in (None, "Tensor"):
-            records[name] = {
-                "scheme": SCHEME,
-                "kind": entry["_type"],
-                "data": entry.get("_data"),
-                "names": entry.get("_tensor_data_names", parts.get(name)),
-            }
-    return records
+    texts = [metadata.get(name, "") for name in names]
+    record_of = {text: _record(text) for text in dict.fromkeys(texts)}
+    of_names = zip(names, map(record_of.__getitem__, texts), strict=True)
+    records = {name: record for name, record in of_names if record is not None}
+    if all("names" in record for record in record_of.values() if record is not None):
+        return records
+    parts = _parts(keys)
+    return {name: {"names": parts.get(name), **record} for name, record in records.items()}
+
+
+@lru_cache(maxsize=256)
+def _record(text: str) -> Mapping[str, object] | None:
+    """Return what an entry says of a quantized tensor, without `names` where 0.14 wrote it; None: it is of
+    another. Tensors and shards with the same text share one object."""
+    entry = _json(text)
+    if not isinstance(entry, dict) or ALIAS in entry or entry.get("_type") in (None, "Tensor"):
+        return None
+    record = {"scheme": SCHEME, "kind": entry["_type"], "data": entry.get("_data")}
+    names = entry.get("_tensor_data_names", ...)
+    return record if names is ... else {**record, "names": names}
 
 
 def by_stored_name(
@@ -102,7 +109,7 @@ def by_stored_name(
     lost = {
         fqn
         for fqn, record in records.items()
-        if record.get("scheme") == SCHEME and stored.isdisjoint(parts_of(fqn, record))
+        if record.get("scheme") == SCHEME and not _is_stored(fqn, record, stored)
     }
     if not lost:
         return dict(records)
@@ -116,6 +123,14 @@ def by_stored_name(
                 renamed[f"{stem}.{name}"] = renamed.pop(other)
                 lost.discard(other)
     return renamed
+
+
+def _is_stored(fqn: str, record: Mapping[str, object], stored: Collection[str]) -> bool:
+    """Return whether a part of the tensor is stored under its name; the first one mostly is."""
+    names = record.get("names")
+    if isinstance(names, list) and names and part_key(fqn, str(names[0])) in stored:
+        return True
+    return any(key in stored for key in parts_of(fqn, record))
 
 
 def _json(text: str) -> object:

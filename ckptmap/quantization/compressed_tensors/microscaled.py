@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from ckptmap.core.columns import each
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -181,7 +182,7 @@ class _Target(ReadsFiles, LinearLayerScheme):
             return Groups([], [])
         forms = WeightForms(stored)
         groups = forms.groups(
-            mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), map(repr, mine.values())
+            mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), each(mine.values(), repr)
         ) + forms.groups(found, self._made)
         self._check(groups, self.mounts)
         return groups

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ckptmap.core.columns import each
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -199,7 +200,9 @@ class CompressedFp8(_Target):
         kinds = {kind.scheme: kind for kind in _BY_CODES.values()}
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") in kinds}
         groups = WeightForms(stored).groups(
-            mine, lambda fqn, near: _recorded(fqn, mine[fqn], kinds, near), map(repr, mine.values())
+            mine,
+            lambda fqn, near: _recorded(fqn, mine[fqn], kinds, near),
+            each(mine.values(), repr),
         )
         groups += _found(stored, mine, self.mounts)
         if groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckptmap.core.columns import each
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import (
@@ -30,7 +31,7 @@ class GgufScheme:
         """Return a group for each record. Raise SourceError CKM115 where it and the bytes do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         return WeightForms(stored).groups(
-            mine, lambda fqn, near: _group(fqn, mine[fqn], near), map(repr, mine.values())
+            mine, lambda fqn, near: _group(fqn, mine[fqn], near), each(mine.values(), repr)
         )
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
+from ckptmap.core.columns import each
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
@@ -87,7 +88,9 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         found = [fqn for fqn in _found(stored, self.mounts) if fqn not in records]
         forms = WeightForms(stored)
         groups = forms.groups(
-            mine, lambda fqn, near: _recorded(fqn, mine[fqn], kinds, near), map(repr, mine.values())
+            mine,
+            lambda fqn, near: _recorded(fqn, mine[fqn], kinds, near),
+            each(mine.values(), repr),
         )
         if not found:
             return groups

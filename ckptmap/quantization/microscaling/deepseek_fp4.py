@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ckptmap.core.columns import each
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
@@ -86,7 +87,7 @@ class DeepseekFp4Scheme(LinearLayerScheme):
         groups = forms.groups(
             mine,
             lambda fqn, near: _recorded(read_record(fqn, mine[fqn], self.name), near),
-            map(repr, mine.values()),
+            each(mine.values(), repr),
         )
         dtype = model_dtype(stored, ()) if found else ""
         return groups + forms.groups(

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ckptmap.core.columns import each
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -76,7 +77,7 @@ class GptOssMxfp4(LinearLayerScheme):
             lambda fqn, near: group_by_names(
                 fqn, read_record(fqn, mine[fqn], self.name).info, GptOssFp4(), near
             ),
-            map(repr, mine.values()),
+            each(mine.values(), repr),
         )
         dtype = model_dtype(stored, ()) if found else ""
         return groups + forms.groups(found, lambda fqn, near: _found(fqn, dtype, near))

@@ -16,7 +16,7 @@ from typing import ClassVar
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoFloat8
 from ckptmap.quantization.torchao import config_json as torchao_config
-from ckptmap.quantization.torchao.safetensors_flat import FlatEntry, part_key
+from ckptmap.quantization.torchao.safetensors_flat import part_key
 from ckptmap.quantization.torchao.scheme import TorchaoEncoding, TorchaoScheme
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -48,8 +48,8 @@ class Float8Scheme(TorchaoScheme):
     )
     codes_dtypes = ("float8_e4m3fn",)
 
-    def leaves(self, flat: FlatEntry, stored: Mapping[str, StoredTensor]) -> bool:
-        codes = stored.get(part_key(flat.fqn, "qdata"))
+    def leaves(self, fqn: str, stored: Mapping[str, StoredTensor]) -> bool:
+        codes = stored.get(part_key(fqn, "qdata"))
         return codes is not None and codes.info.dtype == "float8_e5m2"
 
     def quantization_config(
@@ -75,8 +75,8 @@ class Float8E5m2Scheme(Float8Scheme):
     made = Float8E5m2
     codes_dtypes = ("float8_e5m2",)
 
-    def leaves(self, flat: FlatEntry, stored: Mapping[str, StoredTensor]) -> bool:
-        codes = stored.get(part_key(flat.fqn, "qdata"))
+    def leaves(self, fqn: str, stored: Mapping[str, StoredTensor]) -> bool:
+        codes = stored.get(part_key(fqn, "qdata"))
         return codes is None or codes.info.dtype not in self.codes_dtypes
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:

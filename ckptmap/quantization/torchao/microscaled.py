@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+from ckptmap.core.columns import each, firsts
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.formats.safetensors.torchao_metadata import part_key
@@ -56,14 +57,18 @@ class _Scheme(LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups of torchao's metadata and of records. Raises SourceError CKM115."""
+        flat = {
+            id(record)
+            for fqn, record in firsts(records)
+            if is_flattened(record) and self._is_mine(described(fqn, record))
+        }
         mine = {
             fqn: record
             for fqn, record in records.items()
-            if record.get("scheme") == self.name
-            or (is_flattened(record) and self._is_mine(described(fqn, record)))
+            if id(record) in flat or record.get("scheme") == self.name
         }
         return WeightForms(stored).groups(
-            mine, lambda fqn, near: self._flat(fqn, mine[fqn], near), map(repr, mine.values())
+            mine, lambda fqn, near: self._flat(fqn, mine[fqn], near), each(mine.values(), repr)
         )
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:

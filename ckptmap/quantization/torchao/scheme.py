@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ckptmap.core.columns import each, firsts
 from ckptmap.core.json_text import parse_json
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.weight_columns import Found, Groups
@@ -98,23 +99,23 @@ class TorchaoScheme(LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups of records and of torchao's metadata. Raises SourceError CKM115."""
-        mine: dict[str, FlatEntry | None] = {}
-        for fqn, record in records.items():
-            flat = flat_of(fqn, record, self.kinds)
-            if flat is not None and not self.leaves(flat, stored):
-                mine[fqn] = flat
-            elif record.get("scheme") == self.name:
-                mine[fqn] = None
+        flat = {id(r) for fqn, r in firsts(records) if flat_of(fqn, r, self.kinds) is not None}
+        mine = {
+            fqn: record
+            for fqn, record in records.items()
+            if (id(record) in flat and not self.leaves(fqn, stored))
+            or record.get("scheme") == self.name
+        }
 
         def made(fqn: str, near: Mapping[str, StoredTensor]) -> Found:
-            flat = mine[fqn]
+            entry = flat_of(fqn, mine[fqn], self.kinds)
             return (
-                self._recorded(fqn, records[fqn], near) if flat is None else self._flat(flat, near)
+                self._recorded(fqn, mine[fqn], near) if entry is None else self._flat(entry, near)
             )
 
-        return WeightForms(stored).groups(mine, made, [repr(records[fqn]) for fqn in mine])
+        return WeightForms(stored).groups(mine, made, each(mine.values(), repr))
 
-    def leaves(self, flat: FlatEntry, stored: Mapping[str, StoredTensor]) -> bool:
+    def leaves(self, fqn: str, stored: Mapping[str, StoredTensor]) -> bool:
         """Return whether another scheme reads the same class with these codes."""
         return False
 
