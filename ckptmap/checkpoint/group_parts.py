@@ -5,8 +5,9 @@ fc.weight, fc.weight.absmax, fc.weight.quant_map  ->  fc.weight, a Group of enco
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TypeAlias
 
 from ckptmap import registry
@@ -62,12 +63,14 @@ def group_parts(
     """
     if isinstance(leaves, PlainTensors) and not records and _is_plain(leaves.kinds().values()):
         return LogicalTensors(leaves)
+    stored: Mapping[str, StoredTensor]
+    infos: Sequence[TensorInfo]
     if isinstance(leaves, PlainTensors):
-        stored = leaves.tensors()
+        stored, infos = leaves.by_name, leaves.infos
     else:
         stored = {join(path): t for path, t in leaves.items() if isinstance(t, StoredTensor)}
-    infos = distinct([tensor.info for tensor in stored.values()]).values()
-    if len(stored) == len(leaves) and not records and _is_plain(infos):
+        infos = [tensor.info for tensor in stored.values()]
+    if len(stored) == len(leaves) and not records and _is_plain(distinct(infos).values()):
         return LogicalTensors(stored)
     order: dict[str, Formed | None] = dict.fromkeys(stored) if len(stored) == len(leaves) else {}
     for path, leaf in () if order else leaves.items():
@@ -87,13 +90,14 @@ def group_parts(
         order[key] = weight
     mine = records_below(records, root)
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
-    left = StoredParts(stored)
+    left = StoredParts(stored, infos)
     for scheme in registry.schemes():
         groups = Groups.of(through(scheme, mounts).group(left, mine))
-        for fqn, form in zip(groups.fqns, groups.forms, strict=True):
-            consumed = form.keys(fqn)
-            left.take(consumed)
-            order[consumed[0]] = fqn, form
+        for form, fqns in groups.by_form():
+            parts = [*form.keys_of_each(fqns)]
+            for keys in parts:
+                left.take(keys)
+            order.update(zip(parts[0], zip(fqns, repeat(form), strict=False), strict=True))
     return LogicalTensors(_in_order(order, left), shares=not isinstance(leaves, PlainTensors))
 
 

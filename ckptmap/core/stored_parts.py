@@ -8,23 +8,33 @@ apart once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, compress
 
-from ckptmap.core.columns import distinct
+from ckptmap.core.columns import each
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 
-class StoredParts(dict[str, StoredTensor]):
+class StoredParts(Mapping[str, StoredTensor]):
     """The stored tensors that no scheme has taken yet, by key, in stored order.
 
-    `all` holds the taken ones, too. Only `take` removes tensors.
+    `all` holds the taken ones, too. Only `take` removes tensors. Tensor i has the key `keys_of_all[i]` and the shape
+    and dtype `infos[i]`: who wants no more than that need not have 200,000 tensors made.
     """
 
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        super().__init__(stored)
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], infos: Sequence[TensorInfo] | None = None
+    ) -> None:
+        """`infos`: those of the tensors, if they are known without a look at each."""
         self.all = stored
+        self.keys_of_all = list(stored)
+        self.infos = [tensor.info for tensor in stored.values()] if infos is None else infos
+        self._numbers = dict(zip(self.keys_of_all, range(len(self.keys_of_all)), strict=True))
+        self._kinds = _kinds(self.infos)
+        self._taken = bytearray(len(self.keys_of_all))
+        self._count = len(self.keys_of_all)
 
     @classmethod
     def of(cls, stored: Mapping[str, StoredTensor]) -> StoredParts:
@@ -32,11 +42,29 @@ class StoredParts(dict[str, StoredTensor]):
         return stored if isinstance(stored, cls) else cls(stored)
 
     def take(self, keys: Iterable[str]) -> None:
-        """Remove the tensors of these keys, which are parts of a weight."""
-        kinds = self.kinds
-        for key in keys:
-            del self[key]
-            del kinds[key]
+        """Remove the tensors of these keys, which are parts of weights. Raise KeyError for one that is not there."""
+        numbers = list(map(self._numbers.__getitem__, keys))
+        taken, kinds = self._taken, self._kinds
+        for number in numbers:
+            if taken[number]:
+                raise KeyError(self.keys_of_all[number])
+            taken[number] = 1
+            kinds[number] = None
+        self._count -= len(numbers)
+
+    def kinds(self, keys: Iterable[str]) -> list[int | None]:
+        """Return for each key a number that tensors of one shape and dtype share; None: there is no tensor."""
+        kinds, number_of = self._kinds, self._numbers.get
+        return [None if n is None else kinds[n] for n in map(number_of, keys)]
+
+    def info(self, key: str) -> TensorInfo | None:
+        """Return shape and dtype of a tensor; None: there is none."""
+        number = self._numbers.get(key)
+        return None if number is None or self._taken[number] else self.infos[number]
+
+    def infos_left(self) -> list[TensorInfo]:
+        """Return shape and dtype of every tensor that is not taken."""
+        return list(compress(self.infos, map((0).__eq__, self._taken)))
 
     def ending(self, *ends: str, dtypes: Collection[str] | None = None) -> list[str]:
         """Return the keys that end in one of `ends`, in stored order.
@@ -45,46 +73,51 @@ class StoredParts(dict[str, StoredTensor]):
         """
         found = [
             numbers
-            for (last, dtype), numbers in self._numbers.items()
+            for (last, dtype), numbers in self._by_last.items()
             if (dtypes is None or dtype in dtypes)
             and any(may_end(last, end.rpartition(".")) for end in ends)
         ]
         numbers = found[0] if len(found) == 1 else sorted(chain.from_iterable(found))
-        keys = list(map(self._keys.__getitem__, numbers))
-        if len(self) < len(self._keys):
-            keys = [key for key in keys if key in self]
-        return [key for key in keys if key.endswith(ends)] if any("." in e for e in ends) else keys
+        keys, taken = self.keys_of_all, self._taken
+        left = [keys[number] for number in numbers if not taken[number]]
+        return [key for key in left if key.endswith(ends)] if any("." in e for e in ends) else left
 
     @cached_property
     def lasts(self) -> Collection[str]:
         """The last segments of all keys."""
-        return {last for last, _ in self._numbers}
+        return {last for last, _ in self._by_last}
 
     @cached_property
-    def kinds(self) -> dict[str, int]:
-        """Key -> a number that tensors of one shape and dtype share."""
-        infos = [tensor.info for tensor in self.values()]
-        numbers: dict[TensorInfo, int] = {}
-        number_of = {
-            key: numbers.setdefault(info, len(numbers)) for key, info in distinct(infos).items()
-        }
-        return dict(zip(self, map(number_of.__getitem__, map(id, infos)), strict=True))
-
-    @cached_property
-    def _keys(self) -> list[str]:
-        return list(self.all)
-
-    @cached_property
-    def _numbers(self) -> dict[tuple[str, str], list[int]]:
+    def _by_last(self) -> dict[tuple[str, str], list[int]]:
         """The last segment of a key and a dtype -> the numbers of their keys."""
-        numbers: dict[tuple[str, str], list[int]] = {}
-        for number, (key, tensor) in enumerate(self.all.items()):
-            last = key[key.rfind(".") + 1 :], tensor.info.dtype
-            if last in numbers:
-                numbers[last].append(number)
-            else:
-                numbers[last] = [number]
-        return numbers
+        lasts = [key[key.rfind(".") + 1 :] for key in self.keys_of_all]
+        numbers: dict[tuple[str, str], list[int]] = defaultdict(list)
+        both = zip(lasts, each(self.infos, lambda info: info.dtype), strict=True)
+        for number, last in enumerate(both):
+            numbers[last].append(number)
+        return dict(numbers)
+
+    def __getitem__(self, key: str) -> StoredTensor:
+        if self._taken[self._numbers[key]]:
+            raise KeyError(key)
+        return self.all[key]
+
+    def __contains__(self, key: object) -> bool:
+        number = self._numbers.get(key)  # type: ignore[call-overload]
+        return number is not None and not self._taken[number]
+
+    def __iter__(self) -> Iterator[str]:
+        taken = self._taken
+        return (key for number, key in enumerate(self.keys_of_all) if not taken[number])
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def _kinds(infos: Sequence[TensorInfo]) -> list[int | None]:
+    """Return for each of these a number that equal ones share."""
+    numbers: dict[TensorInfo, int] = {}
+    return [*each(infos, lambda info: numbers.setdefault(info, len(numbers)))]
 
 
 def may_end(last: str, end: tuple[str, str, str]) -> bool:

@@ -63,7 +63,10 @@ class _Tensors:
     def __getitem__(self, index: int) -> StoredTensor:
         tensor = self.created.get(index)
         if tensor is None:
-            tensor = StoredTensor(self.infos[index], partial(self.located.locate, index))
+            located = self.located
+            is_known = isinstance(located, Extents)
+            place = located.locate(index) if is_known else partial(located.locate, index)
+            tensor = StoredTensor(self.infos[index], place)
             self.created[index] = tensor
         return tensor
 

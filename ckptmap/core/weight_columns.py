@@ -8,11 +8,12 @@ A `Group`, with its dict of parts, is made from them when it is looked up.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckptmap.core.columns import Columns
+from ckptmap.core.columns import Columns, distinct
 from ckptmap.protocols import Encoding, Group
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -56,6 +57,12 @@ class WeightForm:
         stem = stem_of(fqn)
         return tuple([stem + tail for tail in self.consumed])
 
+    def keys_of_each(self, fqns: Sequence[str]) -> Iterator[list[str]]:
+        """Yield the keys of each part of all these weights."""
+        stems = [fqn[: fqn.rfind(".") + 1] for fqn in fqns]
+        for tail in self.consumed:
+            yield [stem + tail for stem in stems]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoneWeight:
@@ -81,6 +88,10 @@ class LoneWeight:
     def keys(self, fqn: str) -> Sequence[str]:
         return self.consumed
 
+    def keys_of_each(self, fqns: Sequence[str]) -> Iterator[list[str]]:
+        for key in self.consumed:
+            yield [key]
+
 
 WeightKind: TypeAlias = WeightForm | LoneWeight | TensorInfo
 """What weights that are alike share, one object: their form, or shape and dtype of plain tensors."""
@@ -104,6 +115,14 @@ class Groups(Columns[Found]):
             return rows
         made = list(rows)
         return cls([group.fqn for group, _ in made], [LoneWeight(*found) for found in made])
+
+    def by_form(self) -> Iterator[tuple[WeightForm | LoneWeight, list[str]]]:
+        """Yield each form, and the FQNs of its weights."""
+        fqns_of: dict[int, list[str]] = defaultdict(list)
+        for fqn, key in zip(self.fqns, map(id, self.forms), strict=True):
+            fqns_of[key].append(fqn)
+        for key, form in distinct(self.forms).items():
+            yield form, fqns_of[key]
 
     def __add__(self, more: Groups) -> Groups:
         return Groups([*self.fqns, *more.fqns], [*self.forms, *more.forms])

@@ -259,8 +259,10 @@ def _found(stored: Mapping[str, StoredTensor], known: Collection[str], mounts: M
     fqns = [fqn for fqn in pairs if fqn not in known]
     if not fqns:
         return Groups([], [])
-    activations = {activation_key(fqn, name) for fqn in pairs for name in ACTIVATIONS}
-    dtype = model_dtype(stored, activations | {key for key, _ in pairs.values()})
+    scales = {key for key, _ in pairs.values()}
+    if StoredParts.of(stored).ending(*ACTIVATIONS):
+        scales |= {activation_key(fqn, name) for fqn in pairs for name in ACTIVATIONS}
+    dtype = model_dtype(stored, scales)
     config = quantization_config(stored[next(iter(pairs))], mounts)
     return WeightForms(stored).groups(
         fqns,
@@ -293,17 +295,15 @@ def _made(
 
 def _pairs(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield (FQN of e4m3 codes, (key of their scale, its name))."""
-    for key in StoredParts.of(stored).ending(*_ENDINGS, dtypes=_SCALES):
-        name = next(
-            name for name, ending in zip(_NAMES, _ENDINGS, strict=True) if key.endswith(ending)
-        )
-        fqn = (
-            key.removesuffix("_scale_inv")
-            if name == _NAMES[0]
-            else f"{key.rpartition('.')[0]}.weight"
-        )
-        codes = stored.get(fqn)
-        if codes is not None and codes.info.dtype == CODES and codes.info.shape != ():
+    parts = StoredParts.of(stored)
+    for key in parts.ending(*_ENDINGS, dtypes=_SCALES):
+        if key.endswith(_ENDINGS[0]):
+            name, fqn = _NAMES[0], key.removesuffix(_ENDINGS[0])
+        else:
+            name = _NAMES[1] if key.endswith(_ENDINGS[1]) else _NAMES[2]
+            fqn = f"{key.rpartition('.')[0]}.weight"
+        codes = parts.info(fqn)
+        if codes is not None and codes.dtype == CODES and codes.shape != ():
             yield fqn, (key, name)
 
 

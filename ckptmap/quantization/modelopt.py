@@ -240,17 +240,13 @@ class ModeloptNvfp4(_Scheme):
     algo = "NVFP4"
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        for key in StoredParts.of(stored).ending("weight_scale_2"):
+        parts = StoredParts.of(stored)
+        for key in parts.ending("weight_scale_2"):
             fqn = key.removesuffix("_scale_2")
-            codes, scale = stored.get(fqn), stored.get(f"{fqn}_scale")
-            if (
-                codes is None
-                or scale is None
-                or codes.info.dtype != "uint8"
-                or not codes.info.shape
-            ):
+            codes, scale = parts.info(fqn), parts.info(f"{fqn}_scale")
+            if codes is None or scale is None or codes.dtype != "uint8" or not codes.shape:
                 continue
-            if scale.info.dtype == "float8_e4m3fn" and not _is_smoothed(fqn, stored):
+            if scale.dtype == "float8_e4m3fn" and not _is_smoothed(fqn, stored):
                 yield fqn
 
     def example(self, info: TensorInfo) -> Encoding:
@@ -275,12 +271,14 @@ class ModeloptFp8(_Scheme):
     algo = "FP8"
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        for key in StoredParts.of(stored).ending("weight_scale", dtypes=("float32",)):
-            if stored[key].info.numel != 1:
+        parts = StoredParts.of(stored)
+        for key in parts.ending("weight_scale", dtypes=("float32",)):
+            scale = parts.info(key)
+            if scale is None or scale.numel != 1:
                 continue
             fqn = key.removesuffix("_scale")
-            codes = stored.get(fqn)
-            if codes is None or codes.info.dtype != "float8_e4m3fn":
+            codes = parts.info(fqn)
+            if codes is None or codes.dtype != "float8_e4m3fn":
                 continue
             if not _is_smoothed(fqn, stored):
                 yield fqn

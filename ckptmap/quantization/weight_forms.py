@@ -74,7 +74,7 @@ class WeightForms:
             tails = (*form.shown,)
             if tails not in seen:
                 seen[tails] = self._showing(tails, fqns, numbers)
-            shown = tuple(map(self._stored.kinds.get, map(stem_of(fqns[number]).__add__, tails)))
+            shown = tuple(self._stored.kinds(map(stem_of(fqns[number]).__add__, tails)))
             for other in seen[tails][shown]:
                 forms.setdefault(other, form)
 
@@ -82,9 +82,9 @@ class WeightForms:
         self, tails: Sequence[str], fqns: Sequence[str], numbers: Sequence[int]
     ) -> dict[tuple[int | None, ...], list[int]]:
         """Return the numbers of the weights by what is found under the keys that end in `tails`."""
-        kind_of = self._stored.kinds.get
-        stems = [stem_of(fqns[number]) for number in numbers]
-        shown = zip(*[map(kind_of, [stem + tail for stem in stems]) for tail in tails], strict=True)
+        stems = [fqn[: fqn.rfind(".") + 1] for fqn in map(fqns.__getitem__, numbers)]
+        kinds_of = self._stored.kinds
+        shown = zip(*[kinds_of([stem + tail for stem in stems]) for tail in tails], strict=True)
         by_shown: dict[tuple[int | None, ...], list[int]] = {}
         for number, kinds in zip(numbers, shown, strict=True):
             if kinds in by_shown:

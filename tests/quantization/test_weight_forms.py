@@ -188,9 +188,15 @@ def test_keys_are_found_by_their_ends_in_stored_order() -> None:
 
 def test_parts_that_are_taken_are_not_found_again() -> None:
     stored = stored_as(a__w="int8", a__w_scale="float32", b__w="int8", b__w_scale="float32")
-    assert stored.kinds["a.w"] == stored.kinds["b.w"] != stored.kinds["a.w_scale"]
+    codes, same, scale, absent = stored.kinds(["a.w", "b.w", "a.w_scale", "c.w"])
+    assert codes == same != scale and absent is None
     stored.take(["a.w", "a.w_scale"])
     assert stored.ending("_scale") == ["b.w_scale"]
-    assert [*stored.kinds] == [*stored] == ["b.w", "b.w_scale"]
+    assert [*stored] == ["b.w", "b.w_scale"] and len(stored) == 2
+    assert stored.kinds(["a.w", "b.w"]) == [None, same]
+    assert stored.info("a.w") is None is stored.get("a.w") and "a.w" not in stored
+    assert [info.dtype for info in stored.infos_left()] == ["int8", "float32"]
+    with pytest.raises(KeyError):
+        stored.take(["a.w"])
     assert "a.w" in stored.all
     assert StoredParts.of(stored) is stored

@@ -19,6 +19,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ckptmap.core.json_text import JsonError, parse_pairs, parse_strings
+from ckptmap.core.tensor_columns import nbytes_of
 from ckptmap.errors import SourceError
 from ckptmap.storage.files import Files
 from ckptmap.tensors import ITEMSIZE, TensorInfo

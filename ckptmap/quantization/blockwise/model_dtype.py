@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from ckptmap.core.columns import distinct
+from ckptmap.core.stored_parts import StoredParts
 from ckptmap.tensors import StoredTensor
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -18,9 +19,10 @@ def model_dtype(
 
     Weights whose file does not record a dtype are decoded to it.
     """
-    infos = [tensor.info for tensor in stored.values()]
+    parts = StoredParts.of(stored)
+    infos = parts.infos_left()
     many = Counter(map(id, infos))
-    many.subtract(id(stored[key].info) for key in scales if key in stored)
+    many.subtract(Counter(map(id, map(parts.info, scales))))
     counts = dict.fromkeys(FLOATS, 0)
     for key, info in distinct(infos).items():
         if info.dtype in counts:

@@ -228,11 +228,11 @@ class _Target(ReadsFiles, LinearLayerScheme):
             require_agreement(group.fqn, shown, config)
 
 
-def _packed(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield (FQN, scales) of bytes of packed codes."""
-    for key in StoredParts.of(stored).ending("_packed", dtypes=("uint8",)):
+def _packed(parts: StoredParts) -> Iterator[tuple[str, TensorInfo]]:
+    """Yield (FQN, form of its scales) of bytes of packed codes."""
+    for key in parts.ending("_packed", dtypes=("uint8",)):
         fqn = key.removesuffix("_packed")
-        scale = stored.get(f"{fqn}_scale")
+        scale = parts.info(f"{fqn}_scale")
         if scale is not None:
             yield fqn, scale
 
@@ -245,8 +245,8 @@ class CompressedNvfp4(_Target):
     made = CtNvfp4
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        for fqn, scale in _packed(stored):
-            if scale.info.dtype == "float8_e4m3fn" and f"{fqn}_global_scale" in stored:
+        for fqn, scale in _packed(StoredParts.of(stored)):
+            if scale.dtype == "float8_e4m3fn" and f"{fqn}_global_scale" in stored:
                 yield fqn
 
 
@@ -259,15 +259,16 @@ class CompressedMxfp4(_Target):
     stacks = True
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        for fqn, scale in _packed(stored):
-            if scale.info.dtype in EXPONENTS and not _has_six_bits(stored, fqn, scale):
+        parts = StoredParts.of(stored)
+        for fqn, scale in _packed(parts):
+            packed = parts.info(f"{fqn}_packed")
+            if scale.dtype in EXPONENTS and packed and not _has_six_bits(packed, scale):
                 yield fqn
 
 
-def _has_six_bits(stored: Mapping[str, StoredTensor], fqn: str, scale: StoredTensor) -> bool:
+def _has_six_bits(packed: TensorInfo, scale: TensorInfo) -> bool:
     """Return whether 24 bytes have one scale: 32 codes of 6 bits, MXFP6, which is not decoded."""
-    packed = stored[f"{fqn}_packed"].info.shape
-    return packed[-1:] == tuple(24 * n for n in scale.info.shape[-1:])
+    return packed.shape[-1:] == (*[24 * n for n in scale.shape[-1:]],)
 
 
 class CompressedMxfp8(_Target):
@@ -279,8 +280,9 @@ class CompressedMxfp8(_Target):
     codes = ""
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        for key in StoredParts.of(stored).ending("_scale", dtypes=EXPONENTS):
+        parts = StoredParts.of(stored)
+        for key in parts.ending("_scale", dtypes=EXPONENTS):
             fqn = key.removesuffix("_scale")
-            codes = stored.get(fqn)
-            if codes is not None and codes.info.dtype == "float8_e4m3fn":
+            codes = parts.info(fqn)
+            if codes is not None and codes.dtype == "float8_e4m3fn":
                 yield fqn

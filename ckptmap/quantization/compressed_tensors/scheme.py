@@ -304,16 +304,17 @@ def _found(stored: Mapping[str, StoredTensor], known: Collection[str], mounts: M
     config: Mapping[str, object] | None = None
     said = ConfigGroups({})
     found: dict[str, tuple[type[Plain], int]] = {}
-    for key in StoredParts.of(stored).ending("_scale", dtypes=DTYPES):
+    parts = StoredParts.of(stored)
+    for key in parts.ending("_scale", dtypes=DTYPES):
         fqn = key.removesuffix("_scale")
-        codes = stored.get(fqn)
-        kind = _BY_CODES.get(codes.info.dtype) if codes is not None else None
-        if codes is None or kind is None or fqn in known:
+        codes, scale = parts.info(fqn), parts.info(key)
+        kind = _BY_CODES.get(codes.dtype) if codes is not None else None
+        if codes is None or scale is None or kind is None or fqn in known:
             continue
         if config is None:
-            config = quantization_config(codes, mounts)
+            config = quantization_config(stored[fqn], mounts)
             said = ConfigGroups(config)
-        if not _is_of_others(codes.info, stored[key].info, config):
+        if not _is_of_others(codes, scale, config):
             found[fqn] = kind, _bits(said.of(fqn.rpartition(".")[0]))
     read = config or {}
     return WeightForms(stored).groups(

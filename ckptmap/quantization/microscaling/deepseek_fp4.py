@@ -97,11 +97,12 @@ class DeepseekFp4Scheme(LinearLayerScheme):
 
 def _found(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, str]]:
     """Yield (FQN, the scale's name) of packed codes with exponents beside them."""
-    for key in StoredParts.of(stored).ending(*_NAMES, dtypes=EXPONENTS):
+    parts = StoredParts.of(stored)
+    for key in parts.ending(*_NAMES, dtypes=EXPONENTS):
         stem, dot, last = key.rpartition(".")
         if last in _NAMES:
-            codes = stored.get(f"{stem}{dot}weight")
-            if codes is not None and codes.info.dtype == "int8" and codes.info.shape:
+            codes = parts.info(f"{stem}{dot}weight")
+            if codes is not None and codes.dtype == "int8" and codes.shape:
                 yield f"{stem}{dot}weight", last
 
 

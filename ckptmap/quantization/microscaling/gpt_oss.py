@@ -104,10 +104,11 @@ class GptOssMxfp4(LinearLayerScheme):
 
 def _stacks(stored: Mapping[str, StoredTensor]) -> Iterator[str]:
     """Yield the FQNs of blocks of bytes that have scales beside them."""
-    for key in StoredParts.of(stored).ending("_blocks", dtypes=("uint8",)):
+    parts = StoredParts.of(stored)
+    for key in parts.ending("_blocks", dtypes=("uint8",)):
         fqn = key.removesuffix("_blocks")
-        scales = stored.get(f"{fqn}_scales")
-        if fqn and scales is not None and scales.info.dtype == "uint8":
+        scales = parts.info(f"{fqn}_scales")
+        if fqn and scales is not None and scales.dtype == "uint8":
             yield fqn
 
 
