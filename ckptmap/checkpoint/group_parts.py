@@ -66,10 +66,10 @@ def group_parts(
     stored: Mapping[str, StoredTensor]
     infos: Sequence[TensorInfo]
     if isinstance(leaves, PlainTensors):
-        stored, infos = leaves.by_name, leaves.infos
+        stored, infos, extents = leaves.by_name, leaves.infos, leaves.known_extents
     else:
         stored = {join(path): t for path, t in leaves.items() if isinstance(t, StoredTensor)}
-        infos = [tensor.info for tensor in stored.values()]
+        infos, extents = [tensor.info for tensor in stored.values()], None
     if len(stored) == len(leaves) and not records and _is_plain(distinct(infos).values()):
         return LogicalTensors(stored)
     order: dict[str, Formed | None] = dict.fromkeys(stored) if len(stored) == len(leaves) else {}
@@ -90,7 +90,7 @@ def group_parts(
         order[key] = weight
     mine = records_below(records, root)
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
-    left = StoredParts(stored, infos)
+    left = StoredParts(stored, infos, extents)
     for scheme in registry.schemes():
         groups = Groups.of(through(scheme, mounts).group(left, mine))
         for form, fqns in groups.by_form():

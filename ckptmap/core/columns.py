@@ -130,6 +130,13 @@ def distinct(values: Collection[T]) -> dict[int, T]:
     return dict(zip(map(id, values), values, strict=True))
 
 
+def distinct_at(values: Sequence[T]) -> list[tuple[int, T]]:
+    """Return the different objects among `values`, each with the number of the first that is it."""
+    numbers = range(len(values) - 1, -1, -1)
+    first = dict(zip(map(id, reversed(values)), numbers, strict=True))
+    return [(number, values[number]) for number in sorted(first.values())]
+
+
 def firsts(values: Mapping[str, T]) -> list[tuple[str, T]]:
     """Return the different objects among `values`, each with the first key that has it."""
     first: dict[int, tuple[str, T]] = {}

@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import chain, compress
 
 from ckptmap.core.columns import each
+from ckptmap.core.tensor_columns import Extents
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 
@@ -25,12 +26,16 @@ class StoredParts(Mapping[str, StoredTensor]):
     """
 
     def __init__(
-        self, stored: Mapping[str, StoredTensor], infos: Sequence[TensorInfo] | None = None
+        self,
+        stored: Mapping[str, StoredTensor],
+        infos: Sequence[TensorInfo] | None = None,
+        extents: Extents | None = None,
     ) -> None:
-        """`infos`: those of the tensors, if they are known without a look at each."""
+        """`infos` and `extents`: those of the tensors, if they are known without a look at each."""
         self.all = stored
         self.keys_of_all = list(stored)
         self.infos = [tensor.info for tensor in stored.values()] if infos is None else infos
+        self._extents = extents
         self._numbers = dict(zip(self.keys_of_all, range(len(self.keys_of_all)), strict=True))
         self._kinds = _kinds(self.infos)
         self._taken = bytearray(len(self.keys_of_all))
@@ -61,6 +66,24 @@ class StoredParts(Mapping[str, StoredTensor]):
         """Return shape and dtype of a tensor; None: there is none."""
         number = self._numbers.get(key)
         return None if number is None or self._taken[number] else self.infos[number]
+
+    def places(self, keys: Sequence[str]) -> Iterator[tuple[str, int, int] | None]:
+        """Yield for each key the (file, offset, bytes) of its tensor; None: it is not one extent."""
+        if self._extents is None:
+            for key in keys:
+                extent, info = self.all[key].extent, self.info(key)
+                yield (
+                    None
+                    if extent is None or info is None
+                    else (extent.file, extent.offset, info.nbytes)
+                )
+            return
+        numbers = list(map(self._numbers.__getitem__, keys))
+        nbytes = each(list(map(self.infos.__getitem__, numbers)), lambda info: info.nbytes)
+        homes, offsets = self._extents.files, self._extents.offsets
+        yield from zip(
+            map(homes.__getitem__, numbers), map(offsets.__getitem__, numbers), nbytes, strict=True
+        )
 
     def infos_left(self) -> list[TensorInfo]:
         """Return shape and dtype of every tensor that is not taken."""

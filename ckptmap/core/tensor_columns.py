@@ -105,6 +105,12 @@ class PlainTensors(Mapping[Path, StoredTensor]):
             self._rows.located = extents
         return extents
 
+    @property
+    def known_extents(self) -> Extents | None:
+        """The places of all tensors, where the index has told them; None: headers would have to be read."""
+        located = self._rows.located
+        return located if isinstance(located, Extents) else None
+
     def tensors(self) -> dict[str, StoredTensor]:
         """Return every tensor by its name: for those who look at each, faster than to iterate."""
         return dict(zip(self.names, self._rows.all(), strict=True))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from ckptmap.core.stored_parts import StoredParts
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.model_dtype import FLOATS
@@ -64,30 +65,32 @@ MOST = 1 << 20
 """Bytes of small tensors that are read at once."""
 
 
-def read_each_small(tensors: Mapping[str, StoredTensor], files: Files) -> dict[str, bytes]:
-    """Return all bytes of each of many small tensors, by its name; neighbours in a file are read at once.
+def read_each_small(parts: StoredParts, keys: Sequence[str], files: Files) -> list[bytes]:
+    """Return all bytes of each of many small tensors; neighbours in a file are read at once, equal values are
+    one object.
 
     The caller has looked at their sizes. Raise as `Files.read_into` does.
     """
-    found: dict[str, bytes] = {}
-    places = []
-    for name, stored in tensors.items():
-        extent = stored.extent
-        if extent is None or not 0 < stored.info.nbytes <= NEAR:
-            found[name] = _read(stored, files)
+    found: list[bytes] = [b""] * len(keys)
+    places: list[Place] = []
+    for number, place in enumerate(parts.places(keys)):
+        if place is None or not 0 < place[2] <= NEAR:
+            found[number] = _read(parts[keys[number]], files)
         else:
-            places.append((extent.file, extent.offset, stored.info.nbytes, name))
+            places.append((*place, number))
     places.sort()
+    known: dict[bytes, bytes] = {}
     for some in _neighbours(places):
         file, start, *_ = some[0]
         data = files.read(file, start, max(at + nbytes for _, at, nbytes, _ in some) - start)
-        for _, at, nbytes, name in some:
-            found[name] = data[at - start : at - start + nbytes]
-    return {name: found[name] for name in tensors}
+        for _, at, nbytes, number in some:
+            value = data[at - start : at - start + nbytes]
+            found[number] = known.setdefault(value, value)
+    return found
 
 
-Place: TypeAlias = tuple[str, int, int, str]
-"""(file, offset, bytes, name) of a small tensor."""
+Place: TypeAlias = tuple[str, int, int, int]
+"""(file, offset, bytes) of a small tensor, and its number."""
 
 
 def _neighbours(places: Sequence[Place]) -> Iterator[list[Place]]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptmap.core.columns import distinct_at, each
 from ckptmap.core.json_text import parse_object
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -63,26 +64,31 @@ def find_fourbit(
     A record only says whether a tensor is transposed. Raises SourceError CKM115 where parts are missing or
     do not fit.
     """
-    suffix = f".{STATE}{kind}"
-    named = [key.removesuffix(suffix) for key in StoredParts.of(stored).ending(suffix)]
-    fqns = [fqn for fqn in named if (f"{fqn}.{NESTED_ABSMAX}" in stored) == nested]
+    suffix, all_parts = f".{STATE}{kind}", StoredParts.of(stored)
+    named = [key.removesuffix(suffix) for key in all_parts.ending(suffix)]
+    doubles = all_parts.kinds([f"{fqn}.{NESTED_ABSMAX}" for fqn in named])
+    both = zip(named, doubles, strict=True)
+    fqns = [fqn for fqn, double in both if (double is not None) == nested]
     if not fqns:
         return Groups([], [])
     files, models = Files(mounts=mounts), Conv1DModels(mounts, records)
     try:
-        blobs = read_each_small(_blobs(fqns, suffix, stored), files)
-        tables = read_each_small(_tables(fqns, stored), files)
+        blobs = read_each_small(all_parts, _blobs(fqns, suffix, all_parts), files)
+        with_table = [fqn for fqn in fqns if all_parts.info(f"{fqn}.{MAP}") == TABLE]
+        read = read_each_small(all_parts, [f"{fqn}.{MAP}" for fqn in with_table], files)
     finally:
         files.close()
     config = quantization_config(stored[fqns[0] + suffix], mounts)
-    states = {fqn: _state(fqn, blobs[fqn]) for fqn in fqns}
-    across = {fqn: fqn in stored and models.is_conv1d(fqn, stored[fqn]) for fqn in fqns}
+    tables = dict(zip(with_table, read, strict=True))
+    state_of = {id(blob): _state(fqns[number], blob) for number, blob in distinct_at(blobs)}
+    states = dict(zip(fqns, map(state_of.__getitem__, map(id, blobs)), strict=True))
+    across = {fqn: models.is_conv1d(fqn, stored) for fqn in fqns}
     groups = WeightForms(stored).groups(
         fqns,
         lambda fqn, near: _group(
             fqn, kind, states[fqn], tables.get(fqn), across[fqn], config, near
         ),
-        [(_alike(states[fqn]), tables.get(fqn), across[fqn]) for fqn in fqns],
+        zip(each(states.values(), _alike), map(tables.get, fqns), across.values(), strict=True),
     )
     refuse_kept_modules(groups, "", kept_modules(config), config)
     return groups
@@ -191,21 +197,14 @@ def _parts(
     return parts
 
 
-def _blobs(
-    fqns: Sequence[str], suffix: str, stored: Mapping[str, StoredTensor]
-) -> dict[str, StoredTensor]:
-    """Return the JSON part of each weight. Raise SourceError CKM115 where it cannot be one."""
-    blobs = {fqn: stored[fqn + suffix] for fqn in fqns}
-    for fqn, blob in blobs.items():
-        if blob.info.dtype != "uint8" or not 0 < blob.info.numel <= MAX_STATE_NBYTES:
-            raise malformed(fqn, f"its quant_state, expected JSON in uint8, found {blob.info}")
-    return blobs
-
-
-def _tables(fqns: Sequence[str], stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the stored table of each weight that has one of the right shape and dtype."""
-    found = {fqn: table for fqn in fqns if (table := stored.get(f"{fqn}.{MAP}")) is not None}
-    return {fqn: table for fqn, table in found.items() if table.info == TABLE}
+def _blobs(fqns: Sequence[str], suffix: str, parts: StoredParts) -> list[str]:
+    """Return the key of the JSON part of each weight. Raise SourceError CKM115 where it cannot be one."""
+    keys = [fqn + suffix for fqn in fqns]
+    for number, info in distinct_at(list(map(parts.info, keys))):
+        assert info is not None, "they were found by these keys"
+        if info.dtype != "uint8" or not 0 < info.numel <= MAX_STATE_NBYTES:
+            raise malformed(fqns[number], f"its quant_state, expected JSON in uint8, found {info}")
+    return keys
 
 
 def _alike(state: Mapping[str, object]) -> str:
@@ -264,11 +263,14 @@ class Conv1DModels:
         self._records = records or {}
         self._known: dict[Path, bool] = {}
 
-    def is_conv1d(self, fqn: str, payload: StoredTensor) -> bool:
-        """Return whether the stored codes are those of the transpose of the weight."""
-        if self._records.get(fqn, {}).get("transposed") is True:
-            return True
-        if not CONV1D.intersection(fqn.split(".")[-2:-1]) or not payload.chunks:
+    def is_conv1d(self, fqn: str, stored: Mapping[str, StoredTensor]) -> bool:
+        """Return whether the stored codes, if there are any, are those of the transpose of the weight."""
+        if self._records and self._records.get(fqn, {}).get("transposed") is True:
+            return fqn in stored
+        if not CONV1D.intersection(fqn.split(".")[-2:-1]):
+            return False
+        payload = stored.get(fqn)
+        if payload is None or not payload.chunks:
             return False
         directory = Path(payload.chunks[0].region.file).parent
         if directory not in self._known:

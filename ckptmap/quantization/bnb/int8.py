@@ -236,19 +236,20 @@ def _found(
     dtype = model_dtype(stored, set(scales), "float16") if scales else ""
     codes = {fqn: stored[fqn] for key in scales if (fqn := f"{key[:-3]}weight") in stored}
     codes = {fqn: c for fqn, c in codes.items() if fqn not in known and c.info.dtype == "int8"}
-    numbers = {fqn: stored[key] for fqn in codes if (key := f"{fqn[:-6]}{FORMAT}") in stored}
+    numbers = {fqn: key for fqn in codes if (key := f"{fqn[:-6]}{FORMAT}") in stored}
     models, files = Conv1DModels(mounts), Files(mounts=mounts)
     try:
-        rows = read_each_small(numbers, files)
+        values = read_each_small(StoredParts.of(stored), list(numbers.values()), files)
     finally:
         files.close()
+    rows = dict(zip(numbers, values, strict=True))
     for fqn in codes:
         said = f"{fqn[:-6]}{FORMAT}"
         if fqn in rows:
             _check_rows(fqn, rows[fqn])
         elif said in records:
             _check_name(fqn, str(records[said].get("value")))
-    across = {fqn: models.is_conv1d(fqn, tensor) for fqn, tensor in codes.items()}
+    across = {fqn: models.is_conv1d(fqn, stored) for fqn in codes}
     return WeightForms(stored).groups(
         codes,
         lambda fqn, near: _made(fqn, dtype, across[fqn], fqn in rows, near),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from ckptmap.formats.huggingface.loaded_names import loaded_as
 from ckptmap.protocols import Encoding
@@ -214,12 +214,11 @@ class ConfigGroups:
         both = zip(self._groups, self._targets, strict=True)
         return [group for group, targets in both if targets.name(module)] or self._groups
 
-    def kinds(self, fqns: Iterable[str]) -> Iterator[tuple[int, ...]]:
-        """Yield for each weight the ids of the groups that may describe its module."""
-        everything = (*map(id, self._groups),)
-        for fqn in fqns:
-            module = fqn[: max(0, fqn.rfind("."))]
-            yield everything if len(self._groups) < 2 else (*map(id, self.of(module)),)
+    def kinds(self, fqns: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return for each weight the ids of the groups that may describe its module."""
+        if len(self._groups) < 2:
+            return [(*map(id, self._groups),)] * len(fqns)
+        return [(*map(id, self.of(fqn[: max(0, fqn.rfind("."))])),) for fqn in fqns]
 
 
 class _Targets:

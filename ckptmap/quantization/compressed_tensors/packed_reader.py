@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
+from ckptmap.core.columns import distinct_at, each
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Group, Refusal
@@ -56,23 +57,23 @@ def find_packed(
 ) -> Groups:
     """Return the groups of records, then those of other writers. Raises SourceError CKM115."""
     mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
-    words = [
-        key.removesuffix("_packed")
-        for key in StoredParts.of(stored).ending("_packed", dtypes=("int32",))
-    ]
-    others = [fqn for fqn in words if fqn not in mine and f"{fqn}_scale" in stored]
+    parts = StoredParts.of(stored)
+    words = [key.removesuffix("_packed") for key in parts.ending("_packed", dtypes=("int32",))]
+    scales = parts.kinds([f"{fqn}_scale" for fqn in words])
+    both = zip(words, scales, strict=True)
+    others = [fqn for fqn, scale in both if scale is not None and fqn not in mine]
     fqns = [*mine, *others]
     if not fqns:
         return Groups([], [])
     files = Files(mounts=mounts)
     try:
-        shapes = _shapes(fqns, stored, files)
+        shapes = _shapes(fqns, parts, files)
     finally:
         files.close()
     config = quantization_config(stored[f"{fqns[0]}_shape"], mounts)
     said = ConfigGroups(config)
-    records_said = [repr(mine[fqn]) if fqn in mine else "" for fqn in fqns]
-    groups = WeightForms(stored).groups(
+    records_said = [*each(mine.values(), repr), *("" for _ in others)]
+    groups = WeightForms(parts).groups(
         fqns,
         lambda fqn, near: _group_of(fqn, mine.get(fqn), shapes[fqn], config, near),
         zip(records_said, map(shapes.__getitem__, fqns), said.kinds(fqns), strict=True),
@@ -171,24 +172,24 @@ def _packing(fqn: str, width: int, words: int, config: Mapping[str, object]) -> 
     return next(iter(aligned or fitting), None)
 
 
-def _shapes(
-    fqns: Sequence[str], stored: Mapping[str, StoredTensor], files: Files
-) -> dict[str, tuple[int, int]]:
+def _shapes(fqns: Sequence[str], parts: StoredParts, files: Files) -> dict[str, tuple[int, int]]:
     """Return the `weight_shape` of each weight. Raise SourceError CKM115 where it is none."""
-    parts = {}
-    for fqn in fqns:
-        part = stored.get(f"{fqn}_shape")
-        if part is None or part.info.numel != 2 or part.info.dtype not in ("int64", "int32"):
-            info = part.info if part is not None else "none"
-            raise malformed(fqn, f"weight_shape, expected two integers, found {info}")
-        parts[fqn] = part
-    shapes = {}
-    for fqn, data in read_each_small(parts, files).items():
-        shape = struct.unpack("<2q" if len(data) == 16 else "<2i", data)
-        if min(shape) < 1:
-            raise malformed(fqn, f"weight_shape {list(shape)}, expected positive sizes", DAMAGED)
-        shapes[fqn] = shape
-    return shapes
+    keys = [f"{fqn}_shape" for fqn in fqns]
+    infos = list(map(parts.info, keys))
+    for number, info in distinct_at(infos):
+        if info is None or info.numel != 2 or info.dtype not in ("int64", "int32"):
+            raise malformed(
+                fqns[number], f"weight_shape, expected two integers, found {info or 'none'}"
+            )
+    values = read_each_small(parts, keys, files)
+    shapes: dict[int, tuple[int, int]] = {}
+    for number, data in distinct_at(values):
+        rows, columns = struct.unpack("<2q" if len(data) == 16 else "<2i", data)
+        if min(rows, columns) < 1:
+            shown = f"weight_shape {[rows, columns]}, expected positive sizes"
+            raise malformed(fqns[number], shown, DAMAGED)
+        shapes[id(data)] = rows, columns
+    return dict(zip(fqns, map(shapes.__getitem__, map(id, values)), strict=True))
 
 
 def _group(

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptmap.core.stored_parts import StoredParts
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed
 from ckptmap.quantization.blockwise.read_config import read_each_small
@@ -60,10 +61,10 @@ def metadata_of(
     where two statements contradict each other, or a value is none.
     """
     complete = [stem for stem in stems if _is_complete(stem, stored)]
-    small = {stem + name: stored[stem + name] for stem in complete for name in _NEEDED}
+    small = [stem + name for stem in complete for name in _NEEDED]
     files = Files(mounts=mounts)
     try:
-        data = read_each_small(small, files)
+        data = dict(zip(small, read_each_small(StoredParts.of(stored), small, files), strict=True))
     finally:
         files.close()
     found = {}
