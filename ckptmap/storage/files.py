@@ -148,6 +148,18 @@ class Files:
         self.read_into(file, offset, [memoryview(buffer)])
         return bytes(buffer)
 
+    def read_runs(self, file: str, runs: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the bytes of each (offset, number of bytes) of a file. Raise as `read_into` does."""
+        if self._remote(file) is None:
+            with self.descriptor(file) as fd:
+                try:
+                    read = [os.pread(fd, nbytes, offset) for offset, nbytes in runs]
+                except OSError:
+                    read = []  # `read` below fails again, and says why
+            if [*map(len, read)] == [nbytes for _, nbytes in runs] and not self.sums.is_on:
+                return read
+        return [self.read(file, offset, nbytes) for offset, nbytes in runs]
+
     def read_into(
         self, file: str, offset: int, buffers: Sequence[memoryview], has_gaps: bool = False
     ) -> None:

@@ -153,9 +153,9 @@ def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.Mon
     halves = [Chunk(Box((i,), (4,)), Region(str(file), 9 * i, (4,), (1,), 1)) for i in (0, 4)]
     tensors["in two pieces"] = StoredTensor(info, halves)
     tensors["empty"] = StoredTensor(TensorInfo((0,), "uint8"), [])
-    files, reads, plain = Files(), [], Files.read
+    files, reads, plain = Files(), [], Files.read_runs
     monkeypatch.setattr(
-        Files, "read", lambda self, *place: reads.append(place[1:]) or plain(self, *place)
+        Files, "read_runs", lambda self, file, runs: reads.extend(runs) or plain(self, file, runs)
     )
     found = dict(
         zip(tensors, read_each_small(StoredParts(tensors), list(tensors), files), strict=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.errors import SourceError
@@ -80,12 +80,13 @@ def read_each_small(parts: StoredParts, keys: Sequence[str], files: Files) -> li
             places.append((*place, number))
     places.sort()
     known: dict[bytes, bytes] = {}
-    for some in _neighbours(places):
-        file, start, *_ = some[0]
-        data = files.read(file, start, max(at + nbytes for _, at, nbytes, _ in some) - start)
-        for _, at, nbytes, number in some:
-            value = data[at - start : at - start + nbytes]
-            found[number] = known.setdefault(value, value)
+    for file, runs in _runs(places).items():
+        read = files.read_runs(file, [(run.start, run.end - run.start) for run in runs])
+        for run, data in zip(runs, read, strict=True):
+            start = run.start
+            for _, at, nbytes, number in places[run.first : run.last]:
+                value = data[at - start : at - start + nbytes]
+                found[number] = known.setdefault(value, value)
     return found
 
 
@@ -93,19 +94,29 @@ Place: TypeAlias = tuple[str, int, int, int]
 """(file, offset, bytes) of a small tensor, and its number."""
 
 
-def _neighbours(places: Sequence[Place]) -> Iterator[list[Place]]:
-    """Yield runs of sorted places that are read at once."""
-    some: list[Place] = []
-    end = 0
-    for place in places:
-        file, at, nbytes, _ = place
-        if some and not (some[0][0] == file and at <= end + NEAR and at < some[0][1] + MOST):
-            yield some
-            some = []
-        end = max(end, at + nbytes) if some else at + nbytes
-        some.append(place)
-    if some:
-        yield some
+class _Run(NamedTuple):
+    """Bytes of a file that are read at once: those of the places from `first` up to `last`."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+
+
+def _runs(places: Sequence[Place]) -> dict[str, list[_Run]]:
+    """Return the runs of sorted places, by file."""
+    runs: dict[str, list[_Run]] = {}
+    home, start, end, first = "", 0, 0, 0
+    for number, (file, at, nbytes, _) in enumerate(places):
+        if file != home or at > end + NEAR or at >= start + MOST:
+            if number:
+                runs.setdefault(home, []).append(_Run(start, end, first, number))
+            home, start, end, first = file, at, at + nbytes, number
+        elif at + nbytes > end:
+            end = at + nbytes
+    if places:
+        runs.setdefault(home, []).append(_Run(start, end, first, len(places)))
+    return runs
 
 
 def read_small(stored: StoredTensor, files: Files, where: str) -> bytes:
