@@ -27,6 +27,7 @@ MAX_DIGITS = 100
 SHOWN = 20
 """Characters of the text that an error shows."""
 
+_DIGIT = re.compile(r"\d")
 _LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 _STRING = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 _BRACKETS = re.compile(r"[^\[\]{}]+")
@@ -135,11 +136,11 @@ def _has_long_number(text: str) -> bool:
     few places are looked at. A search through all of the text takes twice as long as `json.loads`.
     """
     step, half = MAX_DIGITS + 1, MAX_DIGITS // 2
+    digits = _DIGIT.finditer(text[MAX_DIGITS::step])
     return any(
         _LONG_NUMBER.search(text, max(0, at - MAX_DIGITS), at + step)
-        for at in range(MAX_DIGITS, len(text), step)
-        if text[at].isdigit()
-        and (text[at - half].isdigit() or text[at + half : at + half + 1].isdigit())
+        for at in (MAX_DIGITS + digit.start() * step for digit in digits)
+        if text[at - half].isdigit() or text[at + half : at + half + 1].isdigit()
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 
 from ckptmap.core.columns import each
 from ckptmap.core.tensor_columns import Extents
@@ -37,7 +37,8 @@ class StoredParts(Mapping[str, StoredTensor]):
         self.infos = [tensor.info for tensor in stored.values()] if infos is None else infos
         self._extents = extents
         self._numbers = dict(zip(self.keys_of_all, range(len(self.keys_of_all)), strict=True))
-        self._kinds = _kinds(self.infos)
+        self._kinds = [*_kinds(self.infos), None]
+        """The kind of each tensor; None for those that are taken, and at -1 for what is not there."""
         self._taken = bytearray(len(self.keys_of_all))
         self._count = len(self.keys_of_all)
 
@@ -59,8 +60,8 @@ class StoredParts(Mapping[str, StoredTensor]):
 
     def kinds(self, keys: Iterable[str]) -> list[int | None]:
         """Return for each key a number that tensors of one shape and dtype share; None: there is no tensor."""
-        kinds, number_of = self._kinds, self._numbers.get
-        return [None if n is None else kinds[n] for n in map(number_of, keys)]
+        numbers = map(self._numbers.get, keys, repeat(-1))
+        return list(map(self._kinds.__getitem__, numbers))
 
     def info(self, key: str) -> TensorInfo | None:
         """Return shape and dtype of a tensor; None: there is none."""

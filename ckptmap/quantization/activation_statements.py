@@ -9,10 +9,10 @@ compressed-tensors 0.20.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckptmap.core.columns import distinct
+from ckptmap.core.columns import distinct, distinct_at
 from ckptmap.core.quantized_codes import ScalesActivations
 from ckptmap.protocols.file_systems import Mounts
 
@@ -46,8 +46,7 @@ def activation_notes(forms: Mapping[str, WeightForm | LoneWeight], mounts: Mount
     said = _Statements(config)
     wrong: dict[str, list[str]] = {}
     has_keys = {key: bool(kind.activation_keys(first)) for key, kind in scaling.items()}
-    for fqn, encoding in scaled.items():
-        stated = said.is_static(fqn)
+    for (fqn, encoding), stated in zip(scaled.items(), said.static(list(scaled)), strict=True):
         if stated is None or stated == has_keys[id(encoding)]:
             continue
         if stated:
@@ -80,17 +79,18 @@ class _Statements:
 
             self._groups = ConfigGroups(config)
 
-    def is_static(self, fqn: str) -> bool | None:
-        """Return whether static scales are stated for the activations of a weight's module; None: it is
+    def static(self, fqns: Sequence[str]) -> list[bool | None]:
+        """Return whether static scales are stated for the activations of each weight's module; None: it is
         not told."""
         if self._groups is None:
-            return self._all
-        groups = self._groups.of(fqn.rpartition(".")[0])
-        key = (*map(id, groups),)
-        if key not in self._told:
-            stated = {_of_group(group) for group in groups}
-            self._told[key] = stated.pop() if len(stated) == 1 else None
-        return self._told[key]
+            return [self._all] * len(fqns)
+        kinds = self._groups.kinds(fqns)
+        for number, kind in distinct_at(kinds):
+            if kind not in self._told:
+                module = fqns[number].rpartition(".")[0]
+                stated = {_of_group(group) for group in self._groups.of(module)}
+                self._told[kind] = stated.pop() if len(stated) == 1 else None
+        return list(map(self._told.__getitem__, kinds))
 
 
 def _of_group(group: Mapping[str, object]) -> bool | None:

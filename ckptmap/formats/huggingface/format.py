@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path as FilePath
 from shlex import quote
 
@@ -224,7 +224,7 @@ def _read_shards(
             refuse_text(files, file)
             header = parse(files, file)
             before = len(home)
-            home.update(dict.fromkeys(header.keys, shard))
+            home.update(zip(header.keys, repeat(shard), strict=False))
             if len(home) < before + len(header.keys):
                 raise _twice(where, headers, header, shards)
             headers.append(header)

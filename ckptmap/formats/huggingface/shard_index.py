@@ -54,7 +54,7 @@ def parse_index(file: str, mounts: Mounts) -> ShardIndex:
     weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise _bad(file, f"weight_map, expected an object of names, found {_kind(weight_map)}")
-    for key, shard in weight_map.items():
+    for key, shard in weight_map.items() if {*map(type, weight_map.values())} != {str} else ():
         if not isinstance(shard, str):
             raise _bad(file, f"weight_map[{key!r}], expected a file name, found {_kind(shard)}")
     return ShardIndex(weight_map, _total(tree))
