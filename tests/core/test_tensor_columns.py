@@ -166,6 +166,25 @@ def test_a_header_as_writers_write_it_is_read_as_any_other(tmp_path: Path) -> No
                 assert quick == general
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a],"data_offsets":[F32","shape":[1":{"dtype":"0,4]}}',
+        '{"a":{"dtype":"F32","shape":[1]},"0,4],"data_offsets":[}}',
+        '{"a\n":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        '{"a\r":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"b":0}}',
+        '{"a":{"dtype":"F32","shape":[01],"data_offsets":[0,4]}}',
+        '{"__metadata__":{"k":["v"]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        '{"__metadata__":{"k":"v"}"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+    ],
+)
+def test_marks_of_a_header_in_other_places_are_refused(text: str) -> None:
+    raw = text.encode()
+    assert _parse_regular(raw, 12 + len(raw), "x") is None
+    assert outcome(partial(_parse_general, raw, 12 + len(raw), "x")) == "CKM107"
+
+
 @pytest.mark.parametrize("container", ["hf", "pt", "dcp"])
 def test_a_tensor_of_columns_is_made_when_asked_for(container: str, tmp_path: Path) -> None:
     state = many()

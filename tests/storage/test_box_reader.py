@@ -247,6 +247,18 @@ def test_empty_and_scalar(folder: Path) -> None:
     fill(Files(), none, Box.whole((0, 4)), memoryview(bytearray()))
 
 
+def test_runs_of_a_file_are_read_in_the_order_given(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(bytes(range(50)))
+    files = Files()
+    assert files.read_runs(str(file), [(40, 2), (0, 3), (7, 0)]) == [b"\x28\x29", b"\0\1\2", b""]
+    with pytest.raises(RunError, match="ended at byte 50, expected 60"):
+        files.read_runs(str(file), [(0, 3), (40, 20)])
+    with pytest.raises(SourceError, match="cannot be read"):
+        files.read_runs(str(tmp_path / "absent"), [(0, 3)])
+    files.close()
+
+
 def test_truncated_source_is_told(folder: Path) -> None:
     tensor = random_tensor([100], "uint8")
     region = store(tensor, folder / "short", tensor, 0)
