@@ -17,7 +17,7 @@ from ckptmap.tensors import TensorInfo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
+class EncodingTarget:
     """What all logical tensors of one form become that are encoded alike.
 
     parts    part -> the stored tensor that holds it
@@ -53,14 +53,14 @@ def target_of(
     encoding: Encoding,
     parts: Mapping[str, TensorInfo],
     forms: Sequence[Form] | None,
-) -> Target:
+) -> EncodingTarget:
     """Return what a tensor becomes whose parts are cut so."""
     grid = code_grid(lazy)
     kept = kept_fidelity(lazy, encoding, grid)
     fidelity = kept or _fidelity(lazy, encoding, parts)
     kind = kind_of(encoding, parts[""] if encoding.name == "dense" else lazy.info)
     nbytes = sum(info.nbytes for info in parts.values())
-    return Target(
+    return EncodingTarget(
         encoding, parts, forms, fidelity, grid if kept else None,
         conversion(lazy, role, kind, fidelity, nbytes), encoding.record(lazy.info),
     )  # fmt: skip

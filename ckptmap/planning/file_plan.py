@@ -126,11 +126,11 @@ class Encode:
 class EncodeForm:
     """What tensors that are encoded alike have in common.
 
-    open   FQN -> the tensor
+    source FQN -> the tensor
     parts  the parts that are encoded, each with its place among the stored tensors of one tensor
     """
 
-    open: Callable[[str], LazyTensor]
+    source: Callable[[str], LazyTensor]
     encoding: Encoding
     parts: Sequence[tuple[str, int]]
     fidelity: str
@@ -206,7 +206,7 @@ class Encodes(Sequence[Encode]):
             return Encodes(self._encoded[index], self._numbers, self._files)
         fqn, form, first = self._encoded[index]
         targets = {part: self._in_order(first + at) for part, at in form.parts}
-        return Encode(form.open(fqn), form.encoding, targets, form.fidelity, form.keeps)
+        return Encode(form.source(fqn), form.encoding, targets, form.fidelity, form.keeps)
 
     def __len__(self) -> int:
         return len(self._encoded)

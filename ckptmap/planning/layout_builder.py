@@ -23,7 +23,7 @@ from ckptmap.core.weight_columns import WeightKind
 from ckptmap.errors import PlanError
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.encoding_targets import (
-    Target,
+    EncodingTarget,
     conversion,
     kind_of,
     parts_of,
@@ -90,7 +90,7 @@ class LayoutBuilder:
         self._tied: dict[str, str] = {}
         self._records: dict[str, Mapping[str, object]] = {}
         self._first_of_share: dict[object, Path] = {}
-        self._targets: dict[tuple[object, ...], Target] = {}
+        self._targets: dict[tuple[object, ...], EncodingTarget] = {}
 
     def layout(self) -> TensorLayout:
         """Return what was added; nothing may be added after that."""
@@ -129,7 +129,7 @@ class LayoutBuilder:
         Raises as `tensor` does.
         """
         keys = list(zip(map(id, kinds), map(id, encodings), strict=True))
-        targets: dict[tuple[int, int], Target] = {}
+        targets: dict[tuple[int, int], EncodingTarget] = {}
         for fqn, key, encoding in zip(fqns, keys, encodings, strict=True):
             if key not in targets:
                 lazy = open(fqn)
@@ -226,7 +226,7 @@ class LayoutBuilder:
         self._steps.extend([lazy.fqn], [conversion(lazy, role, kind, fidelity, lazy.nbytes)])
 
     def _encode(
-        self, fqns: Sequence[str], paths: Sequence[Path], targets: Sequence[Target],
+        self, fqns: Sequence[str], paths: Sequence[Path], targets: Sequence[EncodingTarget],
         open: Callable[[str], LazyTensor], held: Mapping[str, StoredTensor],
     ) -> None:  # fmt: skip
         """Add tensors that become these targets; of one tensor alone the parts `held` are copied."""
@@ -256,7 +256,7 @@ class LayoutBuilder:
                     self._records[join(path)] = target.record
         self._steps.extend(fqns, [target.step for target in targets])
 
-    def _target(self, lazy: LazyTensor, role: str, encoding: Encoding) -> Target:
+    def _target(self, lazy: LazyTensor, role: str, encoding: Encoding) -> EncodingTarget:
         key = (role, id(encoding), *lazy.form)
         if lazy.form and key in self._targets:
             return self._targets[key]
@@ -365,7 +365,7 @@ def _part_path(encoding: Encoding, path: Path, part: str) -> Path:
 
 
 def _encode_form(
-    target: Target, open: Callable[[str], LazyTensor], held: Collection[str]
+    target: EncodingTarget, open: Callable[[str], LazyTensor], held: Collection[str]
 ) -> EncodeForm:
     parts = [(part, at) for at, part in enumerate(target.parts) if part not in held]
     return EncodeForm(open, target.encoding, parts, target.fidelity, target.keeps)
