@@ -156,11 +156,12 @@ def _opened(
     if of_base := base_record.note(ckpt):
         ckpt.notes.append(of_base)
     ckpt.files.seen = fingerprints(index.files, files.mounts)
+    absolute = os.path.abspath(place.path)  # as the files of chunks are named
     if index.manifest is not None:
-        own = OwnManifest(place.path, index.manifest, index.manifest_spans)
+        own = OwnManifest(absolute, index.manifest, index.manifest_spans)
         files.mounts.manifests.append(own)
     elif MANIFEST in place.names:
-        files.mounts.manifests.append(OwnManifest(str(FilePath(place.path) / MANIFEST)))
+        files.mounts.manifests.append(OwnManifest(str(FilePath(absolute) / MANIFEST)))
     ckpt.files.sums.is_on = True
     return replace(ckpt, fingerprints=ckpt.files.seen, root=root or "")
 

@@ -20,6 +20,7 @@ from ckptmap.operations.verify import verify
 from ckptmap.tensors import StatedSum
 from tests.corpus import Corpus
 from tests.corpus.ranks import run_ranks
+from tests.support.int8_models import dense
 
 FLIPS = 4
 """Records of each case in which a byte is flipped, the largest first."""
@@ -98,6 +99,28 @@ def test_a_flipped_byte_of_an_output_of_ours_is_refused(
             SourceError, match=r"(are damaged|are not what ckptmap wrote): expected (CRC-32|xxh3)"
         ):
             ckptmap.convert(bad, tmp_path / f"out{number}", "full")
+
+
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_a_relative_path_compares_as_much(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if to == "hf":
+        torch.save({"w": torch.randn(8, 32)}, "source.pt")
+        ckptmap.convert("source.pt", "ours", to)
+        file = Path("ours/model.safetensors")
+    else:
+        file = Path("ours.gguf")
+        ckptmap.convert(dense(tmp_path / "dense"), file, to)
+    path = Path("ours") if to == "hf" else file
+    with file.open("r+b") as stream:
+        stream.seek(-4, 2)
+        last = stream.read(1)
+        stream.seek(-4, 2)
+        stream.write(bytes([last[0] ^ 1]))
+    with pytest.raises(SourceError, match="are not what ckptmap wrote"):
+        ckptmap.convert(path, "out.pt", "full")
 
 
 def _written(path: Path) -> list[tuple[str, StatedSum]]:
