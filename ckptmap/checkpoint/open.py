@@ -156,7 +156,7 @@ def _opened(
     if of_base := base_record.note(ckpt):
         ckpt.notes.append(of_base)
     ckpt.files.seen = fingerprints(index.files, files.mounts)
-    absolute = os.path.abspath(place.path)  # as the files of chunks are named
+    absolute = str(FilePath(place.path).absolute())  # as the files of chunks are named
     if index.manifest is not None:
         own = OwnManifest(absolute, index.manifest, index.manifest_spans)
         files.mounts.manifests.append(own)
