@@ -15,6 +15,8 @@ from benchmarks.gpu_session.timing import same_bits, weight
 DTYPES = ("bfloat16", "float16", "float32")
 SHAPES = ((256, 512), (130, 192), (257, 320), (1, 64), (67, 64), (7, 100), (3, 129), (5, 3, 128))
 TINY_SHAPES = ((128, 128), (7, 100))
+REFUSALS = ("RunError: ", "CoarseScales: ")
+"""How the text of an error begins by which an encoder refuses values: both devices must refuse the same."""
 FEEDS = 3
 """How many feeds a weight is encoded in, about; the last is shorter."""
 GOLDEN = ("compressed", "gptq", "torchao")
@@ -142,7 +144,7 @@ def difference(encoding: Any, info: Any, w: Any, device: str) -> list[str]:
     here = outcome(lambda: encode(encoding, info, w, feed))
     there = outcome(lambda: encode(encoding, info, w.to(device), feed))
     if isinstance(here, str) or isinstance(there, str):
-        refuses = isinstance(here, str) and here.startswith("RunError: ")
+        refuses = isinstance(here, str) and here.startswith(REFUSALS)
         if here == there and refuses:
             return []
         return [f"expected {shown(here)}, got {shown(there)}"]
