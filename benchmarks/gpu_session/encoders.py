@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 NAME = "model.layers.0.mlp.up_proj.weight"
-FEED = 1 << 22
-"""Elements in each call of `feed`: a GPU needs more at once than a CPU's cache holds."""
 
 
 def encodings(info: Any) -> dict[str, Any]:
@@ -30,8 +28,11 @@ def encodings(info: Any) -> dict[str, Any]:
 
 
 def feeds(encoder: Any, numel: int, feed: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of runs that the encoder takes, of about `feed` elements each, or FEED."""
-    step = max(1, (feed or FEED) // encoder.step) * encoder.step
+    """Yield (start, end) of runs that the encoder takes, of about `feed` elements each; None: as many as
+    conversions feed a device."""
+    from ckptmap.quantization.blockwise.chunks import DEVICE_NUMEL
+
+    step = max(1, (feed or DEVICE_NUMEL) // encoder.step) * encoder.step
     for at in range(0, numel, step):
         yield at, min(at + step, numel)
 

@@ -22,26 +22,36 @@ def peaks(step: StepRun, what: str, most_pinned: int | None = None) -> Iterator[
     import torch
 
     torch.cuda.synchronize()
+    give_back_pinned()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.reset_peak_host_memory_stats()
-    device, pinned = torch.cuda.memory_allocated(), active_pinned("current")
+    device, held = torch.cuda.memory_allocated(), pinned("current")
     yield
     torch.cuda.synchronize()
-    device, pinned = torch.cuda.max_memory_allocated() - device, active_pinned("peak") - pinned
+    device, most = torch.cuda.max_memory_allocated() - device, pinned("peak") - held
     step.result.figure(f"{what}: device memory at most", device / 2**20, "MiB")
-    step.result.figure(f"{what}: pinned memory at most", pinned / 2**20, "MiB")
+    step.result.figure(f"{what}: pinned memory at most", most / 2**20, "MiB")
     if most_pinned is not None:
-        within = f"at most {most_pinned >> 20} MiB, found {pinned / 2**20:.0f}"
-        step.result.check(f"{what}: pinned memory within max_memory", pinned <= most_pinned, within)
+        within = f"at most {most_pinned >> 20} MiB, found {most / 2**20:.0f}"
+        step.result.check(f"{what}: pinned memory within max_memory", most <= most_pinned, within)
 
 
-def active_pinned(which: str) -> int:
-    """Return the bytes of pinned memory that are in use ("current"), or were at most ("peak").
+def pinned(which: str) -> int:
+    """Return the bytes of pinned memory that torch has now ("current"), or had at most ("peak"), those
+    included that it keeps for later.
 
-    Pinned blocks have 2^n bytes, and count as such. Before it had names of its own for blocks that are
-    kept for later, torch called the bytes in use "allocated".
+    Pinned blocks have 2^n bytes, and count as such. The bytes in use ("active_bytes") are no measure: in torch
+    2.11 they count each block that is used again once more.
     """
     import torch
 
-    found = torch.cuda.host_memory_stats()
-    return int(found.get(f"active_bytes.{which}", found.get(f"allocated_bytes.{which}", 0)))
+    return int(torch.cuda.host_memory_stats().get(f"allocated_bytes.{which}", 0))
+
+
+def give_back_pinned() -> None:
+    """Let torch give the pinned memory back that it keeps for later."""
+    import torch
+
+    empty = getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_session.encoders import FEED, NAME
+from benchmarks.gpu_session.encoders import NAME
 from benchmarks.gpu_session.session import StepRun
 from benchmarks.gpu_session.timing import weight
 
@@ -51,7 +51,7 @@ def profiled(source: Path, out: Path, to: str, step: StepRun) -> Sequence[dict[s
 
     convert()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.on_cuda else [])]
-    with profile(activities=kinds, acc_events=True) as profiler:
+    with profile(activities=kinds) as profiler:
         convert()
     trace = step.work / "trace.json"
     profiler.export_chrome_trace(str(trace))
@@ -60,15 +60,19 @@ def profiled(source: Path, out: Path, to: str, step: StepRun) -> Sequence[dict[s
 
 
 def report(step: StepRun, what: str, events: Sequence[dict[str, Any]], numel: int) -> None:
+    from ckptmap.quantization.blockwise.chunks import DEVICE_NUMEL
+
     found = step.result
     kernels, copies = spans(events, KERNELS), spans(events, COPIES)
     if not kernels:
         if step.on_cuda:
-            found.note(f"{what}: the profiler saw no kernel")
+            kinds = Counter(str(event.get("cat")) for event in events)
+            found.note(f"{what}: the profiler saw no kernel, only {dict(kinds)}")
         return
     found.figure(f"{what}: kernels", len(kernels))
+    feed = DEVICE_NUMEL
     found.figure(
-        f"{what}: kernels a feed of {FEED >> 20}M elements", len(kernels) / max(1, numel / FEED)
+        f"{what}: kernels a feed of {feed >> 20}M elements", len(kernels) / max(1, numel / feed)
     )
     both = sorted(kernels + copies)
     whole = max(end for _, end in both) - both[0][0]

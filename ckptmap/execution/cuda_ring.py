@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     import torch
 
 
+FEED_BLOCKS = 4
+"""Blocks of pinned memory by which the values of one feed come."""
+
+
 class Feeds:
     """Buffers of values in row-major order, on the device that encodes them.
 
@@ -75,12 +79,12 @@ class Feeds:
 def feed_numel(device: str, budget: int, widest: int, on_cpu: int) -> int:
     """Return how many elements to feed at once; `widest` is the most bytes of one, before or after.
 
-    On a device both the values and the results of a feed fit a block. `on_cpu` is the answer for a CPU,
-    and for a device without streams.
+    On a device the values of a feed come in FEED_BLOCKS blocks at most, one after the other, and so do its
+    results. `on_cpu` is the answer for a CPU, and for a device without streams.
     """
     device_copies.bound_blocks(device, budget)
     way = device_copies.lanes(device)
-    return on_cpu if way is None else min(DEVICE_NUMEL, way.block_nbytes // widest)
+    return on_cpu if way is None else min(DEVICE_NUMEL, FEED_BLOCKS * way.block_nbytes // widest)
 
 
 class _Coming(NamedTuple):

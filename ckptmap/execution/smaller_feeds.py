@@ -1,6 +1,6 @@
 """Encode or load a tensor again with smaller feeds where the device ran out of memory.
 
-    feeds of 4M elements -> out of memory -> the tensor again, 2M at a time -> ... -> 4K, or an error
+    feeds of 16M elements -> out of memory -> the tensor again, 8M at a time -> ... -> 4K, or an error
 
 A feed's size changes no bit of the result, and all of the tensor is written again.
 """
@@ -17,8 +17,8 @@ from ckptmap.errors import RunError
 from ckptmap.quantization.blockwise.chunks import DEVICE_NUMEL, smaller_chunks
 from ckptmap.storage.resource_limits import SHORT
 
-MOST_HALVINGS = 10
-"""From 4M elements to 4K, with which a device is hardly used."""
+MOST_HALVINGS = 12
+"""From 16M elements to 4K, with which a device is hardly used."""
 OF_A_RUN = (
     "end what uses the device, give --threads 1 and a smaller --max-memory, or --device cpu; then"
     " run the same command again"

@@ -30,6 +30,8 @@ Schedulers: TypeAlias = "Scheduler | Mapping[str, Scheduler]"
 
 MAX_MEMORY = 64 << 20
 """Bytes of host buffers by default."""
+DEVICE_MEMORY = 256 << 20
+"""The same where the model is on a device: several threads fill it, each through buffers of its own."""
 PRECISIONS = ("keep", "target", "fp32")
 ROUNDINGS = ("nearest", "stochastic")
 NF4_CLASSES = ("torchao", "bnb")
@@ -50,7 +52,7 @@ class LoadKeywords(TypedDict, total=False):
     seed: int
     fix: bool
     verify: str
-    max_memory: int | str
+    max_memory: int | str | None
     strip_prefix: str | None
     rename: RenamePatterns
     add_prefix: str | None
@@ -91,7 +93,8 @@ class LoadOptions:
     base             where the base of a checkpoint of `save(only=...)` is now; None: at the recorded
                      path. Its digest must be the recorded one
     stateful         objects that take back the states that `save` was given under these names
-    max_memory       bound of host buffers, beside the tensors themselves: bytes, or `"64MiB"`
+    max_memory       bound of host buffers, beside the tensors themselves: bytes, or `"64MiB"`; None:
+                     64 MiB, and 256 MiB where the model is on a device
     timeout          seconds that a rank waits for the other ranks of the model before it raises
                      RunError CKM307; None: as long as the model's process groups do
     """
@@ -106,7 +109,7 @@ class LoadOptions:
     seed: int = 0
     fix: bool = False
     verify: str = "stored"
-    max_memory: int = MAX_MEMORY
+    max_memory: int | None = None
     strip_prefix: str | None = None
     rename: tuple[str, ...] = ()
     add_prefix: str | None = None
@@ -114,6 +117,12 @@ class LoadOptions:
     stateful: Mapping[str, Stateful] | None = None
     base: str | os.PathLike[str] | None = None
     timeout: float | None = None
+
+    def memory(self, is_on_device: bool) -> int:
+        """Return the bytes of host buffers that a load may have."""
+        if self.max_memory is not None:
+            return self.max_memory
+        return DEVICE_MEMORY if is_on_device else MAX_MEMORY
 
     @property
     def renaming(self) -> Renaming:
@@ -128,10 +137,9 @@ class LoadOptions:
         PlanError CKM618 for a prefix or a pattern that is none.
         """
         argument_checks.known_keywords(given, [field.name for field in fields(cls)], "load()")
-        read = {
-            "max_memory": argument_checks.nbytes("max_memory", given.get("max_memory", MAX_MEMORY)),
-            "drop": argument_checks.patterns("drop", given.get("drop", ())),
-        }
+        read: dict[str, object] = {"drop": argument_checks.patterns("drop", given.get("drop", ()))}
+        if given.get("max_memory") is not None:
+            read["max_memory"] = argument_checks.nbytes("max_memory", given["max_memory"])
         options = cls(**{**given, **read})  # type: ignore[arg-type]
         return replace(options, rename=options.renaming.rename)
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ckptmap.storage.box_reader import fill, row_major_boxes
 from ckptmap.storage.files import Files
-from ckptmap.storage.pinned_memory import host_memory
+from ckptmap.storage.pinned_memory import copies_pinned, host_memory
 from ckptmap.storage.tensor_bytes import tensor_bytes
 from ckptmap.tensors import Box, StoredTensor
 
@@ -123,11 +123,9 @@ def lanes(device: str | torch.device) -> Lanes | None:
     import torch
 
     at = torch.device(device)
-    if at.type in ("cpu", "meta"):
+    if not copies_pinned(at):
         return None
     module: Any = torch.get_device_module(at)
-    if not hasattr(module, "Stream"):
-        return None
     if ":" not in str(at):
         at = torch.device(at.type, module.current_device())
     held: dict[torch.device, Lanes] = _threads.__dict__.setdefault("lanes", {})
@@ -136,15 +134,16 @@ def lanes(device: str | torch.device) -> Lanes | None:
     return held[at]
 
 
-def bound_blocks(device: str | torch.device, budget: int) -> int:
-    """Make the blocks of this thread, of both directions together, fit `budget` bytes.
+def bound_blocks(device: str | torch.device, budget: int, directions: int = 2) -> int:
+    """Make the blocks of this thread fit `budget` bytes, those of both `directions` together; 1: nothing
+    comes back.
 
     Return the bytes of those for one direction, 0 where values need none.
     """
     way = lanes(device)
     if way is None:
         return 0
-    most = max(4096, budget // (2 * DEPTH))
+    most = max(4096, budget // (directions * DEPTH))
     way.block_nbytes = min(BLOCK_NBYTES, 1 << (most.bit_length() - 1))
     return DEPTH * way.block_nbytes
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptmap.core.formatting import human
+from ckptmap.storage.registered_memory import registered_memory
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,13 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return memory
 
 
+def copies_pinned(device: torch.device) -> bool:
+    """Return whether copies between pinned memory and the device need not block the host."""
+    import torch
+
+    return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "Stream")
+
+
 @dataclass(frozen=True)
 class Slabs:
     """Host memory for many tensors at once, kept from one save to the next.
@@ -70,8 +78,9 @@ class Slabs:
         slabs = _kept.pop(pinned, ())
         if [slab.numel() for slab in slabs] != wanted:
             slabs = ()  # they are freed before others are taken
-            new = host_memory if pinned else _pageable
-            slabs = [new((nbytes,), torch.uint8) for nbytes in wanted]
+            slabs = [
+                _slab(nbytes) if pinned else _pageable((nbytes,), torch.uint8) for nbytes in wanted
+            ]
         places = [
             slabs[slab].narrow(0, offset, nbytes)
             for (slab, offset), nbytes in zip(where, sizes, strict=True)
@@ -82,6 +91,13 @@ class Slabs:
         """Keep the slabs for those who take some next; the values in them are no longer needed."""
         if self.slabs:
             _kept[self.pinned] = self.slabs
+
+
+def _slab(nbytes: int) -> torch.Tensor:
+    import torch
+
+    registered = registered_memory(nbytes)
+    return host_memory((nbytes,), torch.uint8) if registered is None else registered
 
 
 def _pageable(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -19,10 +19,10 @@ from ckptmap.live.options import LoadKeywords, LoadOptions
 def test_keywords_and_options_agree() -> None:
     """A size is given as bytes or text, and stored as bytes; patterns in any sequence, and in a tuple."""
     of_call = get_type_hints(LoadKeywords)
-    assert of_call.pop("max_memory") == int | str
+    assert of_call.pop("max_memory") == int | str | None
     assert of_call.pop("rename") == Sequence[str] | Mapping[str, str]
     assert of_call.pop("drop") == Sequence[str]
-    stored = {"max_memory": int, "rename": tuple[str, ...], "drop": tuple[str, ...]}
+    stored = {"max_memory": int | None, "rename": tuple[str, ...], "drop": tuple[str, ...]}
     assert of_call | stored == get_type_hints(LoadOptions)
 
 

@@ -62,6 +62,7 @@ def test_many_thresholds(signed: bool) -> None:
 
 
 def state(kind: str, signed: bool, shape: tuple[int, ...]) -> Any:
+    pytest.importorskip("torchao")
     from torchao.optim import subclass_4bit, subclass_8bit, subclass_fp8
 
     for module in (subclass_8bit, subclass_4bit, subclass_fp8):

@@ -16,9 +16,10 @@ from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.blockwise.chunks import DEVICE_NUMEL
 from ckptmap.quantization.compressed_tensors.packed import Packed
 from ckptmap.quantization.dense import DenseAs
+from ckptmap.quantization.gptq.encodings import Awq
 from ckptmap.quantization.nf4.encoding import NF4
 from ckptmap.tensors import Box, TensorInfo
-from tests.support.dispatched import Kernels, NeverWaits, Traffic, Waited
+from tests.support.dispatched import Kernels, NeverWaits, OneDevice, Traffic, Waited
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -190,6 +191,15 @@ def test_codes_are_packed_alike_on_a_device() -> None:
     first, second = codes.view(-1, 2).unbind(1)
     assert torch.equal(packed, torch.add(second, first, alpha=16))
     assert packed.tolist() == list(range(256))
+
+
+def test_awq_packs_codes_where_they_are() -> None:
+    form = Awq(4, 64)
+    codes = torch.empty((32, 128), dtype=torch.int8, device="meta")
+    with OneDevice():
+        assert form.packed_band(codes).shape == (128, 4)
+    with OneDevice(), pytest.raises(AssertionError, match="index_select on"):
+        codes.index_select(0, torch.tensor([1, 0]))
 
 
 @pytest.mark.parametrize(

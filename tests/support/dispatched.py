@@ -67,6 +67,16 @@ def _touched(value: Any) -> int:
     return value.element_size() * math.prod(size if stride else 1 for size, stride in sizes)
 
 
+class OneDevice(TorchDispatchMode):
+    """Raises where an op is given tensors of several devices, which CUDA refuses and meta takes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        devices = {one.device.type for one in given if one.ndim}
+        assert len(devices) < 2 or _name(func) == "copy_", f"{_name(func)} on {devices}"
+        return func(*args, **kwargs or {})
+
+
 class Waited(AssertionError):
     """The host waited for the device."""
 

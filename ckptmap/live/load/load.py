@@ -35,7 +35,7 @@ from ckptmap.live.model.base_names import without
 from ckptmap.live.model.caller_state import cpu_outside_inference_mode
 from ckptmap.live.model.collective_errors import agreed, peer_groups
 from ckptmap.live.model.find_targets import find_targets
-from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.live_tensor import LiveTensor, devices_of
 from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.loaded_bases import LoadedBase
 from ckptmap.live.model.rank_group import said_if_lost
@@ -223,7 +223,8 @@ def _plan(
     )
     named = name_scheme.by_model_names(checkpoint, model, targets)
     checkpoint = named.checkpoint
-    reader = TensorReader(checkpoint.files, options.max_memory)
+    devices = devices_of(targets)
+    reader = TensorReader(checkpoint.files, options.memory(bool(devices)), devices)
     weights = TensorMatcher(checkpoint, reader, targets, options).plan()
     _leave_to_modules(weights, model, named.unmapped)
     weights.refuse(

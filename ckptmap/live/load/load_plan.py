@@ -150,14 +150,14 @@ class LoadPlan:
         """Run every step. An error says which tensors have the checkpoint's values by then."""
         done = 0
         try:
-            for step in self.steps:
-                reader.run(step)
+            for _ in reader.run_all(self.steps):
                 done += 1
         except Exception as error:
             loaded, now = [t.fqn for t in self.targets[:done]], self.targets[done].fqn
             names = f": {listed(loaded)}" if loaded else ""
             text = f"the model is half loaded, {done} of {len(self.steps)} tensors{names}"
-            explain(error, f"{text}; {now} may be in part", now)
+            others = " and others" if reader.threads > 1 else ""
+            explain(error, f"{text}; {now}{others} may be in part", now)
             raise
 
     def report(self, reader: TensorReader, buffers_on_meta: Sequence[str]) -> LoadReport:

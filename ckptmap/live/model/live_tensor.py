@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copyreg
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -223,6 +223,9 @@ def like(old: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():
+        if local.device.type != old.device_mesh.device_type and not local.is_meta:
+            # Offloaded to the CPU: `from_local` would move the shard to the mesh's device.
+            return _with_shard(old, local)
         return DTensor.from_local(
             local,
             old.device_mesh,
@@ -231,6 +234,18 @@ def like(old: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
             shape=old.shape,
             stride=old.stride(),
         )
+
+
+def _with_shard(old: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor placed as `old`, whose shard is `local` on whatever device it is: as FSDP2 makes them
+    (torch's _fully_shard/_fsdp_common.py, `_from_local_no_grad`)."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(old.shape, old.stride(), local.dtype)
+    spec = DTensorSpec(old.device_mesh, tuple(old.placements), tensor_meta=meta)
+    make: Callable[..., DTensor] = DTensor
+    return make(local, spec, requires_grad=False)
 
 
 # ------------------------------------------------------------------------------- this rank's part
@@ -335,6 +350,13 @@ def device_for(target: LiveTensor, fallback: torch.device) -> torch.device:
     if is_dtensor(tensor):
         return mesh_device(tensor.device_mesh)
     return fallback
+
+
+def devices_of(targets: Sequence[LiveTensor]) -> list[torch.device]:
+    """Return the devices on which these tensors have their data, or will have it; not the CPU."""
+    fallback = fallback_device(targets)
+    found = dict.fromkeys(device_for(target, fallback) for target in targets)
+    return [device for device in found if device.type not in ("cpu", "meta")]
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -257,22 +258,25 @@ def listed(items: Sequence[object], shown: int = SHOWN) -> str:
 
 
 class Meter:
-    """Counts the bytes that a load holds now and held at most, for host and device."""
+    """Counts the bytes that the threads of a load hold now and held at most, for host and device."""
 
     def __init__(self) -> None:
         self._now = {True: 0, False: 0}
         self._peak = {True: 0, False: 0}
+        self._lock = threading.Lock()
 
     @contextmanager
     def hold(self, nbytes: int, device: torch.device) -> Iterator[None]:
         """Count `nbytes` on the device as held while the context lasts."""
         host = device.type == "cpu"
-        self._now[host] += nbytes
-        self._peak[host] = max(self._peak[host], self._now[host])
+        with self._lock:
+            self._now[host] += nbytes
+            self._peak[host] = max(self._peak[host], self._now[host])
         try:
             yield
         finally:
-            self._now[host] -= nbytes
+            with self._lock:
+                self._now[host] -= nbytes
 
     @property
     def peak_host_nbytes(self) -> int:

@@ -6,10 +6,13 @@ of this one runs (see `storage.device_copies`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptmap.execution.smaller_feeds import OF_A_LOAD, FeedSize, with_smaller_feeds
+from ckptmap.live.model import reader_threads
 from ckptmap.live.model.load_report import Meter
 from ckptmap.quantization.blockwise.chunks import smaller
 from ckptmap.storage import device_copies
@@ -22,26 +25,52 @@ from ckptmap.tensors import Box, StoredTensor
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 DECODE_COPIES = 4
 """Buffers of the size of a decoded box that decoding holds at once: codes, scales, values, result."""
 
 
 class TensorReader:
-    """Fills tensors on any device, with at most `max_memory` bytes of host buffers at a time."""
+    """Fills tensors on any device, with at most `max_memory` bytes of host buffers at a time.
 
-    def __init__(self, files: Files, max_memory: int) -> None:
+    devices  those of the tensors that `run_all` fills, the CPU left out
+    """
+
+    def __init__(self, files: Files, max_memory: int, devices: Sequence[torch.device] = ()) -> None:
         self.files = files
         self.max_memory = max_memory
         self.meter = Meter()
+        self.devices = devices
+        self.threads = reader_threads.count_for(devices, max_memory)
         self._feed_size = FeedSize()
 
-    def run(self, step: Callable[[TensorReader], None]) -> None:
+    def run(self, step: Callable[[TensorReader], T]) -> T:
         """Run a step that fills one tensor; again with smaller buffers where a device runs out of memory.
 
         A step may be run again: it overwrites what an attempt has left. Raises RunError CKM313 where the
         smallest buffers are too much.
         """
-        with_smaller_feeds(self._feed_size, None, lambda: step(self), hint=OF_A_LOAD)
+        return with_smaller_feeds(self._feed_size, None, lambda: step(self), hint=OF_A_LOAD)
+
+    def run_all(self, steps: Sequence[Callable[[TensorReader], T]]) -> Iterator[T]:
+        """Run steps that fill different tensors; yield what each returns, in their order.
+
+        Threads run them side by side where the tensors are on a device. Raises as `run` does; steps after the
+        one that failed may have run by then, or in part.
+        """
+        if self.threads == 1:
+            yield from map(self.run, steps)
+            return
+        each = self._share()
+        jobs = [partial(each.run, step) for step in steps]
+        yield from reader_threads.in_order(jobs, self.threads, self.devices)
+
+    def _share(self) -> TensorReader:
+        """Return a reader for each of the threads, with its share of the memory and the same counts."""
+        each = copy(self)
+        each.max_memory = max(1, self.max_memory // self.threads)
+        return each
 
     def dense(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
         """Read `box` of a dense tensor into `out` (box.sizes, any floating or the same dtype)."""
@@ -76,7 +105,7 @@ class TensorReader:
         import torch
 
         dtype: torch.dtype = getattr(torch, stored.info.dtype)
-        pinned = device_copies.bound_blocks(out.device, self.max_memory)
+        pinned = device_copies.bound_blocks(out.device, self.max_memory, directions=1)
         if out.dtype == dtype and is_as_it_lies(out):
             with self.meter.hold(pinned, torch.device("cpu")):
                 device_copies.fill_tensor(self.files, stored, box, out)
@@ -95,7 +124,7 @@ class TensorReader:
 
         itemsize = source.info.itemsize
         most = smaller(max(1, self.max_memory // (DECODE_COPIES * itemsize)))
-        device_copies.bound_blocks(out.device, self.max_memory)
+        device_copies.bound_blocks(out.device, self.max_memory, directions=1)
         for part in row_major_boxes(box, most):
             with self.meter.hold(DECODE_COPIES * part.numel * itemsize, out.device):
                 values = torch.empty(part.sizes, dtype=source.torch_dtype, device=out.device)
@@ -104,7 +133,7 @@ class TensorReader:
 
     def codes(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
         """Read `box` of a tensor's quantization codes into `out` (box.sizes), unpacked on its device."""
-        device_copies.bound_blocks(out.device, self.max_memory)
+        device_copies.bound_blocks(out.device, self.max_memory, directions=1)
         most = smaller(max(1, self.max_memory // (2 * out.element_size())))
         for part in row_major_boxes(box, most):
             with self.meter.hold(2 * part.numel * out.element_size(), out.device):

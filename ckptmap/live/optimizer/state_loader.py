@@ -8,8 +8,9 @@ checkpoint exp_avg (any encoding, any sharding)  ->  exp_avg in the live optimiz
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptmap.live.model.live_tensor import cut, is_dtensor, local_boxes
@@ -41,13 +42,10 @@ class StateNotes:
     initialised: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
-    def lengths(self) -> Sequence[int]:
-        return [len(getattr(self, item.name)) for item in fields(self)]
-
-    def cut(self, lengths: Sequence[int]) -> None:
-        """Drop what was added since `lengths` were those of the lists."""
-        for item, length in zip(fields(self), lengths, strict=True):
-            del getattr(self, item.name)[length:]
+    def extend(self, more: StateNotes) -> None:
+        """Add the names of other notes to the end of these."""
+        for item in fields(self):
+            getattr(self, item.name).extend(getattr(more, item.name))
 
 
 @dataclass(frozen=True)
@@ -63,41 +61,47 @@ class Policy:
 
 
 class StateLoader:
-    """Fills the state of one parameter; `sources` has the state of each of its tensors, in order."""
+    """Fills the state of one parameter; `sources` has the state of each of its tensors, in order.
+
+    total  the notes of the whole load, to which those of this parameter are added
+    """
 
     def __init__(
-        self, owner: ParamOwner, sources: Sequence[Source], policy: Policy, notes: StateNotes,
+        self, owner: ParamOwner, sources: Sequence[Source], policy: Policy, total: StateNotes,
         betas: Sequence[float] = (), exact: Mapping[str, FlatCodes] | None = None,
         placements: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
         self.owner = owner
         self.sources = sources
         self.policy = policy
-        self.notes = notes
+        self.total = total
+        self.notes = StateNotes()
         self.betas = betas
         self.exact = exact or {}
         self.placements = placements or {}
         self.lead = most_stepped(sources)
 
     def __call__(self, reader: TensorReader) -> None:
-        """Fill the parameter's state. An error leaves no notes, so that the step can be run again."""
-        before = self.notes.lengths()
-        try:
-            self._load(reader)
-        except Exception:
-            self.notes.cut(before)
-            raise
+        """Fill the parameter's state."""
+        self.read(reader)()
 
-    def _load(self, reader: TensorReader) -> None:
+    def read(self, reader: TensorReader) -> Callable[[], None]:
+        """Read the parameter's state; return what puts it into the optimizer. May be called again after an
+        error, and by several threads for different parameters."""
         part = self.owner.part
+        self.notes = StateNotes()
         blank = part.family.present(part) or part.family.blank(part, self.lead)
-        if not blank:
-            return
         values = {name: self._entry(name, live, reader) for name, live in blank.items()}
-        part.family.install(part, values)
-        for (target, _), source in zip(self.owner.members, self.sources, strict=True):
-            used = {derivation(name, source, self.betas)[0] for name in blank}
-            self.notes.left += [f"{target.fqn}.{name}" for name in source if name not in used]
+        return partial(self._install, values)
+
+    def _install(self, values: Mapping[str, object]) -> None:
+        part = self.owner.part
+        if values:
+            part.family.install(part, values)
+            for (target, _), source in zip(self.owner.members, self.sources, strict=True):
+                used = {derivation(name, source, self.betas)[0] for name in values}
+                self.notes.left += [f"{target.fqn}.{name}" for name in source if name not in used]
+        self.total.extend(self.notes)
 
     def _entry(self, name: str, live: object, reader: TensorReader) -> object:
         import torch

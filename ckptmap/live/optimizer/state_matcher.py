@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
@@ -72,8 +73,14 @@ class StatePlan:
     def run(self, reader: TensorReader) -> None:
         """Run every step, after the weights are loaded."""
         try:
-            for step in self.steps:
-                reader.run(step)
+            for reads, steps in groupby(self.steps, lambda step: isinstance(step, StateLoader)):
+                if not reads:
+                    for step in steps:
+                        reader.run(step)
+                    continue
+                loaders = [step for step in steps if isinstance(step, StateLoader)]
+                for install in reader.run_all([loader.read for loader in loaders]):
+                    install()
         except Exception as error:
             loaded = f"{len(self.notes.loaded)} entries of the optimizer's state"
             explain(error, f"the weights are loaded, and {loaded}: load both again")

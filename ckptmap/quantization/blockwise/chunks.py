@@ -1,10 +1,11 @@
 """How many elements encoders and decoders compute at once, and constant tensors on each device.
 
-A CPU wants chunks whose temporaries stay in its cache. A device wants few kernels: launching one takes
-the host about 5 us, in which the link of an H200 (50 GB/s) brings 250 KB. So on a device a chunk is as
-large as what is sent at once, 4M elements, and an encoder or decoder launches at most 10 to 18 kernels
-for it (`tests/quantization/test_kernel_counts.py` counts them): 30 to 90 us, while the link brings 4M
-bfloat16 in 170 us.
+A CPU wants chunks whose temporaries stay in its cache. A device wants few kernels: launching one from
+Python takes the host 10 to 20 us, in which the link of an H200 (55 GB/s) brings a megabyte. So on a device
+a chunk is as large as what is sent at once, 16M elements, and an encoder or decoder launches at most 10 to
+18 kernels for it (`tests/quantization/test_kernel_counts.py` counts them): 150 to 350 us, while the link
+brings 16M bfloat16 in 610 us. With 4M elements NF4 was encoded at half of the link's rate, with 16M at 0.94
+of it (`benchmarks/RESULTS_PARTS.md`). Two feeds and their temporaries take up to 400 MB of the device.
 
 Is a kernel of our own needed, in Triton for one? Kernels run while the next values come, and results go
 back on the kernels' stream, so for each element this must hold on an H200 (4.8 TB/s of memory, a link of
@@ -34,10 +35,12 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ckptmap.storage.pinned_memory import copies_pinned, host_memory
+
 if TYPE_CHECKING:
     import torch
 
-DEVICE_NUMEL = 1 << 22
+DEVICE_NUMEL = 1 << 24
 """Elements that are computed at once on a device, and sent to it at once."""
 
 _smaller = threading.local()
@@ -81,6 +84,21 @@ def sent(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return (
         there.copy_(values) if type(values) is torch.Tensor else there
     )  # a fake one has no values
+
+
+def sent_behind(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a tensor of the CPU on a device, for kernels that this thread launches from now on.
+
+    It goes by way of pinned memory, so the host waits neither for the copy nor for the kernels before
+    it. A device that copies no pinned memory gets it as `sent` sends it.
+    """
+    import torch
+
+    at = torch.device(device)
+    if not copies_pinned(at):
+        return sent(values, at)
+    here = host_memory(values.shape, values.dtype).copy_(values)
+    return here.to(at, non_blocking=True)  # torch keeps `here` until the copy has ended
 
 
 def constant(

@@ -16,7 +16,7 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Refusal, part_key
 from ckptmap.quantization.blockwise import block_geometry
-from ckptmap.quantization.blockwise.chunks import sent
+from ckptmap.quantization.blockwise.chunks import sent_behind
 from ckptmap.quantization.blockwise.dequantize import dequantize
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.exponents import powers
@@ -127,7 +127,7 @@ class ScaledEncoding:
         block = self.block_of(info)
         grid = block_geometry.grid_box(box, block)
         wide = self.wide_scales(parts[self.scale_part])
-        wide = sent(wide, out.device) if self.host_parts else wide
+        wide = sent_behind(wide, out.device) if self.host_parts else wide
         scale = block_geometry.as_grid(wide, grid)
         zero = block_geometry.as_grid(parts[self.zero_part], grid) if self.zero_dtype else None
         codes = parts[self.codes_part]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.protocols import Refusal
+from ckptmap.quantization.blockwise.chunks import constant
 from ckptmap.quantization.blockwise.word_packing import packed
 from ckptmap.quantization.gptq.columns import GroupedColumns
 from ckptmap.tensors import Box, TensorInfo
@@ -114,6 +115,6 @@ def _packed_in_order(codes: torch.Tensor) -> torch.Tensor:
     """Pack codes i8 [8 m, n] -> words i32 [n, m] in AWQ's order."""
     import torch
 
-    order = torch.tensor(AWQ_ORDER)
+    order = constant("awq order", codes.device, lambda: torch.tensor(AWQ_ORDER, device="cpu"))
     turned = codes.reshape(-1, 8, codes.shape[1]).index_select(1, order).permute(2, 0, 1)
     return packed(turned.flatten(1), AWQ_BITS, False)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal, part_key
-from ckptmap.quantization.blockwise.chunks import chunk_numel, sent
+from ckptmap.quantization.blockwise.chunks import chunk_numel, sent_behind
 from ckptmap.quantization.blockwise.exponents import ExponentRule, powers
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
 from ckptmap.quantization.microscaling import e2m1
@@ -159,7 +159,7 @@ class PackedFp4:
         if not box.numel:
             return
         grid = self.grid_box(box)
-        scale = sent(self.decoded_scales(info, parts, grid), out.device)
+        scale = sent_behind(self.decoded_scales(info, parts, grid), out.device)
         if self.exact_in(out.dtype):
             scale = scale.to(out.dtype)
         codes = parts["packed"].view(torch.uint8).reshape(*grid.sizes, self.block // 2)

@@ -1,0 +1,140 @@
+"""Tensors are filled side by side, and the outcome is that of one thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptmap
+from ckptmap.errors import CkptmapError, SourceError
+from ckptmap.live.model import reader_threads
+from ckptmap.storage.files import Files
+
+CPU = torch.device("cpu")
+
+
+def test_results_come_in_order_from_several_threads() -> None:
+    seen: set[int] = set()
+    together = threading.Barrier(3, timeout=60)
+
+    def job(number: int) -> int:
+        seen.add(threading.get_ident())
+        together.wait()  # three jobs run at a time, or this fails
+        time.sleep(0.002 * (3 - number % 3))
+        assert not torch.is_grad_enabled() and torch.get_num_threads() == 1
+        return number
+
+    before = torch.get_num_threads()
+    jobs = [lambda number=number: job(number) for number in range(30)]
+    assert list(reader_threads.in_order(jobs, 3, ())) == list(range(30))
+    assert len(seen) == 3 and torch.is_grad_enabled() and torch.get_num_threads() == before
+
+
+def test_an_error_ends_it_and_what_has_not_begun_never_runs() -> None:
+    ran: list[int] = []
+
+    def job(number: int) -> int:
+        ran.append(number)
+        if number == 4:
+            raise ValueError("the fifth")
+        return number
+
+    jobs = [lambda number=number: job(number) for number in range(1000)]
+    taken: list[int] = []
+    with pytest.raises(ValueError, match="the fifth"):
+        for number in reader_threads.in_order(jobs, 2, ()):
+            taken.append(number)
+    assert taken == [0, 1, 2, 3] and len(ran) < 50
+
+
+def test_threads_work_on_the_streams_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = threading.local()
+    module = SimpleNamespace(
+        current_stream=lambda device: getattr(local, "stream", f"default of {device}"),
+        set_stream=lambda stream: setattr(local, "stream", stream),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    device = torch.device("cuda", 1)
+    local.stream = "side"
+    found = list(reader_threads.in_order([lambda: module.current_stream(device)] * 4, 2, [device]))
+    assert found == ["side"] * 4
+
+
+def test_a_device_has_several_threads_and_a_cpu_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_threads, "copies_pinned", lambda device: device.type == "cuda")
+    monkeypatch.setattr(reader_threads.os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    device = [torch.device("cuda", 0)]
+    assert reader_threads.count_for([], 1 << 30) == reader_threads.count_for([CPU], 1 << 30) == 1
+    assert reader_threads.count_for(device, 256 << 20) == reader_threads.MOST
+    assert reader_threads.count_for(device, 12 << 20) == 3
+    assert reader_threads.count_for(device, 1) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert reader_threads.count_for(device, 256 << 20) == 8
+
+
+# ------------------------------------------------------------------------------- whole loads
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    layers = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(6)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+    for _ in range(2):
+        model(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    state = optimizer.state_dict()["state"]
+    moments = {f"{n}.{name}": value for n, one in state.items() for name, value in one.items()}
+    return {**model.state_dict(), **moments}
+
+
+def test_a_load_by_threads_is_that_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = build(1)
+    ckptmap.save(tmp_path / "saved", model, optimizer, step=2, background=False)
+    reports, orders = [], []
+    for threads in (1, 3):
+        monkeypatch.setattr(
+            reader_threads, "count_for", lambda devices, memory, count=threads: count
+        )
+        other, its = build(2)
+        reports.append(ckptmap.load(tmp_path / "saved", other, its, exact=True))
+        orders.append([id(p) for p in its.state] == [id(p) for p in other.parameters()])
+        wanted, found = tensors(model, optimizer), tensors(other, its)
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    assert reports[0].loaded == reports[1].loaded and reports[0].state == reports[1].state
+    assert orders == [True, True]
+
+
+def test_an_error_in_a_thread_tells_what_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = build(1)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    monkeypatch.setattr(reader_threads, "count_for", lambda devices, memory: 3)
+    read, count = Files.read_into, [0]
+
+    def failing(self: Files, file: str, *rest: Any, **more: Any) -> None:
+        count[0] += 1
+        if threading.current_thread() is not threading.main_thread() and count[0] > 5:
+            raise SourceError("CKM101", f"{file}: cannot be read", "check the disk")
+        read(self, file, *rest, **more)
+
+    monkeypatch.setattr(Files, "read_into", failing)
+    with pytest.raises(
+        CkptmapError, match=r"half loaded, \d+ of 24 tensors.* and others may be in"
+    ):
+        ckptmap.load(tmp_path / "weights.pt", build(2)[0], verify="none")
