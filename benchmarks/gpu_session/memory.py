@@ -21,8 +21,11 @@ def peaks(step: StepRun, what: str, most_pinned: int | None = None) -> Iterator[
         return
     import torch
 
+    from ckptmap.storage.registered_memory import COUNT
+
     torch.cuda.synchronize()
     give_back_pinned()
+    COUNT.forget_most()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.reset_peak_host_memory_stats()
     device, held = torch.cuda.memory_allocated(), pinned("current")
@@ -37,15 +40,18 @@ def peaks(step: StepRun, what: str, most_pinned: int | None = None) -> Iterator[
 
 
 def pinned(which: str) -> int:
-    """Return the bytes of pinned memory that torch has now ("current"), or had at most ("peak"), those
-    included that it keeps for later.
+    """Return the bytes of pinned memory that torch and ckptmap have now ("current"), or had at most ("peak"),
+    those included that torch keeps for later.
 
     Pinned blocks have 2^n bytes, and count as such. The bytes in use ("active_bytes") are no measure: in torch
     2.11 they count each block that is used again once more.
     """
     import torch
 
-    return int(torch.cuda.host_memory_stats().get(f"allocated_bytes.{which}", 0))
+    from ckptmap.storage.registered_memory import COUNT
+
+    ours = COUNT.now if which == "current" else COUNT.most
+    return ours + int(torch.cuda.host_memory_stats().get(f"allocated_bytes.{which}", 0))
 
 
 def give_back_pinned() -> None:

@@ -45,9 +45,8 @@ def profiled(source: Path, out: Path, to: str, step: StepRun) -> Sequence[dict[s
     import ckptmap
 
     def convert() -> None:
-        ckptmap.convert(
-            source, out, to=to, device=step.device, overwrite=True, sync=False, threads=1
-        )
+        out.unlink(missing_ok=True)  # what is complete already would not be converted again
+        ckptmap.convert(source, out, to=to, device=step.device, sync=False, threads=1)
 
     convert()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.on_cuda else [])]

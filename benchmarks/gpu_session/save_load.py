@@ -146,14 +146,15 @@ def load(
 ) -> None:  # fmt: skip
     """Load into another model; check that every tensor is as it was when `save` was called."""
     import ckptmap
-    from ckptmap.planning.options import MAX_MEMORY
+    from ckptmap.live.options import DEVICE_MEMORY, MAX_MEMORY
 
     model = stack(layers, width, step.device, seed=1)
     optimizer = adamw(model)
     train(model, optimizer, 0, 1, step.device)
     synchronize(step.device)
     start = time.perf_counter()
-    with peaks(step, f"load, verify={verify!r}", MAX_MEMORY):
+    most = DEVICE_MEMORY if step.on_cuda else MAX_MEMORY
+    with peaks(step, f"load, verify={verify!r}", most):
         ckptmap.load(path, model, optimizer, verify=verify)
     synchronize(step.device)
     took = time.perf_counter() - start

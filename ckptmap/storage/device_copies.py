@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ckptmap.storage.box_reader import fill, row_major_boxes
 from ckptmap.storage.files import Files
-from ckptmap.storage.pinned_memory import copies_pinned, host_memory
+from ckptmap.storage.pinned_memory import copies_pinned, lasting_memory
 from ckptmap.storage.tensor_bytes import tensor_bytes
 from ckptmap.tensors import Box, StoredTensor
 
@@ -42,11 +42,9 @@ class Blocks:
     """DEPTH blocks of pinned memory that copies use in turn; small ones share a block."""
 
     def __init__(self, nbytes: int) -> None:
-        import torch
-
         self.nbytes = nbytes
         self.turn = 0
-        self._blocks = [host_memory((nbytes,), torch.uint8) for _ in range(DEPTH)]
+        self._blocks = [lasting_memory(nbytes) for _ in range(DEPTH)]
         self._ends: list[Any] = [None] * DEPTH
         self._used = 0
 

@@ -33,7 +33,7 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError as error:
         # After host memory is really used up, this raises, too.
-        memory = _pageable(shape, dtype)
+        memory = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         _refusals.append(str(error).partition("\n")[0])
         if len(_refusals) == 1:
             warnings.warn(
@@ -43,6 +43,14 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
                 stacklevel=2,
             )
         return memory
+
+
+def lasting_memory(nbytes: int) -> torch.Tensor:
+    """Return new host memory, u8, for many copies: pinned as `host_memory` is, and made faster where it is large."""
+    import torch
+
+    registered = registered_memory(nbytes)
+    return host_memory((nbytes,), torch.uint8) if registered is None else registered
 
 
 def copies_pinned(device: torch.device) -> bool:
@@ -70,17 +78,14 @@ class Slabs:
     @classmethod
     def take(cls, sizes: Sequence[int], pinned: bool) -> Slabs:
         """Return places of `sizes` bytes each: in the slabs that were given back, if these fit."""
-        import torch
-
         if not sizes:
             return cls((), (), pinned)
         wanted, where = slab_layout(sizes)
         slabs = _kept.pop(pinned, ())
         if [slab.numel() for slab in slabs] != wanted:
             slabs = ()  # they are freed before others are taken
-            slabs = [
-                _slab(nbytes) if pinned else _pageable((nbytes,), torch.uint8) for nbytes in wanted
-            ]
+            new = lasting_memory if pinned else _pageable
+            slabs = [new(nbytes) for nbytes in wanted]
         places = [
             slabs[slab].narrow(0, offset, nbytes)
             for (slab, offset), nbytes in zip(where, sizes, strict=True)
@@ -93,17 +98,10 @@ class Slabs:
             _kept[self.pinned] = self.slabs
 
 
-def _slab(nbytes: int) -> torch.Tensor:
+def _pageable(nbytes: int) -> torch.Tensor:
     import torch
 
-    registered = registered_memory(nbytes)
-    return host_memory((nbytes,), torch.uint8) if registered is None else registered
-
-
-def _pageable(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def slab_layout(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:

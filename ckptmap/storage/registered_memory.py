@@ -3,9 +3,9 @@
     anonymous memory of huge pages -> touched by several threads -> cudaHostRegister
 
 `cudaHostAlloc`, by which torch makes pinned memory, asks the system for one page after the other in one
-thread: 2 GB/s on the machine in `benchmarks/RESULTS_PARTS.md`. To register pages that exist takes a
-fraction of that. torch shares the state dicts of its own checkpoints so (torch 2.13,
-torch/distributed/_state_dict_utils.py, `_create_cpu_state_dict`).
+thread, and threads wait for each other in it: 2.6 GB/s on the machine of `benchmarks/RESULTS_PARTS.md`,
+where this takes 4.7 GB/s in one call and more in several. torch shares the state dicts of its own
+checkpoints so (torch 2.13, torch/distributed/_state_dict_utils.py, `_create_cpu_state_dict`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-LEAST_NBYTES = 64 << 20
+LEAST_NBYTES = 4 << 20
 """Smaller memory comes from torch's allocator, which keeps what is given back."""
-PIECE_NBYTES = 64 << 20
+PIECE_NBYTES = 32 << 20
 """Bytes that a thread touches at a time."""
 MOST_THREADS = 16
 
@@ -35,7 +36,32 @@ class _Registered(mmap.mmap):
         if self.address:
             # A process that ends has no CUDA any more; the system takes its memory back.
             with contextlib.suppress(Exception):
+                _end_copies()
                 _cudart().cudaHostUnregister(self.address)
+            COUNT.add(-len(self))
+
+
+class RegisteredCount:
+    """The bytes that are registered now, and that were at most: torch does not count them."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self._lock = threading.RLock()  # memory may be freed inside `add`
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that were registered, or fewer than none that no longer are."""
+        with self._lock:
+            self.now += nbytes
+            self.most = max(self.most, self.now)
+
+    def forget_most(self) -> None:
+        """Count the most from now on."""
+        with self._lock:
+            self.most = self.now
+
+
+COUNT = RegisteredCount()
+"""Of this process."""
 
 
 def registered_memory(nbytes: int) -> torch.Tensor | None:
@@ -57,18 +83,35 @@ def registered_memory(nbytes: int) -> torch.Tensor | None:
     if int(_cudart().cudaHostRegister(address, nbytes, 0)):
         return None
     memory.address = address
+    COUNT.add(nbytes)
     return values
 
 
 def _touch(values: torch.Tensor) -> None:
     """Make the system give every page of the memory."""
     starts = range(0, values.numel(), PIECE_NBYTES)
-    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), len(starts))
+    if threads == 1:
+        values[:: mmap.PAGESIZE].zero_()
+        return
+    with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda at: values[at : at + PIECE_NBYTES : mmap.PAGESIZE].zero_(), starts))
 
 
+def _end_copies() -> None:
+    """Wait for the devices that this process uses: after an error one may still copy to the memory."""
+    made: Any = _torch()
+    for index in range(made.cuda.device_count()):
+        if made._C._cuda_hasPrimaryContext(index):
+            made.cuda.synchronize(index)
+
+
 def _cudart() -> Any:
+    made: Any = _torch().cuda
+    return made.cudart()
+
+
+def _torch() -> Any:
     import torch
 
-    made: Any = torch.cuda
-    return made.cudart()
+    return torch

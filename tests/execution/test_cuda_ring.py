@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -124,14 +123,13 @@ def test_blocks_are_powers_of_two_within_the_budget(
     """The allocator of pinned memory rounds up to powers of two: a byte more would take twice as much."""
     pinned: list[int] = []
 
-    def host_memory(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
+    def lasting_memory(nbytes: int) -> torch.Tensor:
         pinned.append(1 << (nbytes - 1).bit_length())
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     way = Late()
     pretend(monkeypatch, lambda device: way)
-    monkeypatch.setattr(device_copies, "host_memory", host_memory)
+    monkeypatch.setattr(device_copies, "lasting_memory", lasting_memory)
     assert ring.feed_numel("cpu", budget, 2, 0) * 2 <= ring.FEED_BLOCKS * way.block_nbytes <= budget
     assert device_copies.bound_blocks("cpu", budget) == 2 * way.block_nbytes
     assert (way.blocks("up").nbytes, way.blocks("down").nbytes) == (way.block_nbytes,) * 2
@@ -207,13 +205,13 @@ class Pinned:
         self.now = self.peak = 0
         self._lock = threading.Lock()
 
-    def __call__(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        made = torch.empty(shape, dtype=dtype)
+    def __call__(self, nbytes: int) -> torch.Tensor:
+        made = torch.empty(nbytes, dtype=torch.uint8)
         if threading.current_thread() is threading.main_thread():
             return made
-        nbytes = 1 << (made.nbytes - 1).bit_length()
-        self._add(nbytes)
-        weakref.finalize(made.untyped_storage(), self._add, -nbytes)
+        rounded = 1 << (nbytes - 1).bit_length()
+        self._add(rounded)
+        weakref.finalize(made.untyped_storage(), self._add, -rounded)
         return made
 
     def _add(self, nbytes: int) -> None:
@@ -239,7 +237,7 @@ def test_pinned_memory_stays_within_max_memory(
     ckptmap.convert(source, tmp_path / "expected", to=to)
     pinned, memory = Pinned(), threads * (2 << 20)
     one_late_a_thread(monkeypatch)
-    monkeypatch.setattr(device_copies, "host_memory", pinned)
+    monkeypatch.setattr(device_copies, "lasting_memory", pinned)
     ckptmap.convert(source, tmp_path / "found", to=to, threads=threads, max_memory=memory)
     assert 0 < pinned.peak <= memory // 2, "the other half is the buffer of what is written"
     with ckptmap.open(tmp_path / "expected") as a, ckptmap.open(tmp_path / "found") as b:

@@ -44,7 +44,7 @@ COUNTED = frozenset(
     )
 )
 WIDER = {
-    "ct-int4": 25, "ct-mxfp4": 42, "ct-mxfp8": 18, "torchao-mxfp4": 42, "torchao-mxfp8": 18, "fp8-ue8m0": 22,
+    "ct-int4": 25, "ct-mxfp4": 27, "ct-mxfp8": 18, "torchao-mxfp4": 26, "torchao-mxfp8": 18, "fp8-ue8m0": 22,
     "gguf-q8_0": 25, "gguf-q4_0": 25, "gguf-q4_1": 25, "gguf-q5_0": 31, "gguf-q5_1": 31, "gguf-mxfp4": 114,
 }  # fmt: skip
 """What the encoders of other forms launch a feed at most. Their decoders wait once a box, to refuse a scale that is

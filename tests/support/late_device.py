@@ -84,11 +84,11 @@ class Still(Lanes):
 def pretend(monkeypatch: pytest.MonkeyPatch, lanes: Callable[[Any], Lanes]) -> None:
     """Make every device one that pretends; a build of torch without CUDA pins no memory."""
 
-    def host_memory(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cpu")
+    def lasting_memory(nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     monkeypatch.setattr(device_copies, "lanes", lanes)
-    monkeypatch.setattr(device_copies, "host_memory", host_memory)
+    monkeypatch.setattr(device_copies, "lasting_memory", lasting_memory)
 
 
 def one_late_a_thread(monkeypatch: pytest.MonkeyPatch) -> list[Late]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -145,7 +145,8 @@ class PlannedLoad:
         """Fill the model and the optimizer's state."""
         import torch
 
-        with torch.no_grad(), verified_copies(self.checkpoint.files):
+        whole = verified_copies(self.checkpoint.files)
+        with torch.no_grad(), whole, closing(self.reader):
             self.weights.run(self.reader)
             if self.state is not None:
                 self.state.run(self.reader)

@@ -8,9 +8,8 @@ thread does it: the copy from the page cache is the last one.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptmap.storage.pinned_memory import copies_pinned
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 MOST = 16
 LEAST_NBYTES = 4 << 20
 """Bytes of buffers that a thread needs: with less, each copy costs more than the bytes it moves."""
-AHEAD = 2
-"""Tensors for each thread that are begun before the first of them is taken."""
 
 T = TypeVar("T")
 
@@ -37,37 +34,43 @@ def count_for(devices: Sequence[torch.device], max_memory: int) -> int:
     return max(1, min(MOST, cores, max_memory // LEAST_NBYTES))
 
 
-def in_order(
-    jobs: Sequence[Callable[[], T]], threads: int, devices: Sequence[torch.device]
-) -> Iterator[T]:
-    """Yield what each job returns, in their order; the jobs run by `threads` threads, as the caller would
-    run them: without gradients, on the caller's streams.
+class ReaderThreads:
+    """Threads that keep their pinned blocks from one call of `in_order` to the next, until `close`.
 
-    A job that raises ends the iteration with its error, and jobs that have not begun never run.
+    They work as the thread that made this one would: without gradients, on its streams of `devices`.
     """
-    streams = [torch_module(device).current_stream(device) for device in devices]
 
-    def begin() -> None:
-        for device, stream in zip(devices, streams, strict=True):
-            torch_module(device).set_stream(stream)
+    def __init__(self, count: int, devices: Sequence[torch.device]) -> None:
+        self.count = count
+        streams = [_module(device).current_stream(device) for device in devices]
 
-    # The threads use the cores; those of torch would come on top of them, in each.
-    with one_torch_thread(True), ThreadPoolExecutor(threads, "ckptmap-load", begin) as pool:
-        begun, left = deque[Future[T]](), iter(jobs)
-        try:
-            for job in left:
-                begun.append(pool.submit(_without_gradients, job))
-                if len(begun) > AHEAD * threads:
-                    yield begun.popleft().result()
-            while begun:
-                yield begun.popleft().result()
-        finally:
-            for future in begun:
-                future.cancel()
+        def begin() -> None:
+            for device, stream in zip(devices, streams, strict=True):
+                _module(device).set_stream(stream)
+
+        self._pool = ThreadPoolExecutor(count, "ckptmap-load", begin)
+
+    def in_order(self, jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
+        """Yield what each job returns, in their order.
+
+        A job that raises ends the iteration with its error, and jobs that have not begun never run.
+        """
+        # The threads use the cores; those of torch would come on top of them, in each.
+        with one_torch_thread(True):
+            begun = [self._pool.submit(_without_gradients, job) for job in jobs]
+            try:
+                for future in begun:
+                    yield future.result()
+            finally:
+                for future in begun:
+                    future.cancel()
+
+    def close(self) -> None:
+        """Wait for the jobs that have begun, and end the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def torch_module(device: torch.device) -> Any:
-    """Return torch's module for devices of this type: `torch.cuda`."""
+def _module(device: torch.device) -> Any:
     import torch
 
     return torch.get_device_module(device)

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptmap.execution.smaller_feeds import OF_A_LOAD, FeedSize, with_smaller_feeds
-from ckptmap.live.model import reader_threads
 from ckptmap.live.model.load_report import Meter
+from ckptmap.live.model.reader_threads import ReaderThreads, count_for
 from ckptmap.quantization.blockwise.chunks import smaller
 from ckptmap.storage import device_copies
 from ckptmap.storage.box_reader import row_major_boxes
@@ -42,7 +42,8 @@ class TensorReader:
         self.max_memory = max_memory
         self.meter = Meter()
         self.devices = devices
-        self.threads = reader_threads.count_for(devices, max_memory)
+        self.threads = count_for(devices, max_memory)
+        self._pool: ReaderThreads | None = None
         self._feed_size = FeedSize()
 
     def run(self, step: Callable[[TensorReader], T]) -> T:
@@ -62,9 +63,16 @@ class TensorReader:
         if self.threads == 1:
             yield from map(self.run, steps)
             return
+        if self._pool is None:
+            self._pool = ReaderThreads(self.threads, self.devices)
         each = self._share()
-        jobs = [partial(each.run, step) for step in steps]
-        yield from reader_threads.in_order(jobs, self.threads, self.devices)
+        yield from self._pool.in_order([partial(each.run, step) for step in steps])
+
+    def close(self) -> None:
+        """End the threads that `run_all` has started. Returns when they have ended."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _share(self) -> TensorReader:
         """Return a reader for each of the threads, with its share of the memory and the same counts."""

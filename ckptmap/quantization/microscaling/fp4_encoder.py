@@ -74,8 +74,9 @@ class Fp4Encoder:
         absmax = absmax_of(values, (dim,))
         self._finite.note(absmax)
         exponents = self._rule.exponents(absmax)
-        scaled = values.to(torch.float32) * inverses(exponents).unsqueeze(dim)
-        return e2m1.rounded(scaled), exponents.to(torch.uint8)
+        return e2m1.rounded(_scaled(values, inverses(exponents).unsqueeze(dim))), exponents.to(
+            torch.uint8
+        )
 
     def _feed_matrix(self, offset: int, values: torch.Tensor, most: int) -> Iterator[Write]:
         """Put bands of `block` rows into the codes of their matrix; yield a matrix that is complete."""
@@ -112,6 +113,19 @@ class Fp4Encoder:
 
         dtype = getattr(torch, self._dtypes[part == "scale"])
         return Write(part, flat(at, values.numel()), values.view(dtype))
+
+
+def _scaled(values: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
+    """Multiply values of dtype T by powers of two f32, in T where it has 16 bits: no code changes by that.
+
+    The product is exact in T unless it is subnormal, and then its code is that of a zero of its sign.
+    """
+    import torch
+
+    if values.dtype == torch.bfloat16:  # which has all of these powers
+        return values * powers.to(torch.bfloat16)
+    wide = values.to(torch.float32).mul_(powers) if values.element_size() == 2 else values * powers
+    return wide.to(values.dtype)
 
 
 class Fp4Recoder:

