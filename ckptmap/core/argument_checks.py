@@ -119,6 +119,12 @@ def path(name: str, value: object) -> None:
         raise _refusal(name, value, "a path")
 
 
+def device(name: str, value: object) -> None:
+    """Refuse the name that everybody types and torch has not, also where nothing is computed."""
+    if str(value).lower().partition(":")[0] == "gpu":
+        raise _refusal(name, value, "cpu, cuda, or cuda:1", "list the devices here: ckptmap doctor")
+
+
 def string(name: str, value: object) -> None:
     if not isinstance(value, str):
         raise _refusal(name, value, "a string")

@@ -74,6 +74,8 @@ def _way_to(path: Path, error: OSError) -> str:
     return f"did you mean {path.parent / near[0]}?" if near else "check the path"
 
 
+TEXT = re.compile(rb"[\n\r\t -~]{4,}")
+"""The head of a plain text: `Entry not found`, as the Hub answers."""
 SIDE_FILES = re.compile(
     r"(data|dataloader.*|training_args|optim.*|scheduler|scaler|rng_state.*)\.(pt|pth|bin)"
     r"|random_states_\d+\.pkl|optimizer_\d+"
@@ -232,7 +234,7 @@ def _of_file(place: Place) -> SourceError:
             f"{path}: is a JSON file, which holds no weights",
             f"if it describes weights, give its directory: {shlex.quote(str(Path(path).parent))}",
         )
-    if head.lstrip()[:1] in (b"<", b"{", b"["):
+    if head.lstrip()[:1] in (b"<", b"{", b"[") or TEXT.fullmatch(head):
         return SourceError(
             "CKM103",
             f"{path}: is text, not weights: it begins {head[:24].decode('latin-1').strip()!r}",

@@ -117,11 +117,12 @@ def _require_config(path: str | None, setup: Setup) -> None:
         with open(path, "rb") as file:
             start = file.read(64)
         if start.removeprefix(BOM_UTF8).lstrip()[:1] not in (b"{", b""):
+            made = f"; that of a GGUF file is made by ckptmap convert {quote(path)} DIR --to hf"
+            of_gguf = made if start[:4] == b"GGUF" else ""
             raise PlanError(
                 "CKM103",
                 f"--config-from {path}: expected a config.json, found a file that begins with {start[:4]!r}",
-                f"give the path of a config.json, or of the directory that holds it; that of a GGUF file is made by"
-                f" ckptmap convert {quote(path)} DIR --to hf",
+                f"give the path of a config.json, or of the directory that holds it{of_gguf}",
             )
 
 

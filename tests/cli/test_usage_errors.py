@@ -267,3 +267,100 @@ def test_a_form_of_torchao_that_is_not_read(run: Run, tmp_path: Path) -> None:
     plain = {"0.weight": made.dequantize()}
     torch.save(plain, tmp_path / "x.pt")
     assert run("plan", "x.pt", "--to", "full")[0] == 0
+
+
+# ------------------------------------------------------------------ words of other tools
+
+
+@pytest.mark.parametrize(
+    ("typed", "message", "hint"),
+    [
+        (["--dtype", "bf16"], "No such option: --dtype", "the setup: --to hf-bf16; "),
+        (["--torch_dtype", "bf16"], "No such option: --torch_dtype", "--to hf-bf16; "),
+        (["--output", "x"], "No such option: --output", "ckptmap convert SRC DST --to hf; "),
+        (["--from", "hf"], "No such option: --from", "found out from its files"),
+        (["--force"], "No such option: --force", "--overwrite; "),
+        (["--worldsize", "2"], "Possible options: --world-size", "ckptmap convert --help"),
+        (["-to", "hf"], "No such option: -t", "long options have two dashes: --to; "),
+        (["--world-size", "two"], "'two' is not a whole number", "ckptmap convert --help"),
+        (["--to"], "Option '--to' requires an argument", "ckptmap convert --help"),
+    ],
+)
+def test_options_of_other_tools(
+    typed: list[str], message: str, hint: str, run: Run, source: Path
+) -> None:
+    code, out, err = run("convert", source, "out", *typed)
+    assert code == 2 and out == ""
+    first, second = err.splitlines()
+    assert message in first and hint in second and second.endswith("ckptmap convert --help")
+
+
+def test_words_of_other_tools_are_no_options_of_ours(run: Run) -> None:
+    """Else the hint would never be seen."""
+    from ckptmap_cli.option_table import TABLE
+    from ckptmap_cli.usage_hints import WORDS
+
+    assert not {*WORDS} & {name for option in TABLE.values() for name in option.names or ()}
+    assert not {*WORDS} & {"--" + name.replace("_", "-") for name in TABLE}
+
+
+@pytest.mark.parametrize("device", ["gpu", "gpu:0", "GPU"])
+def test_a_device_that_torch_has_not(device: str, run: Run, source: Path, tmp_path: Path) -> None:
+    """Also where nothing is computed: the next run would be refused."""
+    code, _, err = run("convert", source, "out", "--to", "hf", "--device", device)
+    assert code == 2 and f"device='{device}', expected cpu, cuda, or cuda:1" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_is_not_there(run: Run) -> None:
+    code, _, err = run("ls", "nowhere")
+    assert code == 2 and err.startswith("error[CKM101]: nowhere: no such file or directory")
+
+
+def test_a_generation_config_is_no_config(run: Run, source: Path, peft_run: Path) -> None:
+    """The command that adds a config.json was left out where a generation_config.json lay there."""
+    shutil.copytree(peft_run / "base", "model")
+    os.remove("model/config.json")
+    assert Path("model/generation_config.json").exists()
+    code, out, _ = run("convert", "model", "out", "--to", "hf")
+    assert code == 0 and "add its config.json with: ckptmap convert model out --to hf" in out
+    command = out.partition("add its config.json with: ckptmap ")[2].replace(
+        "MODEL", str(peft_run / "base")
+    )
+    assert run(*shlex.split(command))[0] == 0
+    assert Path("out/config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        (["plan", "a", "out", "--to", "hf"], "plan writes no output and takes no DST"),
+        (["inspect", "a", "b"], "ckptmap diff A B"),
+        (["verify", "out", "a"], "its source with --against SRC"),
+        (["report", "a", "b.html"], "-o FILE names the file"),
+        (["diff", "a", "b", "c"], "patterns need quotes"),
+    ],
+)
+def test_one_argument_too_many(typed: list[str], hint: str, run: Run) -> None:
+    code, _, err = run(*typed)
+    assert code == 2 and "unexpected extra argument" in err.splitlines()[0]
+    assert hint in err.splitlines()[1] and err.rstrip().endswith(f"ckptmap {typed[0]} --help")
+
+
+@pytest.mark.parametrize(
+    "text", ["Entry not found", "Access to model x/y is restricted.\n" * 9, "hello"]
+)
+def test_a_text_under_the_name_of_weights(text: str, run: Run, tmp_path: Path) -> None:
+    """The Hub answers in plain text what curl saves under the name of the weights."""
+    for name in ("model.safetensors", "model.bin"):
+        (tmp_path / name).write_text(text)
+        code, _, err = run("inspect", name)
+        assert code == 2 and err.startswith(
+            f"error[CKM103]: {name}: is text, not weights: it begins '{text[:5]}"
+        )
+
+
+def test_a_text_is_no_config_and_no_gguf(run: Run, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    code, _, err = run("convert", source, "out", "--to", "hf", "--config-from", "notes.txt")
+    assert code == 2 and "expected a config.json" in err and "GGUF" not in err
