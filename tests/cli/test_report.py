@@ -80,6 +80,9 @@ def test_a_damaged_checkpoint_has_a_page_that_says_so(
     page = Path("report.html").read_text()
     assert "m.safetensors: truncated" in page and "ckptmap explain CKM104" in page
     assert "It cannot be read" in page and "<script" not in page
+    assert (
+        str(source.parent) not in page
+    )  # it may be sent to somebody: paths are as they were typed
     source.rename("good <b>.safetensors")
     assert main(["report", "good <b>.safetensors"]) == 2  # and the report before it is replaced
     page = Path("report.html").read_text()

@@ -18,11 +18,12 @@ def unreadable(path: str | os.PathLike[str], error: SourceError) -> str:
     """Return one HTML file about a local path that `error` keeps from being shown."""
     files = _files(Path(path))
     more = len(files) - FILES
+    typed, absolute = os.fspath(path), os.path.abspath(path)  # noqa: PTH100 (as errors name it)
     return html.plain(
         "unreadable.html",
-        title=one_line(os.fspath(path)),
-        problem=one_line(error.message),
-        hint=one_line(error.hint),
+        title=one_line(typed),
+        problem=one_line(error.message.replace(absolute, typed)),
+        hint=one_line(error.hint.replace(absolute, typed)),
         code=error.code,
         count=len(files),
         files=[*files[:FILES], *([("and", f"{more:,} more")] if more > 0 else [])],
