@@ -364,3 +364,24 @@ def test_a_text_is_no_config_and_no_gguf(run: Run, source: Path, tmp_path: Path)
     (tmp_path / "notes.txt").write_text("hello")
     code, _, err = run("convert", source, "out", "--to", "hf", "--config-from", "notes.txt")
     assert code == 2 and "expected a config.json" in err and "GGUF" not in err
+
+
+@pytest.mark.parametrize("to", ["full-nf4", "full-int8", "full-fp16"])
+def test_a_tensor_that_no_encoding_takes_is_named_in_the_hint(
+    to: str, run: Run, tmp_path: Path
+) -> None:
+    """`--no-encode` alone lacks its pattern; with the hint pasted the same run succeeds."""
+    bad = torch.full((64, 64), 1e20 if to == "full-fp16" else torch.nan)
+    torch.save({**WEIGHTS, "layers.2.mlp.weight": bad}, tmp_path / "x.pt")
+    code, _, err = run("convert", "x.pt", "out.pt", "--to", to)
+    assert code == 3 and "error[CKM309]: layers.2.mlp.weight: " in err
+    words = shlex.split(err.partition("hint: ")[2].replace(",", " "))
+    at = words.index("--no-encode")
+    assert words[at + 1] == "layers.2.mlp.weight"
+    assert run("convert", "x.pt", "out.pt", "--to", to, *words[at : at + 2])[0] == 0
+
+
+def test_a_misspelt_entry_to_drop_is_answered_with_the_nearest(run: Run, tmp_path: Path) -> None:
+    torch.save({"model": WEIGHTS, "epoch": 3}, tmp_path / "x.pt")
+    code, out, _ = run("convert", "x.pt", "out.pt", "--to", "full", "--drop", "epohc")
+    assert code == 0 and "note: --drop 'epohc': nothing is named so; did you mean 'epoch'?" in out
