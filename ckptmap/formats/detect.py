@@ -179,6 +179,7 @@ LEGACY_MAGIC = re.compile(
 protocol (torch/serialization.py, MAGIC_NUMBER)."""
 LEGACY_NBYTES = 32
 """Bytes from the start of a file that are enough for LEGACY_MAGIC to match."""
+PACKED_TAR = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)$")
 TAR_MAGIC = 257
 """Offset of the magic bytes of a tar archive."""
 OTHER_FRAMEWORKS = (
@@ -191,6 +192,11 @@ def _foreign(place: Place) -> tuple[str, str] | None:
     """Return what a file of another program is, and a hint; None if its program is not known."""
     for magic, what, hint in FOREIGN:
         if place.head.startswith(magic):
+            if PACKED_TAR.search(place.path):  # tar finds out what it is packed with
+                return (
+                    f"a tar archive {what}",
+                    f"unpack it first: tar -xf {shlex.quote(place.path)}",
+                )
             return what, hint.replace("{}", shlex.quote(place.path))
     if place.head[TAR_MAGIC:].startswith(b"ustar"):
         return "a tar archive", f"unpack it first: tar -xf {shlex.quote(place.path)}"

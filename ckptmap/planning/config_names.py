@@ -59,9 +59,9 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
 
 def _strays(family: Family, names: Sequence[str]) -> str:
     """Return the note that the model has no weights of these names."""
-    subject = f"{counted(len(names), 'name')} {'is' if len(names) == 1 else 'are'}"
+    subject = f"{counted(len(names), 'name')} {'does' if len(names) == 1 else 'do'} not belong"
     return (
-        f"{subject} none of {family.model_type}, which config.json describes, first {names[0]!r}:"
+        f"{subject} to {family.model_type}, the model of config.json, first {names[0]!r}:"
         f" transformers does not load them; leave them out with --exclude {quote(names[0])}"
     )
 
