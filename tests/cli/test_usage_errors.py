@@ -17,6 +17,9 @@ import torch
 from ckptmap_cli.main import main
 from safetensors.torch import save_file
 
+import ckptmap
+from ckptmap.errors import SourceError
+
 Run = Callable[..., tuple[int, str, str]]
 WEIGHTS = {"layers.0.weight": torch.randn(64, 64), "layers.1.weight": torch.randn(64, 64)}
 
@@ -385,3 +388,29 @@ def test_a_misspelt_entry_to_drop_is_answered_with_the_nearest(run: Run, tmp_pat
     torch.save({"model": WEIGHTS, "epoch": 3}, tmp_path / "x.pt")
     code, out, _ = run("convert", "x.pt", "out.pt", "--to", "full", "--drop", "epohc")
     assert code == 0 and "note: --drop 'epohc': nothing is named so; did you mean 'epoch'?" in out
+
+
+def test_a_misspelt_like_is_not_passed_over(run: Run, source: Path, tmp_path: Path) -> None:
+    """Also where nothing needs it: it was taken in silence."""
+    (tmp_path / "nowhere.pt").write_bytes(b"")
+    for like in ("nowhere", "nowhere/config.json"):
+        code, _, err = run("convert", source, "out", "--to", "hf", "--like", like)
+        assert code == 2 and err.startswith(f"error[CKM101]: {like}: ")
+    with pytest.raises(SourceError, match="no such file"):
+        ckptmap.open(source, like="nowhere")
+    with ckptmap.open(source) as ckpt, pytest.raises(SourceError, match="no such file"):
+        ckptmap.plan(ckpt, "hf", like="nowhere")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["optimizer_0", "optimizer"])
+def test_the_optimizer_of_a_directory_is_named_alone(name: str, run: Run, tmp_path: Path) -> None:
+    """accelerate saves it beside the weights: the hint names the directory of both, which converts."""
+    import torch.distributed.checkpoint as dcp
+
+    folder = tmp_path / "run"
+    state = {"layers.0.weight": {"exp_avg": torch.ones(64, 64), "step": torch.tensor(1.0)}}
+    dcp.save({"optimizer": {"state": state}}, checkpoint_id=folder / name, no_dist=True)
+    code, _, err = run("convert", f"run/{name}", "out", "--to", "hf")
+    assert code == 2 and "error[CKM206]" in err
+    assert err.rstrip().endswith("give the directory that holds the weights, too: run")
