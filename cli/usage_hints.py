@@ -46,15 +46,23 @@ EXTRA = {
     "report": "report takes one path; -o FILE names the file, --against B another checkpoint",
 }
 """What a command takes that was given more arguments -> the hint."""
+COMMANDS_MEANT = {
+    "info": "inspect", "show": "inspect", "list": "ls", "compare": "diff", "check": "verify", "download": "pull",
+    "upload": "push", "export": "convert", "quantize": "convert", "reshard": "convert", "consolidate": "convert",
+    "help": "--help", "version": "--version",
+}  # fmt: skip
+"""Commands that other tools have -> what stands for them here."""
 NO_OPTION = re.compile(r"No such option:? '?(-[-\w]+)'?")
-GUESS = re.compile(r" \((?:Possible options|Did you mean)[^)]*\)")
+NO_COMMAND = re.compile(r"No such command '([-\w]+)'")
+GUESS = re.compile(r" \((?:Possible options|Did you mean)[^)]*\)| Did you mean .*")
 
 
 def usage_message(text: str) -> str:
     """Return the parser's message as one line; of an option that other tools have without its guesses."""
     message = " ".join(text.split()).removeprefix("Invalid value: ")
     message = message.replace("is not a valid integer range", "is not a whole number")
-    if _word(message):
+    command = NO_COMMAND.match(message)
+    if _word(message) or (command is not None and command[1] in COMMANDS_MEANT):
         message = GUESS.sub("", message)
     if "unexpected extra argument" in message and len(message) > SHOWN:
         message = f"{message[:SHOWN]}...)"
@@ -67,6 +75,8 @@ def usage_hint(message: str, args: Sequence[str]) -> str:
 
     help = f"ckptmap {args[0]} --help" if args and args[0] in COMMANDS else "ckptmap --help"
     meant = WORDS.get(_word(message), "")
+    if message.startswith("No such command") and args and args[0] in COMMANDS_MEANT:
+        meant = f"did you mean: ckptmap {COMMANDS_MEANT[args[0]]}"
     if "unexpected extra argument" in message:  # most often the shell has expanded a pattern
         meant = EXTRA.get(args[0], "patterns need quotes: '*.mlp.*'")
     single = next((arg for arg in args if _is_long_with_one_dash(arg)), None)

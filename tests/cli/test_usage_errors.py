@@ -414,3 +414,23 @@ def test_the_optimizer_of_a_directory_is_named_alone(name: str, run: Run, tmp_pa
     code, _, err = run("convert", f"run/{name}", "out", "--to", "hf")
     assert code == 2 and "error[CKM206]" in err
     assert err.rstrip().endswith("give the directory that holds the weights, too: run")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("info", "inspect"), ("compare", "diff"), ("version", "--version"), ("upload", "push")],
+)
+def test_commands_of_other_tools(typed: str, meant: str, run: Run) -> None:
+    """`version` was answered with `verify`."""
+    code, _, err = run(typed)
+    assert code == 2 and f"hint: did you mean: ckptmap {meant}; ckptmap --help" in err
+    assert "verify" not in err and err.count("did you mean") == 1
+    assert run(meant, "--help")[0] == 0
+
+
+def test_words_for_commands_are_no_commands_of_ours() -> None:
+    from ckptmap_cli.typer_app import COMMANDS
+    from ckptmap_cli.usage_hints import COMMANDS_MEANT
+
+    assert not {*COMMANDS} & {*COMMANDS_MEANT}
+    assert {*COMMANDS, "--help", "--version"} >= {*COMMANDS_MEANT.values()}
