@@ -6,6 +6,7 @@ hf        -> setup hf; encodings stay as they are
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ckptmap import registry
@@ -33,6 +34,19 @@ MEANT = {
     "lightning": "fsdp2",
 }
 """Words for a format or a framework, as people write them after `--to` -> the setup that they mean."""
+
+ENCODINGS_MEANT = {
+    "4bit": "bnb-nf4", "8bit": "bnb-int8", "bnb": "bnb-nf4", "bitsandbytes": "bnb-nf4",
+    "fp4": "bnb-fp4", "qlora": "nf4", "int4": "ct-int4", "w4a16": "ct-int4", "w8a16": "ct-int8",
+    "w8a8": "ct-fp8", "nvfp4": "ct-nvfp4", "mxfp8": "ct-mxfp8", "bfloat16": "bf16", "float16": "fp16",
+    "half": "fp16", "float32": "fp32", "float": "fp32", "q8": "gguf-q8_0", "q5": "gguf-q5_0",
+    "q4": "gguf-q4_0",
+}  # fmt: skip
+"""Words for an encoding -> the suffix that they mean."""
+ONLY_READ = {"gptq": "ct-int4", "awq": "ct-int4", "hqq": "ct-int4", "quanto": "int8"}
+"""Forms that are read and not written -> the suffix of a form as wide that is written."""
+_K_OR_IQ = re.compile(r"(?:gguf-)?(?:q\d_?k|iq\d)")
+"""The types of llama.cpp that are read and not written."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +114,33 @@ def _nearest(name: str) -> str:
         return guess.rstrip()
     suffixes = " ".join(f"-{scheme.suffix}" for scheme in registry.schemes() if scheme.suffix)
     known = [setup.name for setup in registry.setups() if _begins_with(meant, setup.name)]
+    named = max(known, key=len, default="")
+    encoding = _meant_encoding(meant.removeprefix(named).lstrip("-"), named or "hf")
+    if encoding:
+        return encoding
     if known:
-        return f"{guess}{max(known, key=len)} goes alone or with an encoding: {suffixes}"
+        return f"{guess}{named} goes alone or with an encoding: {suffixes}"
     setups = ", ".join(setup.name for setup in registry.setups())
     return f"{guess}setups: {setups}; each alone or with an encoding, such as hf-bf16 or fsdp2-nf4"
+
+
+def _meant_encoding(word: str, setup: str) -> str:
+    """Return the answer to a word for an encoding that has another name here, or is not written; "": it is
+    none."""
+    word = word.replace("_", "-") if word.replace("_", "-") in ENCODINGS_MEANT else word
+    if word in ENCODINGS_MEANT:
+        suffix = ENCODINGS_MEANT[word]
+        chosen = "gguf" if suffix.startswith("gguf-") and setup == "hf" else setup
+        return f"did you mean --to {chosen}-{suffix.removeprefix(f'{chosen}-')}?"
+    if _K_OR_IQ.match(word):
+        return (
+            "K and IQ types of llama.cpp are read, and not written; of 4 bits is --to gguf-q4_0,"
+            " of 8 bits --to gguf-q8_0"
+        )
+    form = next((form for form in ONLY_READ if _begins_with(word, form)), "")
+    if form:
+        return f"{form} is read, and not written; as wide is --to {setup}-{ONLY_READ[form]}"
+    return ""
 
 
 def _begins_with(name: str, word: str) -> bool:

@@ -118,7 +118,7 @@ def _check_usage(options: Options, plan_file: str | None) -> None:
     from ckptmap.planning.options import Options
 
     if plan_file is None and not options.to and options.as_ is None:
-        raise typer.BadParameter("give --to SETUP, --as PATH, or --plan FILE")
+        raise typer.BadParameter("give --to SETUP (such as --to hf), --as PATH, or --plan FILE")
     if plan_file is not None and options != Options(to=""):
         raise typer.BadParameter("--plan holds the options of the conversion; give none beside it")
 
@@ -182,7 +182,8 @@ def show(plan: Plan, report: Report | None, out: Printer) -> None:
 def _lacks_config(plan: Plan) -> bool:
     """Return whether the output is for transformers, which loads it with a config.json only."""
     carries = plan.aim.setup.carrier is not None
-    return carries and not any(name.endswith("config.json") for name in plan.carried)
+    configs = {name.rpartition("/")[2] for name in plan.carried}  # not generation_config.json
+    return carries and not configs & {"config.json", "adapter_config.json"}
 
 
 def _with_config(plan: Plan, args: Sequence[str]) -> str:

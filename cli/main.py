@@ -32,8 +32,6 @@ USAGE, WORKING = 2, 3
 UNPRINTED = (
     "send it elsewhere and run it again; a conversion is complete if its destination is there"
 )
-SHOWN = 120
-"""Characters that an error shows of a usage message."""
 INTERRUPTED = Interrupted.exit_code
 
 
@@ -133,15 +131,13 @@ def _usage(error: Any, args: Sequence[str], out: Printer) -> int:
 
     `error` is an exception of click's; releases of typer differ in where its class lives.
     """
+    from .usage_hints import usage_hint, usage_message
+
     if len(args) == 0:
         error.show()
         return USAGE
-    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "ckptmap"
-    message = " ".join(error.format_message().split()).removeprefix("Invalid value: ")
-    hint = f"{command} --help"
-    if "unexpected extra argument" in message:  # most often the shell has expanded a pattern
-        message = message if len(message) <= SHOWN else f"{message[:SHOWN]}...)"
-        hint = f"patterns need quotes: '*.mlp.*'; {hint}"
+    message = usage_message(error.format_message())
+    hint = usage_hint(message, args)
     out.error("usage", message, hint)
     return USAGE
 

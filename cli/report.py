@@ -57,13 +57,25 @@ def command(
     """Write one HTML file that shows a checkpoint: what it is, what is wrong, where its bytes lie.
 
     The file needs no network and runs nothing that a name in a checkpoint says. Options of a
-    conversion hold for --to.
+    conversion hold for --to. Of a damaged checkpoint the file says what is wrong, and the exit code
+    is 2.
     """
+    from pathlib import Path
+
     import ckptmap
+    from ckptmap.errors import SourceError
     from ckptmap.operations.report.file import require_outside, require_writable, write
+    from ckptmap.operations.report.unreadable import unreadable
 
     require_outside(save, path)
     require_writable(save)
     keywords = typed.options_given()
-    write(save, ckptmap.report(path, against=against, to=to, values=values, **keywords))
+    try:
+        page = ckptmap.report(path, against=against, to=to, values=values, **keywords)
+    except SourceError as error:
+        if Path(path).exists():  # a page can show what is wrong with it
+            write(save, unreadable(path, error))
+            Printer().text(f"wrote {save}")
+        raise
+    write(save, page)
     Printer().text(f"wrote {save}")

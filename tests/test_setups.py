@@ -26,6 +26,14 @@ from tests.support.paths import GOLDEN
         ("torch", "full"),
         ("verl", "fsdp2-ranks"),
         ("fsdp2-nf5", "fsdp2-nf4"),
+        ("hf-int4", "hf-ct-int4"),
+        ("int4", "hf-ct-int4"),
+        ("hf-4bit", "hf-bnb-nf4"),
+        ("8bit", "hf-bnb-int8"),
+        ("transformers-float16", "hf-fp16"),
+        ("fsdp2-qlora", "fsdp2-nf4"),
+        ("q8", "gguf-q8_0"),
+        ("gguf-q4", "gguf-q4_0"),
     ],
 )
 def test_a_word_for_a_format_is_answered_with_the_setup_that_is_meant(
@@ -36,6 +44,35 @@ def test_a_word_for_a_format_is_answered_with_the_setup_that_is_meant(
     assert caught.value.code == "CKM201"
     assert caught.value.hint.startswith(f"did you mean --to {meant}?")
     setups.parse(meant)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("awq", "awq is read, and not written; as wide is --to hf-ct-int4"),
+        ("hf-gptq", "gptq is read, and not written; as wide is --to hf-ct-int4"),
+        ("fsdp2-quanto", "quanto is read, and not written; as wide is --to fsdp2-int8"),
+        ("gguf-q4_k_m", "K and IQ types of llama.cpp are read, and not written"),
+        ("q6_k", "K and IQ types of llama.cpp are read, and not written"),
+        ("gguf-iq4_xs", "K and IQ types of llama.cpp are read, and not written"),
+    ],
+)
+def test_a_form_that_is_only_read_is_answered_with_one_that_is_written(
+    word: str, said: str
+) -> None:
+    """It was answered with the nearest name: `hf-fp8` for `hf-gptq`."""
+    with pytest.raises(PlanError) as caught:
+        setups.parse(word)
+    assert caught.value.hint.startswith(said)
+    for named in caught.value.hint.split("--to ")[1:]:
+        setups.parse(named.partition(",")[0].split()[0])
+
+
+def test_no_word_for_an_encoding_hides_one() -> None:
+    suffixes = {scheme.suffix for scheme in registry.schemes()}
+    words = {*setups.ENCODINGS_MEANT, *setups.ONLY_READ}
+    assert not suffixes & words
+    assert suffixes >= {*setups.ENCODINGS_MEANT.values(), *setups.ONLY_READ.values()}
 
 
 def test_no_word_hides_a_setup() -> None:

@@ -18,6 +18,7 @@ from ckptmap.checkpoint.group_parts import RefusedLeaf
 from ckptmap.checkpoint.logical_tensors import LogicalTensors
 from ckptmap.checkpoint.name_translation import NameTranslation
 from ckptmap.checkpoint.split_roles import Roles
+from ckptmap.core import argument_checks
 from ckptmap.core.formatting import counted
 from ckptmap.core.short_repr import short
 from ckptmap.core.state_paths import nest
@@ -200,8 +201,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
         list of FQNs a group, or by the transformers class of the config.json in `like`.
 
         State that the file keys by name keeps its names. Raises SourceError CKM207 where
-        `param_order` does not fit.
+        `param_order` does not fit, ArgumentError CKM516 where it is no list of lists.
         """
+        if param_order is not None:
+            param_order = argument_checks.order("param_order", param_order)
         reader = self.optimizer_reader.with_order(
             param_order, None if like is None else os.fspath(like)
         )

@@ -101,7 +101,7 @@ def open_in(
     """
     mounts = files.mounts
     located = locate(path, mounts)
-    like = None if like is None else locate(like, mounts).path
+    like = None if like is None else located_like(like, mounts)
     with errors_by_given_path(mounts), paused_gc():
         place, notes = find(look(located.path, mounts), registry.knows)
         read_like_or_none = partial(read_like, like, mounts) if like is not None else _own(place)
@@ -116,6 +116,14 @@ def open_in(
             files, place, replace(index, notes=notes, units=units), root, read_like_or_none
         )
     return replace(ckpt, origin=located.origin).with_optimizer_order(param_order, like)
+
+
+def located_like(like: str | os.PathLike[str], mounts: Mounts) -> FilePath:
+    """Return the path of another checkpoint or config.json. Raise SourceError CKM101 where nothing is there,
+    also if it would not be needed: a misspelt path must not be passed over."""
+    path = locate(like, mounts).path
+    look(path, mounts)
+    return path
 
 
 def open_as(path: str | os.PathLike[str], directory: Directory) -> Checkpoint:

@@ -9,8 +9,11 @@ A dict under a module's `_extra_state`, with its tensors, is one of the other va
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path as FilePath
+from shlex import quote
 
 from ckptmap.checkpoint.module_extra_state import state_at
 from ckptmap.core.state_paths import RESOLVED, UNRESOLVED
@@ -218,7 +221,7 @@ def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
         raise SourceError(
             "CKM206",
             f"{where}: holds no model weights, only what is named as optimizer state",
-            "name the dict of the weights: --source-root NAME",
+            _way_to_weights(where),
         )
     names = ", ".join("/".join(map(str, (*prefix, name))) for name in dicts[:SHOWN])
     names += f" and {len(dicts) - SHOWN} more" if len(dicts) > SHOWN else ""
@@ -275,3 +278,13 @@ def _single_optimizer(root: Path, paths: Sequence[Path]) -> Path:
     if not all(_is_below(path, single) for path in paths):
         return root
     return single if first == 0 or _keys_at(paths, single) == _OF_AN_OPTIMIZER else root
+
+
+def _way_to_weights(where: str) -> str:
+    """Return the hint for a checkpoint that is optimizer state by all its names."""
+    path = FilePath(where)
+    if re.fullmatch(
+        r"optim(izer)?(_\d+)?", path.name
+    ):  # accelerate's directory beside that of the weights
+        return f"give the directory that holds the weights, too: {quote(str(path.parent))}"
+    return "name the dict of the weights: --source-root NAME"

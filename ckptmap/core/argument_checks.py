@@ -98,12 +98,15 @@ def patterns_or_all(name: str, value: object) -> tuple[str, ...]:
 
 
 def order(name: str, value: object) -> tuple[tuple[str, ...], ...]:
-    """Return lists of names as tuples."""
+    """Return lists of names as tuples: one list a group."""
     groups = tuple(value) if _is_list(value) else (None,)
+    hint = SEE_HELP
+    if groups and all(isinstance(group, str) for group in groups):  # else it lists letters
+        hint = f"an optimizer of one group: {name}=[[...]]"
     if not all(
         _is_list(group) and all(isinstance(item, str) for item in group) for group in groups
     ):
-        raise _refusal(name, value, "a list of names for each group")
+        raise _refusal(name, value, "a list of names for each group", hint)
     return tuple(map(tuple, groups))
 
 
@@ -114,6 +117,12 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 def path(name: str, value: object) -> None:
     if not isinstance(value, str | os.PathLike):
         raise _refusal(name, value, "a path")
+
+
+def device(name: str, value: object) -> None:
+    """Refuse the name that everybody types and torch has not, also where nothing is computed."""
+    if str(value).lower().partition(":")[0] == "gpu":
+        raise _refusal(name, value, "cpu, cuda, or cuda:1", "list the devices here: ckptmap doctor")
 
 
 def string(name: str, value: object) -> None:

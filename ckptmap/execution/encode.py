@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, starmap
 from math import prod
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from ckptmap.core.quantized_codes import CoarseScales, CodeGrid, CountsFlips
@@ -78,7 +79,8 @@ def _encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]
         raise error.of(step.tensor.fqn) from error
     except RunError as error:
         name = step.tensor.fqn
-        raise type(error)(error.code, f"{name}: {error.message}", error.hint) from error
+        hint = error.hint.replace("--no-encode", f"--no-encode {quote(name)}")
+        raise type(error)(error.code, f"{name}: {error.message}", hint) from error
 
 
 def _encoded_parts(step: Encode) -> Mapping[str, TensorInfo]:

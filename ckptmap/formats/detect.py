@@ -74,6 +74,8 @@ def _way_to(path: Path, error: OSError) -> str:
     return f"did you mean {path.parent / near[0]}?" if near else "check the path"
 
 
+TEXT = re.compile(rb"[\n\r\t -~]{4,}")
+"""The head of a plain text: `Entry not found`, as the Hub answers."""
 SIDE_FILES = re.compile(
     r"(data|dataloader.*|training_args|optim.*|scheduler|scaler|rng_state.*)\.(pt|pth|bin)"
     r"|random_states_\d+\.pkl|optimizer_\d+"
@@ -177,6 +179,7 @@ LEGACY_MAGIC = re.compile(
 protocol (torch/serialization.py, MAGIC_NUMBER)."""
 LEGACY_NBYTES = 32
 """Bytes from the start of a file that are enough for LEGACY_MAGIC to match."""
+PACKED_TAR = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)$")
 TAR_MAGIC = 257
 """Offset of the magic bytes of a tar archive."""
 OTHER_FRAMEWORKS = (
@@ -189,6 +192,11 @@ def _foreign(place: Place) -> tuple[str, str] | None:
     """Return what a file of another program is, and a hint; None if its program is not known."""
     for magic, what, hint in FOREIGN:
         if place.head.startswith(magic):
+            if PACKED_TAR.search(place.path):  # tar finds out what it is packed with
+                return (
+                    f"a tar archive {what}",
+                    f"unpack it first: tar -xf {shlex.quote(place.path)}",
+                )
             return what, hint.replace("{}", shlex.quote(place.path))
     if place.head[TAR_MAGIC:].startswith(b"ustar"):
         return "a tar archive", f"unpack it first: tar -xf {shlex.quote(place.path)}"
@@ -232,7 +240,7 @@ def _of_file(place: Place) -> SourceError:
             f"{path}: is a JSON file, which holds no weights",
             f"if it describes weights, give its directory: {shlex.quote(str(Path(path).parent))}",
         )
-    if head.lstrip()[:1] in (b"<", b"{", b"["):
+    if head.lstrip()[:1] in (b"<", b"{", b"[") or TEXT.fullmatch(head):
         return SourceError(
             "CKM103",
             f"{path}: is text, not weights: it begins {head[:24].decode('latin-1').strip()!r}",

@@ -7,13 +7,13 @@ only. So names that are no names of the model are found out before they are writ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptmap.errors import PlanError
 from ckptmap.mapping.catalog import CatalogEntry, available
 from ckptmap.mapping.detect import KeyCounts, recognise
-from ckptmap.mapping.name_patterns import skeletons
+from ckptmap.mapping.name_patterns import skeleton, skeletons
 from ckptmap.mapping.prefixes import PrefixChange, averaged_model, known_prefix
 from ckptmap.mapping.resolve import resolve
 from ckptmap.mapping.rules import HUB, NamingScheme
@@ -56,27 +56,35 @@ class Family:
             keys, lambda below: KeyCounts(below).left(self.disk, hub=True) < len(below) / 2
         )
 
-    def difference(
+    def differences(
         self, infos: Mapping[str, TensorInfo], config: Mapping[str, object]
-    ) -> str | None:
+    ) -> tuple[str | None, Sequence[str]]:
         """Return the first name that the weights lack, or the first shape that differs from the
-        model's, in words; None: they are whole.
+        model's, in words, and the names that are none of the model's; (None, []): they are the model.
 
-        None also where nothing tells: for a class without the output layer, for the names of a base
+        So also where nothing tells: for a class without the output layer, for the names of a base
         model, and where a rule needs a value that the config lacks.
         """
         classes = config.get("architectures")
         if isinstance(classes, list) and not all(str(c).endswith(WITH_HEAD) for c in classes):
-            return None
-        if KeyCounts(infos).left(self.disk, hub=True) > len(infos) / 2:
-            return None
+            return None, []
+        unknown = KeyCounts(infos).left(self.disk, hub=True)
+        if unknown > len(infos) / 2:
+            return None, []
+        strays = self._strays(infos) if unknown else []
         try:
             resolve(self.disk, infos, to_hub=True, config=config)
         except PlanError as error:
             if error.code == "CKM607":
-                return f"more than is there: {error.message.partition('; config')[0]}"
-            return f"other shapes: {error.message}" if error.code == "CKM606" else None
-        return None
+                return f"more than is there: {error.message.partition('; config')[0]}", strays
+            return (f"other shapes: {error.message}" if error.code == "CKM606" else None), strays
+        return None, strays
+
+    def _strays(self, names: Iterable[str]) -> list[str]:
+        """Return the names that are neither the model's, on disk or in memory, nor known to be left out."""
+        known = {shape for scheme in (self.disk, *self.memory) for shape in _shapes(scheme)}
+        known |= {name.skeleton for drop in self.disk.drops if drop.hub for name in drop.names}
+        return [name for name in names if skeleton(name)[0] not in known]
 
 
 def _shapes(scheme: NamingScheme) -> Iterable[str]:

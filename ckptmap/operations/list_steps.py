@@ -18,6 +18,7 @@ from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.core.formatting import counted, human
 from ckptmap.core.printable import as_lines
 from ckptmap.errors import CkptmapError, SourceError
+from ckptmap.formats.detect import look
 
 _NAME = re.compile(r"(?:step-|checkpoint[-_])(\d{1,18})")
 LAST_STEP = 10**18 - 1
@@ -135,7 +136,9 @@ def _described(found: StepDirectory, ckpt: Checkpoint) -> SavedStep:
 
 
 def list_steps(root: Path) -> StepList:
-    """Return the checkpoints of a run. Raises SourceError CKM111 where there is none."""
+    """Return the checkpoints of a run. Raises SourceError CKM111 where there is none, CKM101 where nothing
+    is at the path."""
+    look(root)
     found = find_steps(root)
     if not found:
         raise SourceError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import sampled_error
@@ -86,7 +87,8 @@ def prove_output(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict
         raise RunError(
             "CKM309",
             f"{losses[0]}{more}",
-            "nothing was published; leave it as it is with --no-encode, or choose another encoding",
+            f"nothing was published; leave it as it is with --no-encode {quote(losses[0].partition(': ')[0])},"
+            " or choose another encoding",
         )
     if spans:
         _state_around(plan, written, spans)

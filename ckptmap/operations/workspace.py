@@ -49,6 +49,8 @@ from ckptmap.storage.publish_by_marker import is_pending
 from ckptmap.storage.recover import clear_published
 from ckptmap.storage.source_changes import file_states, require_unchanged
 
+NOT_ENCODED = "CKM309"
+"""The error of values that the encoding cannot hold."""
 TOUCHED = (
     "began anew: the files of the source were written, copied or linked since the run that was"
     " interrupted"
@@ -136,7 +138,7 @@ class Workspace:
         with ExitStack() as held:
             if self.ranks.rank == 0:
                 self._work = held.enter_context(self._open())
-                held.push(self._discard_if_coarse)
+                held.push(self._discard_if_refused)
                 self._work.refuse_strangers(self._files)
             self.out_dir, self.journal = self._share()
             held.enter_context(self.journal)
@@ -161,14 +163,20 @@ class Workspace:
             nbytes=plan.nbytes_out,
         )  # fmt: skip
 
-    def _discard_if_coarse(
+    def _discard_if_refused(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove what was written where scales proved too coarse: another plan takes its place."""
-        if isinstance(error, CoarseScales) and self._work is not None:
+        """Remove what was written where no run can continue it: the same command would meet the same
+        damage or the same values again, and after coarse scales another plan takes its place.
+
+        Other ranks may still write when this one has met damage: then only the journals are void.
+        """
+        refused = isinstance(error, DamagedRecord) or getattr(error, "code", "") == NOT_ENCODED
+        alone = self.ranks.world_size == 1
+        if self._work is not None and (isinstance(error, CoarseScales) or (refused and alone)):
             self._work.discard()
 
     def _void_if_damaged(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from shlex import quote
 
 from ckptmap.checkpoint.lora.adapter_files import HEAD
@@ -50,10 +50,20 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
         raise error
     if not left_out and _is_in_place(request) and request.options.config_from is None:
         return Remarks()
-    difference = family.difference(written, config)
+    difference, strays = family.differences(written, config)
+    notes = [_strays(family, strays)] if strays else []
     if difference is None:
-        return Remarks(notes=_left_out(left_out))
-    return Remarks(notes=[f"config.json describes {difference}; {AT_RANDOM}"])
+        return Remarks(notes=[*notes, *_left_out(left_out)])
+    return Remarks(notes=[f"config.json describes {difference}; {AT_RANDOM}", *notes])
+
+
+def _strays(family: Family, names: Sequence[str]) -> str:
+    """Return the note that the model has no weights of these names."""
+    subject = f"{counted(len(names), 'name')} {'does' if len(names) == 1 else 'do'} not belong"
+    return (
+        f"{subject} to {family.model_type}, the model of config.json, first {names[0]!r}:"
+        f" transformers does not load them; leave them out with --exclude {quote(names[0])}"
+    )
 
 
 def _config(request: Request) -> Mapping[str, object] | None:

@@ -53,13 +53,20 @@ def _strictly(reasons: Mapping[str, str], hint: str) -> list[Unresolved]:
     ]
 
 
-def _unmatched(options: Options, fqns: Collection[str], dropped: Collection[str]) -> dict[str, str]:
+def _unmatched(options: Options, ckpt: Checkpoint, dropped: Collection[str]) -> dict[str, str]:
     """Return the patterns of the user that match no name, misspelt most likely."""
+
+    def nearest(option: str, pattern: str) -> str:
+        others = (
+            ckpt.extra if option == "drop" else ()
+        )  # --drop names entries that are no weights, too
+        return suggestion(pattern, [*ckpt, *map(str, others)])
+
     names_of = {
-        "include": fqns, "encode": fqns, "no-encode": fqns, "exclude": dropped, "drop": dropped
+        "include": ckpt, "encode": ckpt, "no-encode": ckpt, "exclude": dropped, "drop": dropped
     }  # fmt: skip
     return {
-        f"--{option} {pattern!r}": f"nothing is named so; {suggestion(pattern, fqns)}".rstrip("; ")
+        f"--{option} {pattern!r}": f"nothing is named so; {nearest(option, pattern)}".rstrip("; ")
         for option, names in names_of.items()
         for pattern in getattr(options, option.replace("-", "_"))
         if not any(matches(name, pattern) for name in names)

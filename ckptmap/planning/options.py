@@ -208,6 +208,7 @@ class RunOptions:
     convert what is there, damaged or not."""
 
     def __post_init__(self) -> None:
+        argument_checks.device("device", self.device)
         argument_checks.choice("digest", self.digest, DIGESTS)
         argument_checks.choice("check_source", self.check_source, CHECKS)
         if self.max_memory is not None:

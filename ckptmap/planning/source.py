@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.open import open_in
+from ckptmap.checkpoint.open import located_like, open_in
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.core.name_globs import matches
@@ -59,6 +59,8 @@ def open_source(
     _require_config(options.config_from, aim.setup)
     if not isinstance(source, Checkpoint):
         source = open_in(files, source, root=options.source_root, like=options.like)
+    elif options.like is not None:
+        located_like(options.like, files.mounts)
     source = source.with_optimizer_order(options.param_order, options.like or options.config_from)
     source = renamed(source, options.renaming)
     compares: Sequence[Compare] = ()
@@ -117,11 +119,12 @@ def _require_config(path: str | None, setup: Setup) -> None:
         with open(path, "rb") as file:
             start = file.read(64)
         if start.removeprefix(BOM_UTF8).lstrip()[:1] not in (b"{", b""):
+            made = f"; that of a GGUF file is made by ckptmap convert {quote(path)} DIR --to hf"
+            of_gguf = made if start[:4] == b"GGUF" else ""
             raise PlanError(
                 "CKM103",
                 f"--config-from {path}: expected a config.json, found a file that begins with {start[:4]!r}",
-                f"give the path of a config.json, or of the directory that holds it; that of a GGUF file is made by"
-                f" ckptmap convert {quote(path)} DIR --to hf",
+                f"give the path of a config.json, or of the directory that holds it{of_gguf}",
             )
 
 

@@ -10,7 +10,7 @@
     .NAME.ckptmap-DIGEST.done/   a work directory that is being removed
 
 A run that fails leaves the destination as it was, and keeps the work directory for the next run of
-the same plan. The next `WorkDirectory.open` takes the lock and repairs what a killed run left
+the same plan, unless that could not continue it (`operations/workspace`). The next `WorkDirectory.open` takes the lock and repairs what a killed run left
 (`recover`). Nothing in these files is trusted: see `own_files` and `listing`. Where the file system
 cannot rename a directory, the files are moved one by one: see `publish_by_marker`.
 """

@@ -113,13 +113,15 @@ def test_what_is_packed_is_unpacked(base: Path) -> None:
     torch.save({"w": torch.ones(2)}, "m.pt")
     Path("m 1.pt.gz").write_bytes(gzip.compress(Path("m.pt").read_bytes()))
     shutil.make_archive("packed", "zip", base)
-    for name, program in (("m 1.pt.gz", "gunzip"), ("packed.zip", "unzip")):
+    shutil.make_archive("packed tar", "gztar", base.parent, base.name)
+    packed = (("m 1.pt.gz", "gunzip"), ("packed.zip", "unzip"), ("packed tar.tar.gz", "tar"))
+    for name, program in packed:
         code, printed = output_of_ckptmap(f"ckptmap inspect '{name}'")
         hint = shlex.split(printed.partition(": ")[2].rpartition(": ")[2])
         assert code == 2 and hint[0] == program and name in hint
         if shutil.which(program):
             subprocess.run(hint, check=True, capture_output=True)
-            unpacked = {"gunzip": "m 1.pt", "unzip": "packed.unpacked"}[program]
+            unpacked = {"gunzip": "m 1.pt", "unzip": "packed.unpacked", "tar": base.name}[program]
             assert main(["inspect", unpacked]) == 0
 
 

@@ -65,3 +65,37 @@ def test_errors_are_those_of_the_other_commands(
     assert main(["report", "m.safetensors", "--to", "hg"]) == 2
     assert "error[CKM201]" in capsys.readouterr().err
     assert not Path("report.html").exists()
+
+
+def test_a_damaged_checkpoint_has_a_page_that_says_so(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code and the error are those of the other commands; the page can be sent to somebody."""
+    source.write_bytes(source.read_bytes()[:-100])
+    assert main(["report", "m.safetensors"]) == 2
+    said = capsys.readouterr()
+    assert (
+        said.out == "wrote report.html\n" and "error[CKM104]: m.safetensors: truncated" in said.err
+    )
+    page = Path("report.html").read_text()
+    assert "m.safetensors: truncated" in page and "ckptmap explain CKM104" in page
+    assert "It cannot be read" in page and "<script" not in page
+    assert (
+        str(source.parent) not in page
+    )  # it may be sent to somebody: paths are as they were typed
+    source.rename("good <b>.safetensors")
+    assert main(["report", "good <b>.safetensors"]) == 2  # and the report before it is replaced
+    page = Path("report.html").read_text()
+    assert "good &lt;b&gt;.safetensors" in page and "<b>" not in page
+
+
+def test_a_directory_that_lacks_a_shard_has_a_page_with_its_files(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path("folder")
+    folder.mkdir()
+    source.rename(folder / "model-00001-of-00002.safetensors")
+    assert main(["report", "folder"]) == 2
+    page = Path("report.html").read_text()
+    assert "1 file" in page and "model-00001-of-00002.safetensors" in page
+    assert capsys.readouterr().err.count("error[CKM108]") == 1 and "CKM108" in page

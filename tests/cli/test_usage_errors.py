@@ -17,6 +17,9 @@ import torch
 from ckptmap_cli.main import main
 from safetensors.torch import save_file
 
+import ckptmap
+from ckptmap.errors import SourceError
+
 Run = Callable[..., tuple[int, str, str]]
 WEIGHTS = {"layers.0.weight": torch.randn(64, 64), "layers.1.weight": torch.randn(64, 64)}
 
@@ -267,3 +270,167 @@ def test_a_form_of_torchao_that_is_not_read(run: Run, tmp_path: Path) -> None:
     plain = {"0.weight": made.dequantize()}
     torch.save(plain, tmp_path / "x.pt")
     assert run("plan", "x.pt", "--to", "full")[0] == 0
+
+
+# ------------------------------------------------------------------ words of other tools
+
+
+@pytest.mark.parametrize(
+    ("typed", "message", "hint"),
+    [
+        (["--dtype", "bf16"], "No such option: --dtype", "the setup: --to hf-bf16; "),
+        (["--torch_dtype", "bf16"], "No such option: --torch_dtype", "--to hf-bf16; "),
+        (["--output", "x"], "No such option: --output", "ckptmap convert SRC DST --to hf; "),
+        (["--from", "hf"], "No such option: --from", "found out from its files"),
+        (["--force"], "No such option: --force", "--overwrite; "),
+        (["--worldsize", "2"], "Possible options: --world-size", "ckptmap convert --help"),
+        (["-to", "hf"], "No such option: -t", "long options have two dashes: --to; "),
+        (["--world-size", "two"], "'two' is not a whole number", "ckptmap convert --help"),
+        (["--to"], "Option '--to' requires an argument", "ckptmap convert --help"),
+    ],
+)
+def test_options_of_other_tools(
+    typed: list[str], message: str, hint: str, run: Run, source: Path
+) -> None:
+    code, out, err = run("convert", source, "out", *typed)
+    assert code == 2 and out == ""
+    first, second = err.splitlines()
+    assert message in first and hint in second and second.endswith("ckptmap convert --help")
+
+
+def test_words_of_other_tools_are_no_options_of_ours(run: Run) -> None:
+    """Else the hint would never be seen."""
+    from ckptmap_cli.option_table import TABLE
+    from ckptmap_cli.usage_hints import WORDS
+
+    assert not {*WORDS} & {name for option in TABLE.values() for name in option.names or ()}
+    assert not {*WORDS} & {"--" + name.replace("_", "-") for name in TABLE}
+
+
+@pytest.mark.parametrize("device", ["gpu", "gpu:0", "GPU"])
+def test_a_device_that_torch_has_not(device: str, run: Run, source: Path, tmp_path: Path) -> None:
+    """Also where nothing is computed: the next run would be refused."""
+    code, _, err = run("convert", source, "out", "--to", "hf", "--device", device)
+    assert code == 2 and f"device='{device}', expected cpu, cuda, or cuda:1" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_is_not_there(run: Run) -> None:
+    code, _, err = run("ls", "nowhere")
+    assert code == 2 and err.startswith("error[CKM101]: nowhere: no such file or directory")
+
+
+def test_a_generation_config_is_no_config(run: Run, source: Path, peft_run: Path) -> None:
+    """The command that adds a config.json was left out where a generation_config.json lay there."""
+    shutil.copytree(peft_run / "base", "model")
+    os.remove("model/config.json")
+    assert Path("model/generation_config.json").exists()
+    code, out, _ = run("convert", "model", "out", "--to", "hf")
+    assert code == 0 and "add its config.json with: ckptmap convert model out --to hf" in out
+    command = out.partition("add its config.json with: ckptmap ")[2].replace(
+        "MODEL", str(peft_run / "base")
+    )
+    assert run(*shlex.split(command))[0] == 0
+    assert Path("out/config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        (["plan", "a", "out", "--to", "hf"], "plan writes no output and takes no DST"),
+        (["inspect", "a", "b"], "ckptmap diff A B"),
+        (["verify", "out", "a"], "its source with --against SRC"),
+        (["report", "a", "b.html"], "-o FILE names the file"),
+        (["diff", "a", "b", "c"], "patterns need quotes"),
+    ],
+)
+def test_one_argument_too_many(typed: list[str], hint: str, run: Run) -> None:
+    code, _, err = run(*typed)
+    assert code == 2 and "unexpected extra argument" in err.splitlines()[0]
+    assert hint in err.splitlines()[1] and err.rstrip().endswith(f"ckptmap {typed[0]} --help")
+
+
+@pytest.mark.parametrize(
+    "text", ["Entry not found", "Access to model x/y is restricted.\n" * 9, "hello"]
+)
+def test_a_text_under_the_name_of_weights(text: str, run: Run, tmp_path: Path) -> None:
+    """The Hub answers in plain text what curl saves under the name of the weights."""
+    for name in ("model.safetensors", "model.bin"):
+        (tmp_path / name).write_text(text)
+        code, _, err = run("inspect", name)
+        assert code == 2 and err.startswith(
+            f"error[CKM103]: {name}: is text, not weights: it begins '{text[:5]}"
+        )
+
+
+def test_a_text_is_no_config_and_no_gguf(run: Run, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    code, _, err = run("convert", source, "out", "--to", "hf", "--config-from", "notes.txt")
+    assert code == 2 and "expected a config.json" in err and "GGUF" not in err
+
+
+@pytest.mark.parametrize("to", ["full-nf4", "full-int8", "full-fp16"])
+def test_a_tensor_that_no_encoding_takes_is_named_in_the_hint(
+    to: str, run: Run, tmp_path: Path
+) -> None:
+    """`--no-encode` alone lacks its pattern; with the hint pasted the same run succeeds."""
+    bad = torch.full((64, 64), 1e20 if to == "full-fp16" else torch.nan)
+    torch.save({**WEIGHTS, "layers.2.mlp.weight": bad}, tmp_path / "x.pt")
+    code, _, err = run("convert", "x.pt", "out.pt", "--to", to)
+    assert code == 3 and "error[CKM309]: layers.2.mlp.weight: " in err
+    words = shlex.split(err.partition("hint: ")[2].replace(",", " "))
+    at = words.index("--no-encode")
+    assert words[at + 1] == "layers.2.mlp.weight"
+    assert run("convert", "x.pt", "out.pt", "--to", to, *words[at : at + 2])[0] == 0
+
+
+def test_a_misspelt_entry_to_drop_is_answered_with_the_nearest(run: Run, tmp_path: Path) -> None:
+    torch.save({"model": WEIGHTS, "epoch": 3}, tmp_path / "x.pt")
+    code, out, _ = run("convert", "x.pt", "out.pt", "--to", "full", "--drop", "epohc")
+    assert code == 0 and "note: --drop 'epohc': nothing is named so; did you mean 'epoch'?" in out
+
+
+def test_a_misspelt_like_is_not_passed_over(run: Run, source: Path, tmp_path: Path) -> None:
+    """Also where nothing needs it: it was taken in silence."""
+    (tmp_path / "nowhere.pt").write_bytes(b"")
+    for like in ("nowhere", "nowhere/config.json"):
+        code, _, err = run("convert", source, "out", "--to", "hf", "--like", like)
+        assert code == 2 and err.startswith(f"error[CKM101]: {like}: ")
+    with pytest.raises(SourceError, match="no such file"):
+        ckptmap.open(source, like="nowhere")
+    with ckptmap.open(source) as ckpt, pytest.raises(SourceError, match="no such file"):
+        ckptmap.plan(ckpt, "hf", like="nowhere")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["optimizer_0", "optimizer"])
+def test_the_optimizer_of_a_directory_is_named_alone(name: str, run: Run, tmp_path: Path) -> None:
+    """accelerate saves it beside the weights: the hint names the directory of both, which converts."""
+    import torch.distributed.checkpoint as dcp
+
+    folder = tmp_path / "run"
+    state = {"layers.0.weight": {"exp_avg": torch.ones(64, 64), "step": torch.tensor(1.0)}}
+    dcp.save({"optimizer": {"state": state}}, checkpoint_id=folder / name, no_dist=True)
+    code, _, err = run("convert", f"run/{name}", "out", "--to", "hf")
+    assert code == 2 and "error[CKM206]" in err
+    assert err.rstrip().endswith("give the directory that holds the weights, too: run")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("info", "inspect"), ("compare", "diff"), ("version", "--version"), ("upload", "push")],
+)
+def test_commands_of_other_tools(typed: str, meant: str, run: Run) -> None:
+    """`version` was answered with `verify`."""
+    code, _, err = run(typed)
+    assert code == 2 and f"hint: did you mean: ckptmap {meant}; ckptmap --help" in err
+    assert "verify" not in err and err.count("did you mean") == 1
+    assert run(meant, "--help")[0] == 0
+
+
+def test_words_for_commands_are_no_commands_of_ours() -> None:
+    from ckptmap_cli.typer_app import COMMANDS
+    from ckptmap_cli.usage_hints import COMMANDS_MEANT
+
+    assert not {*COMMANDS} & {*COMMANDS_MEANT}
+    assert {*COMMANDS, "--help", "--version"} >= {*COMMANDS_MEANT.values()}

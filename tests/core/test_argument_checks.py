@@ -70,7 +70,7 @@ LOAD: dict[str, tuple[Call, str]] = {
     "swapped": (lambda p, m, o: ckptmap.load(m, p), "expected a path"),
     "a file of words": (
         lambda p, m, o: ckptmap.load(p.parent / "file", m),
-        "file: truncated, expected a checkpoint",
+        "file: is text, not weights: it begins .words.",
     ),
     "no parameters": (
         lambda p, m, o: ckptmap.load(p, torch.nn.ReLU()),

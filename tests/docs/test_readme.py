@@ -24,7 +24,7 @@ from tests.docs.given import (
     training_script,
 )
 from tests.docs.page import output
-from tests.support.paths import ROOT
+from tests.support.paths import GOLDEN, ROOT
 
 README = (ROOT / "README.md").read_text()
 ROWS = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `(ckptmap [^`]+)` \|$", README, re.MULTILINE)
@@ -40,6 +40,21 @@ def meta(path: Path, writers: Callable[[], Writers]) -> None:
     ckptmap.convert(base, path / "consolidated.00.pth", "full", names="meta")
 
 
+def lightning(path: Path, writers: Callable[[], Writers]) -> None:
+    """What Lightning's Trainer wrote, with a Llama in the place of its model, as `self.model` of a module whose
+    hyperparameters are numbers."""
+    (written,) = (GOLDEN / "lightning/trainer").glob("*.ckpt")
+    saved = torch.load(written, weights_only=False)
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.arange(8)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    named = {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
+    saved |= {"state_dict": named, "optimizer_states": [optimizer.state_dict()]}
+    torch.save({**saved, "hyper_parameters": {"lr": 1e-3}}, path)
+
+
 TRAINER = partial(directory, "trainer_fsdp_sharded_w2/checkpoint-2")
 GIVEN: dict[str, Make] = {
     "model.pt": training_script,
@@ -47,6 +62,8 @@ GIVEN: dict[str, Make] = {
     "file.pt": training_script,
     "ema.pt": average,
     "run": TRAINER,
+    "checkpoint-500": partial(directory, "trainer_w1/checkpoint-2"),
+    "last.ckpt": lightning,
     "actor": partial(directory, "verl_w2/actor"),
     "base": hub_model,
     "model": four_bit,
@@ -86,7 +103,7 @@ def test_row(
 
 
 def test_the_table_has_its_rows() -> None:
-    assert len(ROWS) == 14  # and one on paths of the Hub, which recipes/hub.md runs
+    assert len(ROWS) == 16  # and one on paths of the Hub, which recipes/hub.md runs
 
 
 def test_the_python_of_the_readme_names_what_there_is() -> None:

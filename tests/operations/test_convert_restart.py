@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptmap
-from ckptmap.errors import DestinationError
+from ckptmap.errors import CkptmapError, DestinationError
 from ckptmap.operations import overwrite as check_overwrite
 from tests.support.files import leftovers, tree
 
@@ -291,3 +291,23 @@ def test_a_destination_that_no_filesystem_holds_is_refused(
     with pytest.raises(DestinationError, match="the working directory, and that is gone"):
         ckptmap.convert(tmp_path / "src", "out", to="full")
     ckptmap.convert(tmp_path / "src", tmp_path / "out", to="full")
+
+
+@pytest.mark.parametrize("problem", ["damage", "nan"])
+def test_a_refused_run_leaves_nothing_behind(problem: str, tmp_path: Path) -> None:
+    """No run could continue it: the same command meets the same damage, or the same values, again."""
+    folder, path = tmp_path / "out", tmp_path / "x.pt"
+    folder.mkdir()
+    weights = {f"{i}.weight": torch.ones(256, 256) for i in range(8)}
+    if problem == "nan":
+        weights["7.weight"][200, 3] = torch.nan
+    torch.save(weights, path)
+    if problem == "damage":
+        content = bytearray(path.read_bytes())
+        content[content.index(torch.ones(1).numpy().tobytes() * 512) + 1024] ^= 1
+        path.write_bytes(content)
+    to = "full-nf4" if problem == "nan" else "hf"
+    with pytest.raises(CkptmapError) as caught:
+        ckptmap.convert(path, folder / "out", to, threads=1)
+    assert caught.value.code == {"damage": "CKM105", "nan": "CKM309"}[problem]
+    assert list(folder.iterdir()) == []

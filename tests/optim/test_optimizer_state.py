@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import ckptmap
-from ckptmap.errors import CkptmapError, PlanError, SourceError
+from ckptmap.errors import ArgumentError, CkptmapError, PlanError, SourceError
 from ckptmap.live.state_dict.hooks import install
 from ckptmap.optim.align_order import SORTED_TOO, align, align_named
 from ckptmap.optim.index_order import read_order
@@ -737,3 +737,17 @@ def test_betas_that_are_tensors(tmp_path: Path) -> None:
         assert isinstance(live.param_groups[0]["betas"][0], type(betas[0]))
         assert found.state is not None
         assert "betas: was (0.25, 0.5) here, now (0.5, 0.75)" in str(found.state.settings)
+
+
+@pytest.mark.parametrize("order", [["a.weight", "b.weight"], "a.weight", [1], ["a", ["b"]]])
+def test_an_order_of_parameters_is_a_list_of_lists(order: Any, tmp_path: Path) -> None:
+    """A list of names alone was taken for groups of letters."""
+    weights = {"a.weight": torch.ones(2), "b.weight": torch.ones(3)}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(value) for value in weights.values()], lr=0.1)
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    with pytest.raises(ArgumentError, match="expected a list of names for each group") as caught:
+        ckptmap.open(tmp_path / "x.pt", param_order=order)
+    assert caught.value.code == "CKM516"
+    if order == ["a.weight", "b.weight"]:
+        assert "param_order=[[...]]" in caught.value.hint
+        ckptmap.open(tmp_path / "x.pt", param_order=[order]).close()

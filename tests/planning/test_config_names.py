@@ -131,3 +131,24 @@ def test_a_file_that_is_no_config(tmp_path: Path) -> None:
         ckptmap.plan(tmp_path / "m.safetensors", "hf", config_from=tmp_path / "m.gguf")
     assert f"ckptmap convert {tmp_path / 'm.gguf'} DIR --to hf" in str(caught.value.hint)
     ckptmap.plan(tmp_path / "m.safetensors", "gguf", config_from=tmp_path / "m.gguf")
+
+
+def test_names_that_the_model_does_not_have_are_told(
+    state: State, llama: Path, tmp_path: Path
+) -> None:
+    """transformers leaves them unread; what it knows and leaves out itself is no news."""
+    heads = {**state, "value_head.weight": torch.ones(1, 120), "lm_head.bias": torch.ones(3)}
+    said = told(saved(heads, tmp_path), llama)
+    assert (
+        "2 names do not belong to llama, the model of config.json, first 'value_head.weight'"
+        in said
+    )
+    assert "--exclude value_head.weight" in said
+    alone = {**state, "epoch_ema": torch.ones(1)}
+    assert "1 name does not belong to llama" in told(saved(alone, tmp_path), llama)
+    buffers = {**state, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(15)}
+    assert "belong to llama" not in told(saved(buffers, tmp_path), llama)
+    assert "belong to llama" not in told(saved(state, tmp_path), llama)
+    some = {key: tensor for key, tensor in heads.items() if ".1." not in key}
+    said = told(saved(some, tmp_path), llama)
+    assert "more than is there" in said and "value_head.weight" in said

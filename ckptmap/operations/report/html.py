@@ -38,6 +38,13 @@ def page(data: str, **sections: object) -> str:
     )
 
 
+def plain(template: str, **values: object) -> str:
+    """Return a whole page without a script."""
+    style = _joined("page.css")
+    policy = _policy(None, style)
+    return _environment().get_template(template).render(style=style, policy=policy, **values)
+
+
 def piece(template: str, **values: object) -> str:
     """Return a small piece of HTML, for a notebook."""
     return _environment().get_template(template).render(**values)
@@ -71,10 +78,11 @@ def _joined(*names: str) -> str:
     return "\n" + "\n".join(folder.joinpath(name).read_text("utf-8") for name in names)
 
 
-def _policy(script: str, style: str) -> str:
-    """Return the Content-Security-Policy: this script, this style, and nothing else at all."""
+def _policy(script: str | None, style: str) -> str:
+    """Return the Content-Security-Policy: this script, if any, this style, and nothing else at all."""
+    scripts = "" if script is None else f" script-src {_hash(script)};"
     return (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)};"
+        f"default-src 'none';{scripts} style-src {_hash(style)};"
         " base-uri 'none'; form-action 'none'"
     )
 
