@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptmap.core.columns import Columns, distinct
+from ckptmap.core.stored_parts import StoredTable
 from ckptmap.protocols import Encoding, Group
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -28,7 +29,7 @@ class WeightForm:
     shown     what follows the module in each key that is looked up -> whether there is such a tensor
     parts     (name of a part, what follows the module in its key)
     consumed  what follows the module in the keys of the parts
-    stored    all stored tensors by key
+    stored    all stored tensors
     """
 
     shown: Mapping[str, bool]
@@ -36,32 +37,36 @@ class WeightForm:
     encoding: Encoding
     parts: Sequence[tuple[str, str]]
     consumed: Sequence[str]
-    stored: Mapping[str, StoredTensor]
+    stored: StoredTable
 
     def group(self, fqn: str) -> Group:
         stem, stored = stem_of(fqn), self.stored
-        parts = {name: stored[stem + tail] for name, tail in self.parts}
-        return Group(fqn, self.info, self.encoding, parts)
+        numbers = [stored.number(stem + tail) for _, tail in self.parts]
+        tensors = map(stored.tensors.__getitem__, numbers)
+        names = (name for name, _ in self.parts)
+        return Group(fqn, self.info, self.encoding, dict(zip(names, tensors, strict=True)))
 
-    def columns(self, fqns: Sequence[str]) -> Iterator[list[StoredTensor]]:
-        """Yield each part of all these weights."""
-        stems = list(map(stem_of, fqns))
+    def part_numbers(self, fqns: Sequence[str]) -> Iterator[list[int]]:
+        """Yield the numbers of each part of all these weights among the stored tensors."""
+        stems = stems_of(fqns)
         for _, tail in self.parts:
-            yield list(map(self.stored.__getitem__, [stem + tail for stem in stems]))
+            yield self.stored.numbers(stems, tail)
 
     def first_part(self, fqn: str) -> StoredTensor | None:
         """Return the first part of a weight, which a Group need not be made for."""
-        return self.stored[stem_of(fqn) + self.parts[0][1]] if self.parts else None
+        for _, tail in self.parts:
+            return self.stored.tensors[self.stored.number(stem_of(fqn) + tail)]
+        return None
 
     def keys(self, fqn: str) -> Sequence[str]:
         stem = stem_of(fqn)
         return tuple([stem + tail for tail in self.consumed])
 
-    def keys_of_each(self, fqns: Sequence[str]) -> Iterator[list[str]]:
-        """Yield the keys of each part of all these weights."""
-        stems = [fqn[: fqn.rfind(".") + 1] for fqn in fqns]
+    def consumed_numbers(self, fqns: Sequence[str], stored: StoredTable) -> Iterator[list[int]]:
+        """Yield the numbers of the tensors that these weights take: for each key all of them."""
+        stems = stems_of(fqns)
         for tail in self.consumed:
-            yield [stem + tail for stem in stems]
+            yield stored.numbers(stems, tail)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,9 +93,9 @@ class LoneWeight:
     def keys(self, fqn: str) -> Sequence[str]:
         return self.consumed
 
-    def keys_of_each(self, fqns: Sequence[str]) -> Iterator[list[str]]:
+    def consumed_numbers(self, fqns: Sequence[str], stored: StoredTable) -> Iterator[list[int]]:
         for key in self.consumed:
-            yield [key]
+            yield [stored.number(key)]
 
 
 WeightKind: TypeAlias = WeightForm | LoneWeight | TensorInfo
@@ -131,3 +136,8 @@ class Groups(Columns[Found]):
 def stem_of(fqn: str) -> str:
     """Return the module of a weight, with the dot that follows it."""
     return fqn[: fqn.rfind(".") + 1]
+
+
+def stems_of(fqns: Sequence[str]) -> list[str]:
+    """Return `stem_of` each."""
+    return [fqn[: fqn.rfind(".") + 1] for fqn in fqns]

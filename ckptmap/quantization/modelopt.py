@@ -173,7 +173,9 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         groups = forms.groups(
             mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), each(mine.values(), repr)
         )
-        dtype = model_dtype(stored, {key for fqn in found for key in _scales(fqn)})
+        parts = StoredParts.of(stored)
+        scales = parts.table.numbers_of({key for fqn in found for key in _scales(fqn)})
+        dtype = model_dtype(parts, scales)
         groups += forms.groups(found, lambda fqn, near: self._made(fqn, dtype, near))
         _require_agreement(groups, self.codes, self.algo, self.mounts)
         return groups
@@ -272,15 +274,11 @@ class ModeloptFp8(_Scheme):
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         parts = StoredParts.of(stored)
-        for key in parts.ending("weight_scale", dtypes=("float32",)):
-            scale = parts.info(key)
-            if scale is None or scale.numel != 1:
+        infos = parts.table.infos
+        for number, fqn, other in parts.pairs("_scale", "", "", dtypes=("float32",)):
+            if not fqn.endswith("weight") or infos[number].numel != 1:
                 continue
-            fqn = key.removesuffix("_scale")
-            codes = parts.info(fqn)
-            if codes is None or codes.dtype != "float8_e4m3fn":
-                continue
-            if not _is_smoothed(fqn, stored):
+            if infos[other].dtype == "float8_e4m3fn" and not _is_smoothed(fqn, stored):
                 yield fqn
 
     def stated(self, codes: StoredTensor, mounts: Mounts) -> bool:

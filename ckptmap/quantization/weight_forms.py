@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import TypeAlias
 
 from ckptmap.core.stored_parts import StoredParts
-from ckptmap.core.weight_columns import Found, Groups, LoneWeight, WeightForm, stem_of
+from ckptmap.core.weight_columns import Found, Groups, LoneWeight, WeightForm, stem_of, stems_of
 from ckptmap.protocols import Group
 from ckptmap.tensors import StoredTensor
 
@@ -28,7 +28,6 @@ class WeightForms:
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = StoredParts.of(stored)
-        self._lasts: frozenset[str] = frozenset()
 
     def groups(
         self, fqns: Iterable[str], make: Make, facts: Iterable[Hashable] | None = None
@@ -74,7 +73,8 @@ class WeightForms:
             tails = (*form.shown,)
             if tails not in seen:
                 seen[tails] = self._showing(tails, fqns, numbers)
-            shown = tuple(self._stored.kinds(map(stem_of(fqns[number]).__add__, tails)))
+            stem = stem_of(fqns[number])
+            shown = tuple(kind for tail in tails for kind in self._stored.kinds_below([stem], tail))
             for other in seen[tails][shown]:
                 forms.setdefault(other, form)
 
@@ -82,9 +82,8 @@ class WeightForms:
         self, tails: Sequence[str], fqns: Sequence[str], numbers: Sequence[int]
     ) -> dict[tuple[int | None, ...], list[int]]:
         """Return the numbers of the weights by what is found under the keys that end in `tails`."""
-        stems = [fqn[: fqn.rfind(".") + 1] for fqn in map(fqns.__getitem__, numbers)]
-        kinds_of = self._stored.kinds
-        shown = zip(*[kinds_of([stem + tail for stem in stems]) for tail in tails], strict=True)
+        stems = stems_of([fqns[number] for number in numbers])
+        shown = zip(*[self._stored.kinds_below(stems, tail) for tail in tails], strict=True)
         by_shown: dict[tuple[int | None, ...], list[int]] = {}
         for number, kinds in zip(numbers, shown, strict=True):
             if kinds in by_shown:
@@ -117,7 +116,7 @@ class WeightForms:
             group.encoding,
             [(name, key_of[id(part)][at:]) for name, part in group.parts.items()],
             [key[at:] for key in keys],
-            self._stored.all,
+            self._stored.table,
         )
 
 

@@ -231,15 +231,15 @@ def _found(
 
     `weight_format` is a number, or in torch files of bitsandbytes before 0.43 a name.
     """
-    ending = StoredParts.of(stored).ending(SCB)
-    scales = [key for key in ending if key[:-3][-1:] in ("", ".")]
-    dtype = model_dtype(stored, set(scales), "float16") if scales else ""
+    parts = StoredParts.of(stored)
+    scales = [key for key in parts.ending(SCB) if key[:-3][-1:] in ("", ".")]
+    dtype = model_dtype(parts, parts.table.numbers_of(scales), "float16") if scales else ""
     codes = {fqn: stored[fqn] for key in scales if (fqn := f"{key[:-3]}weight") in stored}
     codes = {fqn: c for fqn, c in codes.items() if fqn not in known and c.info.dtype == "int8"}
     numbers = {fqn: key for fqn in codes if (key := f"{fqn[:-6]}{FORMAT}") in stored}
     models, files = Conv1DModels(mounts), Files(mounts=mounts)
     try:
-        values = read_each_small(StoredParts.of(stored), list(numbers.values()), files)
+        values = read_each_small(parts, parts.table.numbers_of(numbers.values()), files)
     finally:
         files.close()
     rows = dict(zip(numbers, values, strict=True))

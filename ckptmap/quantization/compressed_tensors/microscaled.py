@@ -228,15 +228,6 @@ class _Target(ReadsFiles, LinearLayerScheme):
             require_agreement(group.fqn, shown, config)
 
 
-def _packed(parts: StoredParts) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield (FQN, form of its scales) of bytes of packed codes."""
-    for key in parts.ending("_packed", dtypes=("uint8",)):
-        fqn = key.removesuffix("_packed")
-        scale = parts.info(f"{fqn}_scale")
-        if scale is not None:
-            yield fqn, scale
-
-
 class CompressedNvfp4(_Target):
     """NVFP4: the scale of the tensor divides those of the blocks."""
 
@@ -245,9 +236,11 @@ class CompressedNvfp4(_Target):
     made = CtNvfp4
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        for fqn, scale in _packed(StoredParts.of(stored)):
-            if scale.dtype == "float8_e4m3fn" and f"{fqn}_global_scale" in stored:
-                yield fqn
+        parts = StoredParts.of(stored)
+        for pair in parts.pairs("_packed", "", "_scale", dtypes=("uint8",)):
+            scale = parts.table.infos[pair.other]
+            if scale.dtype == "float8_e4m3fn" and f"{pair.fqn}_global_scale" in stored:
+                yield pair.fqn
 
 
 class CompressedMxfp4(_Target):
@@ -260,9 +253,10 @@ class CompressedMxfp4(_Target):
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         parts = StoredParts.of(stored)
-        for fqn, scale in _packed(parts):
-            packed = parts.info(f"{fqn}_packed")
-            if scale.dtype in EXPONENTS and packed and not _has_six_bits(packed, scale):
+        infos = parts.table.infos
+        for number, fqn, other in parts.pairs("_packed", "", "_scale", dtypes=("uint8",)):
+            packed, scale = infos[number], infos[other]
+            if scale.dtype in EXPONENTS and not _has_six_bits(packed, scale):
                 yield fqn
 
 
@@ -281,8 +275,6 @@ class CompressedMxfp8(_Target):
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         parts = StoredParts.of(stored)
-        for key in parts.ending("_scale", dtypes=EXPONENTS):
-            fqn = key.removesuffix("_scale")
-            codes = parts.info(fqn)
-            if codes is not None and codes.dtype == "float8_e4m3fn":
-                yield fqn
+        for pair in parts.pairs("_scale", "", "", dtypes=EXPONENTS):
+            if parts.table.infos[pair.other].dtype == "float8_e4m3fn":
+                yield pair.fqn

@@ -305,11 +305,10 @@ def _found(stored: Mapping[str, StoredTensor], known: Collection[str], mounts: M
     said = ConfigGroups({})
     found: dict[str, tuple[type[Plain], int]] = {}
     parts = StoredParts.of(stored)
-    for key in parts.ending("_scale", dtypes=DTYPES):
-        fqn = key.removesuffix("_scale")
-        codes, scale = parts.info(fqn), parts.info(key)
-        kind = _BY_CODES.get(codes.dtype) if codes is not None else None
-        if codes is None or scale is None or kind is None or fqn in known:
+    for number, fqn, other in parts.pairs("_scale", "", "", dtypes=DTYPES):
+        codes, scale = parts.table.infos[other], parts.table.infos[number]
+        kind = _BY_CODES.get(codes.dtype)
+        if kind is None or fqn in known:
             continue
         if config is None:
             config = quantization_config(stored[fqn], mounts)

@@ -99,9 +99,9 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         said = statement_of(config, file_of(codes))
         if said is None or said.kind not in self.kinds:
             return groups
-        dtype = stated_dtype(codes, self.mounts) or model_dtype(
-            stored, {_key(fqn, "scales") for fqn in found}
-        )
+        parts = StoredParts.of(stored)
+        scales = parts.table.numbers_of({_key(fqn, "scales") for fqn in found})
+        dtype = stated_dtype(codes, self.mounts) or model_dtype(parts, scales)
         read = forms.groups(
             found,
             lambda fqn, near: _made(fqn, said, dtype, near),

@@ -89,7 +89,7 @@ class DeepseekFp4Scheme(LinearLayerScheme):
             lambda fqn, near: _recorded(read_record(fqn, mine[fqn], self.name), near),
             each(mine.values(), repr),
         )
-        dtype = model_dtype(stored, ()) if found else ""
+        dtype = model_dtype(StoredParts.of(stored), ()) if found else ""
         return groups + forms.groups(
             found, lambda fqn, near: _made(fqn, found[fqn], dtype, near), found.values()
         )

@@ -79,7 +79,7 @@ class GptOssMxfp4(LinearLayerScheme):
             ),
             each(mine.values(), repr),
         )
-        dtype = model_dtype(stored, ()) if found else ""
+        dtype = model_dtype(StoredParts.of(stored), ()) if found else ""
         return groups + forms.groups(found, lambda fqn, near: _found(fqn, dtype, near))
 
     def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
