@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, repeat
+from itertools import accumulate
 from pathlib import Path as FilePath
 from shlex import quote
 
@@ -217,27 +217,45 @@ def _read_shards(
     _require_all(root, shards, where)
     headers: list[Header] = []
     records: dict[str, Mapping[str, object]] = {}
-    home: dict[str, str] = {}
+    home: dict[str, str] = {}  # stays empty while the index lists every tensor where it is
     files = Files(mounts=mounts)
     try:
         for shard, file in zip(shards, paths, strict=True):
             refuse_text(files, file)
             header = parse(files, file)
-            before = len(home)
-            home.update(zip(header.keys, repeat(shard), strict=False))
-            if len(home) < before + len(header.keys):
-                raise _twice(where, headers, header, shards)
+            if home or not _are_listed(header.keys, shard, weight_map):
+                home = home or _homes(headers, shards)
+                before = len(home)
+                home.update(dict.fromkeys(header.keys, shard))
+                if len(home) < before + len(header.keys):
+                    raise _twice(where, headers, header, shards)
             headers.append(header)
             _merge_records(records, records_of(header, file), file)
     finally:
         files.close()
-    if weight_map and home != weight_map:
-        require_listed(home, weight_map, where)
+    count = sum(len(header.keys) for header in headers)
+    if weight_map and (home or count != len(weight_map)):
+        require_listed(home or _homes(headers, shards), weight_map, where)
     leaves = stored_tensors(headers, paths)
     if records:
         keys = [key for header in headers for key in header.keys]
         records = torchao_metadata.by_stored_name(records, keys)
     return leaves, records, tuple(paths)
+
+
+def _are_listed(keys: Sequence[str], shard: str, weight_map: Mapping[str, str] | None) -> bool:
+    """Return whether an index lists all these tensors in this shard: then no other shard that agrees has one."""
+    if weight_map is None:
+        return False
+    return list(map(weight_map.get, keys)) == [shard] * len(keys)
+
+
+def _homes(headers: Sequence[Header], shards: Sequence[str]) -> dict[str, str]:
+    """Return the shard of each tensor of these headers."""
+    homes: dict[str, str] = {}
+    for header, shard in zip(headers, shards, strict=False):
+        homes.update(dict.fromkeys(header.keys, shard))
+    return homes
 
 
 def _merge_records(

@@ -19,7 +19,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ckptmap.core.json_text import JsonError, parse_pairs, parse_strings
-from ckptmap.core.tensor_columns import nbytes_of
 from ckptmap.errors import SourceError
 from ckptmap.storage.files import Files
 from ckptmap.tensors import ITEMSIZE, TensorInfo
@@ -153,7 +152,8 @@ def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
     except (SourceError, ValueError):
         return None
     infos = list(map(kinds.__getitem__, forms))
-    stops = list(accumulate(nbytes_of(infos), initial=0))
+    nbytes = {form: kind.nbytes for form, kind in kinds.items()}
+    stops = list(accumulate(map(nbytes.__getitem__, forms), initial=0))
     if places != [f"{begin},{end}\t" for begin, end in pairwise(map(str, stops))]:
         return None
     start = 8 + len(raw)
