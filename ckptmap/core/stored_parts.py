@@ -1,17 +1,17 @@
 """The stored tensors among which schemes find parts of weights: by module, by the end of a key, by kind.
 
     ending("_scale")                     ->  every key whose last segment ends so, in stored order
-    numbers(["layers.0.fc."], "weight")  ->  the number of layers.0.fc.weight
+    pairs("_scale", "", "_packed")       ->  fc.weight, where fc.weight_scale and fc.weight_packed are there
 
 Some twenty schemes look for their keys among 200,000. So keys are cut at their last dot once for all of
-them: the last segments are few, and modules of one that is looked for are found without a new string for each key.
+them: the last segments are few, and what stands before them, a module, is a number: no key is made and hashed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, repeat
-from typing import NamedTuple
+from itertools import chain, compress, repeat
+from typing import TypeAlias
 
 from ckptmap.core.columns import NamedRows, Rows, each
 from ckptmap.core.tensor_columns import Extents, extents_of
@@ -39,40 +39,68 @@ class StoredTable:
         self.tensors: Rows[StoredTensor] = list(stored.values()) if named is None else named.rows
         self.infos = [tensor.info for tensor in stored.values()] if infos is None else infos
         self.extents = extents
-        by_last: dict[str, dict[str, int]] = {}
+        self.stems: list[str] = []
+        """What stands before the last segment of a key, with its dot: each once."""
+        self._modules: dict[str, int] = {}
+        self.by_last: dict[str, dict[int, int]] = {}
+        """The last segment of a key -> the module, the number of its stem -> the number of the tensor."""
+        modules, stems, by_last = self._modules, self.stems, self.by_last
         for number, key in enumerate(self.keys):
             at = key.rfind(".") + 1
-            last = key[at:]
-            if last in by_last:
-                by_last[last][key[:at]] = number
+            stem, last = key[:at], key[at:]
+            if stem in modules:
+                module = modules[stem]
             else:
-                by_last[last] = {key[:at]: number}
-        self.by_last: Mapping[str, Mapping[str, int]] = by_last
-        """The last segment of a key -> what stands before it, with its dot -> the number of the tensor."""
+                module = modules[stem] = len(stems)
+                stems.append(stem)
+            if last in by_last:
+                by_last[last][module] = number
+            else:
+                by_last[last] = {module: number}
+        self._inner: dict[str, list[int]] = {}
 
     def number(self, key: str) -> int:
         """Return the number of a key; ABSENT: there is no such tensor."""
         at = key.rfind(".") + 1
-        return self.by_last.get(key[at:], _NONE).get(key[:at], ABSENT)
+        return self.by_last.get(key[at:], _NONE).get(self._modules.get(key[:at], ABSENT), ABSENT)
 
     def numbers_of(self, keys: Iterable[str]) -> list[int]:
         """Return the number of each key; ABSENT: there is no such tensor."""
         return list(map(self.number, keys))
 
-    def numbers(self, stems: Iterable[str], tail: str) -> list[int]:
-        """Return the numbers of the tensors whose keys are a stem and this tail; ABSENT for none."""
+    def modules(self, fqns: Collection[str]) -> list[int]:
+        """Return the module of each weight; a new one where no key is of it, but perhaps of one below it."""
+        get = self._modules.get
+        found = [get(fqn[: fqn.rfind(".") + 1], ABSENT) for fqn in fqns]
+        if ABSENT not in found:
+            return found
+        for stem in [fqn[: fqn.rfind(".") + 1] for fqn in fqns]:
+            if stem not in self._modules:
+                self._modules[stem] = len(self.stems)
+                self.stems.append(stem)
+        return self.modules(fqns)
+
+    def numbers(self, modules: Sequence[int], tail: str) -> list[int]:
+        """Return the numbers of the tensors whose keys are the stem of a module and this tail; ABSENT for none."""
         at = tail.rfind(".") + 1
         if at:
-            stems = [stem + tail[:at] for stem in stems]
-        found = self.by_last.get(tail[at:], _NONE)
-        return list(map(found.get, stems, repeat(ABSENT)))
+            modules = self._below(modules, tail[:at])
+        return list(map(self.by_last.get(tail[at:], _NONE).get, modules, repeat(ABSENT)))
+
+    def _below(self, modules: Sequence[int], inside: str) -> Sequence[int]:
+        """Return the modules whose stems are those of these and `inside`."""
+        known, get = self._inner.setdefault(inside, []), self._modules.get
+        known += [get(stem + inside, ABSENT) for stem in self.stems[len(known) :]]
+        return list(map(known.__getitem__, modules))
 
     def beside(self, fqns: Sequence[str], suffix: str) -> list[int]:
-        """Return the numbers of the tensors whose keys are an FQN and this suffix, without a dot; ABSENT for none."""
-        stems = [fqn[: fqn.rfind(".") + 1] for fqn in fqns]
-        lasts = [fqn[len(stem) :] for fqn, stem in zip(fqns, stems, strict=True)]
-        found = {last: self.by_last.get(last + suffix, _NONE) for last in {*lasts}}
-        return [found[last].get(stem, ABSENT) for last, stem in zip(lasts, stems, strict=True)]
+        """Return the numbers of the tensors whose keys are an FQN and this suffix; ABSENT for none."""
+        modules = self.modules(fqns)
+        lasts = [fqn[fqn.rfind(".") + 1 :] for fqn in fqns]
+        found = {last: self.numbers(modules, last + suffix) for last in {*lasts}}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        return [found[last][at] for at, last in enumerate(lasts)]
 
     def extents_at(self, numbers: Sequence[int]) -> Extents | None:
         """Return the places of these tensors; None: one of them is not a single extent without replicas."""
@@ -81,12 +109,8 @@ class StoredTable:
         return extents_of(map(self.tensors.__getitem__, numbers))
 
 
-class Pair(NamedTuple):
-    """A tensor by which a weight was found, and another beside it, by number."""
-
-    number: int
-    fqn: str
-    other: int
+Pair: TypeAlias = tuple[int, str, int]
+"""The number of a tensor by which a weight was found, the FQN of the weight, and the number of another tensor."""
 
 
 class StoredParts(Mapping[str, StoredTensor]):
@@ -129,9 +153,9 @@ class StoredParts(Mapping[str, StoredTensor]):
         """Return for each tensor a number that tensors of one shape and dtype share; None: there is no tensor."""
         return list(map(self._kinds.__getitem__, numbers))
 
-    def kinds_below(self, stems: Iterable[str], tail: str) -> list[int | None]:
-        """Return the kinds of the tensors whose keys are a stem and this tail."""
-        return self.kinds(self.table.numbers(stems, tail))
+    def kinds_below(self, modules: Sequence[int], tail: str) -> list[int | None]:
+        """Return the kinds of the tensors whose keys are the stem of a module and this tail."""
+        return self.kinds(self.table.numbers(modules, tail))
 
     def info(self, key: str) -> TensorInfo | None:
         """Return shape and dtype of a tensor; None: there is none."""
@@ -171,21 +195,25 @@ class StoredParts(Mapping[str, StoredTensor]):
 
     def by_last(
         self, *ends: str, dtypes: Collection[str] | None = None
-    ) -> Iterator[tuple[str, list[str], list[int]]]:
-        """Yield each last segment that may end in one of `ends`; what stands before it in the keys; the numbers of
-        their tensors, rising.
+    ) -> Iterator[tuple[str, list[int], list[int]]]:
+        """Yield each last segment that may end in one of `ends`, and the modules and the numbers of its tensors,
+        which rise.
 
         dtypes  only those of tensors of these dtypes; None: of any
         """
         wanted = {
             kind for kind, info in enumerate(self.of_kind) if dtypes is None or info.dtype in dtypes
         }
-        cut, kinds = [end.rpartition(".") for end in ends], self._kinds
+        cut = [end.rpartition(".") for end in ends]
         for last, number_of in self.table.by_last.items():
             if any(may_end(last, end) for end in cut):
-                found = {s: number for s, number in number_of.items() if kinds[number] in wanted}
-                if found:
-                    yield last, list(found), list(found.values())
+                fit = list(map(wanted.__contains__, self.kinds(number_of.values())))
+                if any(fit):
+                    yield (
+                        last,
+                        list(compress(number_of, fit)),
+                        list(compress(number_of.values(), fit)),
+                    )
 
     def pairs(
         self, end: str, name: str, beside: str, dtypes: Collection[str] | None = None
@@ -195,16 +223,16 @@ class StoredParts(Mapping[str, StoredTensor]):
         name    what takes the place of `end` in the FQN of the weight; all three begin with a dot, or none does
         dtypes  of the tensors of this end; None: of any
         """
-        kinds, at = self._kinds, int(end.startswith("."))
-        pairs = []
-        for last, stems, numbers in self.by_last(end, dtypes=dtypes):
+        at, stems = int(end.startswith(".")), self.table.stems
+        pairs: list[Pair] = []
+        for last, modules, numbers in self.by_last(end, dtypes=dtypes):
             base = last.removesuffix(end[at:])
-            fqn, others = base + name[at:], self.table.numbers(stems, base + beside[at:])
-            pairs += [
-                Pair(number, stem + fqn, other)
-                for number, stem, other in zip(numbers, stems, others, strict=True)
-                if kinds[other] is not None and (stem or not at)
-            ]
+            fqn, others = base + name[at:], self.table.numbers(modules, base + beside[at:])
+            fqns = [stems[module] + fqn for module in modules]
+            there = [kind is not None for kind in self.kinds(others)]
+            if at and not all(map(stems.__getitem__, modules)):  # a dot stands before the end
+                there = [both and stems[m] != "" for both, m in zip(there, modules, strict=True)]
+            pairs += compress(zip(numbers, fqns, others, strict=True), there)
         return sorted(pairs)
 
     @property
@@ -228,7 +256,7 @@ class StoredParts(Mapping[str, StoredTensor]):
         return self._count
 
 
-_NONE: Mapping[str, int] = {}
+_NONE: Mapping[int, int] = {}
 
 
 def may_end(last: str, end: tuple[str, str, str]) -> bool:

@@ -48,9 +48,9 @@ class WeightForm:
 
     def part_numbers(self, fqns: Sequence[str]) -> Iterator[list[int]]:
         """Yield the numbers of each part of all these weights among the stored tensors."""
-        stems = stems_of(fqns)
+        modules = self.stored.modules(fqns)
         for _, tail in self.parts:
-            yield self.stored.numbers(stems, tail)
+            yield self.stored.numbers(modules, tail)
 
     def first_part(self, fqn: str) -> StoredTensor | None:
         """Return the first part of a weight, which a Group need not be made for."""
@@ -64,9 +64,9 @@ class WeightForm:
 
     def consumed_numbers(self, fqns: Sequence[str], stored: StoredTable) -> Iterator[list[int]]:
         """Yield the numbers of the tensors that these weights take: for each key all of them."""
-        stems = stems_of(fqns)
+        modules = stored.modules(fqns)
         for tail in self.consumed:
-            yield stored.numbers(stems, tail)
+            yield stored.numbers(modules, tail)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,8 +136,3 @@ class Groups(Columns[Found]):
 def stem_of(fqn: str) -> str:
     """Return the module of a weight, with the dot that follows it."""
     return fqn[: fqn.rfind(".") + 1]
-
-
-def stems_of(fqns: Sequence[str]) -> list[str]:
-    """Return `stem_of` each."""
-    return [fqn[: fqn.rfind(".") + 1] for fqn in fqns]

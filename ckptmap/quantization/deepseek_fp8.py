@@ -309,9 +309,13 @@ def _scales(parts: StoredParts) -> dict[str, tuple[int, str]]:
     found = []
     for (end, fqn), name in _ENDINGS.items():
         pairs = parts.pairs(end, fqn, fqn, dtypes=_SCALES)
-        kinds = parts.kinds([pair.other for pair in pairs])
-        found += [(pair, name) for pair, kind in zip(pairs, kinds, strict=True) if kind in codes]
-    return {pair.fqn: (pair.number, name) for pair, name in sorted(found)}
+        kinds = parts.kinds([other for _, _, other in pairs])
+        found += [
+            (scale, fqn, name)
+            for (scale, fqn, _), kind in zip(pairs, kinds, strict=True)
+            if kind in codes
+        ]
+    return {fqn: (scale, name) for scale, fqn, name in sorted(found)}
 
 
 def _block(

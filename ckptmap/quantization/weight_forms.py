@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import TypeAlias
 
 from ckptmap.core.stored_parts import StoredParts
-from ckptmap.core.weight_columns import Found, Groups, LoneWeight, WeightForm, stem_of, stems_of
+from ckptmap.core.weight_columns import Found, Groups, LoneWeight, WeightForm, stem_of
 from ckptmap.protocols import Group
 from ckptmap.tensors import StoredTensor
 
@@ -50,13 +50,15 @@ class WeightForms:
             else:
                 alike[fact] = [number]
         forms: dict[int, WeightForm | LoneWeight] = {}
+        modules = self._stored.table.modules(fqns)
         for numbers in alike.values():
-            self._add_forms(fqns, numbers, make, forms)
+            self._add_forms(fqns, modules, numbers, make, forms)
         return Groups(fqns, [forms[number] for number in range(len(fqns))])
 
     def _add_forms(
         self,
         fqns: Sequence[str],
+        modules: Sequence[int],
         numbers: Sequence[int],
         make: Make,
         forms: dict[int, WeightForm | LoneWeight],
@@ -72,18 +74,18 @@ class WeightForms:
                 continue
             tails = (*form.shown,)
             if tails not in seen:
-                seen[tails] = self._showing(tails, fqns, numbers)
-            stem = stem_of(fqns[number])
-            shown = tuple(kind for tail in tails for kind in self._stored.kinds_below([stem], tail))
+                seen[tails] = self._showing(tails, modules, numbers)
+            module = modules[number : number + 1]
+            shown = tuple(kind for tail in tails for kind in self._stored.kinds_below(module, tail))
             for other in seen[tails][shown]:
                 forms.setdefault(other, form)
 
     def _showing(
-        self, tails: Sequence[str], fqns: Sequence[str], numbers: Sequence[int]
+        self, tails: Sequence[str], modules: Sequence[int], numbers: Sequence[int]
     ) -> dict[tuple[int | None, ...], list[int]]:
         """Return the numbers of the weights by what is found under the keys that end in `tails`."""
-        stems = stems_of([fqns[number] for number in numbers])
-        shown = zip(*[self._stored.kinds_below(stems, tail) for tail in tails], strict=True)
+        some = [modules[number] for number in numbers]
+        shown = zip(*[self._stored.kinds_below(some, tail) for tail in tails], strict=True)
         by_shown: dict[tuple[int | None, ...], list[int]] = {}
         for number, kinds in zip(numbers, shown, strict=True):
             if kinds in by_shown:

@@ -200,7 +200,11 @@ def test_parts_that_are_taken_are_not_found_again() -> None:
     assert stored.ending("_scale") == ["b.w_scale"]
     assert [*stored] == ["b.w", "b.w_scale"] and len(stored) == 2
     assert stored.kinds(number("a.w", "b.w")) == [None, same]
-    assert stored.kinds_below(["a.", "b.", "c."], "w") == [None, same, None]
+    assert stored.kinds_below(stored.table.modules(["a.w", "b.w", "c.w"]), "w") == [
+        None,
+        same,
+        None,
+    ]
     assert stored.info("a.w") is None is stored.get("a.w") and "a.w" not in stored
     assert [stored.table.infos[n].dtype for n in stored.left()] == ["int8", "float32"]
     for key in ("a.w", "c.w"):
@@ -220,7 +224,7 @@ def test_weights_are_found_by_a_tensor_and_another_beside_it() -> None:
 
     def shown(*ends: str, dtypes: tuple[str, ...] | None = None) -> list[tuple[str, str, str]]:
         found = stored.pairs(*ends, dtypes=dtypes)
-        return [(keys[pair.number], pair.fqn, keys[pair.other]) for pair in found]
+        return [(keys[number], fqn, keys[other]) for number, fqn, other in found]
 
     assert shown("_scale", "", "") == [
         ("b.w_scale", "b.w", "b.w"), ("a.w_scale", "a.w", "a.w"), ("a.v_scale", "a.v", "a.v"),

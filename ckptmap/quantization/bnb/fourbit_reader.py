@@ -66,7 +66,7 @@ def find_fourbit(
     """
     suffix, all_parts = f".{STATE}{kind}", StoredParts.of(stored)
     named = [key.removesuffix(suffix) for key in all_parts.ending(suffix)]
-    doubles = all_parts.kinds_below(named, f".{NESTED_ABSMAX}")
+    doubles = all_parts.kinds(all_parts.table.beside(named, f".{NESTED_ABSMAX}"))
     both = zip(named, doubles, strict=True)
     fqns = [fqn for fqn, double in both if (double is not None) == nested]
     if not fqns:
@@ -197,7 +197,7 @@ def _parts(
 
 def _tables(fqns: Sequence[str], parts: StoredParts, files: Files) -> dict[str, bytes]:
     """Return the values of each `quant_map` that is a table."""
-    numbers = parts.table.numbers(fqns, f".{MAP}")
+    numbers = parts.table.beside(fqns, f".{MAP}")
     fit = {kind for kind, info in enumerate(parts.of_kind) if info == TABLE}
     there = [at for at, kind in enumerate(parts.kinds(numbers)) if kind in fit]
     read = read_each_small(parts, [numbers[at] for at in there], files)
@@ -206,7 +206,7 @@ def _tables(fqns: Sequence[str], parts: StoredParts, files: Files) -> dict[str, 
 
 def _blobs(fqns: Sequence[str], suffix: str, parts: StoredParts) -> list[int]:
     """Return the number of the JSON part of each weight. Raise SourceError CKM115 where it cannot be one."""
-    numbers = parts.table.numbers(fqns, suffix)
+    numbers = parts.table.beside(fqns, suffix)
     for number, kind in distinct_at(parts.kinds(numbers)):
         assert kind is not None, "they were found by these keys"
         info = parts.of_kind[kind]

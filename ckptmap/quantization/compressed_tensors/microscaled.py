@@ -237,10 +237,10 @@ class CompressedNvfp4(_Target):
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         parts = StoredParts.of(stored)
-        for pair in parts.pairs("_packed", "", "_scale", dtypes=("uint8",)):
-            scale = parts.table.infos[pair.other]
-            if scale.dtype == "float8_e4m3fn" and f"{pair.fqn}_global_scale" in stored:
-                yield pair.fqn
+        for _, fqn, scale in parts.pairs("_packed", "", "_scale", dtypes=("uint8",)):
+            is_float8 = parts.table.infos[scale].dtype == "float8_e4m3fn"
+            if is_float8 and f"{fqn}_global_scale" in stored:
+                yield fqn
 
 
 class CompressedMxfp4(_Target):
@@ -275,6 +275,6 @@ class CompressedMxfp8(_Target):
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         parts = StoredParts.of(stored)
-        for pair in parts.pairs("_scale", "", "", dtypes=EXPONENTS):
-            if parts.table.infos[pair.other].dtype == "float8_e4m3fn":
-                yield pair.fqn
+        for _, fqn, codes in parts.pairs("_scale", "", "", dtypes=EXPONENTS):
+            if parts.table.infos[codes].dtype == "float8_e4m3fn":
+                yield fqn

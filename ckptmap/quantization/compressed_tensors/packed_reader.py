@@ -59,7 +59,7 @@ def find_packed(
     mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
     parts = StoredParts.of(stored)
     found = parts.pairs("_packed", "", "_scale", dtypes=("int32",))
-    others = [pair.fqn for pair in found if pair.fqn not in mine]
+    others = [fqn for _, fqn, _ in found if fqn not in mine]
     fqns = [*mine, *others]
     if not fqns:
         return Groups([], [])
