@@ -79,12 +79,14 @@ def group_parts(
     left = StoredParts(stored, infos, extents)
     for scheme in registry.schemes():
         groups = Groups.of(through(scheme, mounts).group(left, mine))
-        for form, fqns in groups.by_form():
-            parts = [*form.consumed_numbers(fqns, left.table)]
+        modules = left.table.modules(groups.fqns)
+        for form, at in groups.by_form():
+            parts = [*form.consumed_numbers([modules[i] for i in at], left.table)]
             for numbers in parts:
                 left.take(numbers)
             first = map(places.__getitem__, parts[0])
-            formed.update(zip(first, zip(fqns, repeat(form), strict=False), strict=True))
+            weights = zip([groups.fqns[i] for i in at], repeat(form), strict=False)
+            formed.update(zip(first, weights, strict=True))
     return LogicalTensors(_in_order(formed, places, left), shares=columns is None)
 
 

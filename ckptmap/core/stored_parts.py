@@ -58,6 +58,7 @@ class StoredTable:
             else:
                 by_last[last] = {module: number}
         self._inner: dict[str, list[int]] = {}
+        self._asked: tuple[Sequence[str], list[int]] = [], []
 
     def number(self, key: str) -> int:
         """Return the number of a key; ABSENT: there is no such tensor."""
@@ -68,17 +69,22 @@ class StoredTable:
         """Return the number of each key; ABSENT: there is no such tensor."""
         return list(map(self.number, keys))
 
-    def modules(self, fqns: Collection[str]) -> list[int]:
+    def modules(self, fqns: Sequence[str]) -> list[int]:
         """Return the module of each weight; a new one where no key is of it, but perhaps of one below it."""
+        if (
+            fqns is self._asked[0]
+        ):  # who takes the parts of weights asks as those did who found them
+            return self._asked[1]
         get = self._modules.get
         found = [get(fqn[: fqn.rfind(".") + 1], ABSENT) for fqn in fqns]
-        if ABSENT not in found:
-            return found
-        for stem in [fqn[: fqn.rfind(".") + 1] for fqn in fqns]:
-            if stem not in self._modules:
-                self._modules[stem] = len(self.stems)
-                self.stems.append(stem)
-        return self.modules(fqns)
+        if ABSENT in found:
+            for stem in [fqn[: fqn.rfind(".") + 1] for fqn in fqns]:
+                if stem not in self._modules:
+                    self._modules[stem] = len(self.stems)
+                    self.stems.append(stem)
+            return self.modules(fqns)
+        self._asked = fqns, found
+        return found
 
     def numbers(self, modules: Sequence[int], tail: str) -> list[int]:
         """Return the numbers of the tensors whose keys are the stem of a module and this tail; ABSENT for none."""

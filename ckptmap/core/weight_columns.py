@@ -62,9 +62,8 @@ class WeightForm:
         stem = stem_of(fqn)
         return tuple([stem + tail for tail in self.consumed])
 
-    def consumed_numbers(self, fqns: Sequence[str], stored: StoredTable) -> Iterator[list[int]]:
-        """Yield the numbers of the tensors that these weights take: for each key all of them."""
-        modules = stored.modules(fqns)
+    def consumed_numbers(self, modules: Sequence[int], stored: StoredTable) -> Iterator[list[int]]:
+        """Yield the numbers of the tensors that weights of these modules take: for each key all of them."""
         for tail in self.consumed:
             yield stored.numbers(modules, tail)
 
@@ -93,7 +92,7 @@ class LoneWeight:
     def keys(self, fqn: str) -> Sequence[str]:
         return self.consumed
 
-    def consumed_numbers(self, fqns: Sequence[str], stored: StoredTable) -> Iterator[list[int]]:
+    def consumed_numbers(self, modules: Sequence[int], stored: StoredTable) -> Iterator[list[int]]:
         for key in self.consumed:
             yield [stored.number(key)]
 
@@ -121,15 +120,17 @@ class Groups(Columns[Found]):
         made = list(rows)
         return cls([group.fqn for group, _ in made], [LoneWeight(*found) for found in made])
 
-    def by_form(self) -> Iterator[tuple[WeightForm | LoneWeight, list[str]]]:
-        """Yield each form, and the FQNs of its weights."""
-        fqns_of: dict[int, list[str]] = defaultdict(list)
-        for fqn, key in zip(self.fqns, map(id, self.forms), strict=True):
-            fqns_of[key].append(fqn)
+    def by_form(self) -> Iterator[tuple[WeightForm | LoneWeight, list[int]]]:
+        """Yield each form, and which of the weights are of it."""
+        at_of: dict[int, list[int]] = defaultdict(list)
+        for at, key in enumerate(map(id, self.forms)):
+            at_of[key].append(at)
         for key, form in distinct(self.forms).items():
-            yield form, fqns_of[key]
+            yield form, at_of[key]
 
     def __add__(self, more: Groups) -> Groups:
+        if not (self.fqns and more.fqns):
+            return self if self.fqns else more
         return Groups([*self.fqns, *more.fqns], [*self.forms, *more.forms])
 
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, repeat
 from typing import ClassVar
 
 from ckptmap.core.columns import each
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
-from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.stored_parts import Pair, StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding, Group, Refusal
@@ -263,7 +264,7 @@ def _found(stored: Mapping[str, StoredTensor], known: Collection[str], mounts: M
     fqns = [fqn for fqn in scale_of if fqn not in known]
     if not fqns:
         return Groups([], [])
-    scales = [number for number, _ in scale_of.values()]
+    scales = [number for (number, _, _), _ in scale_of.values()]
     if parts.ending(*ACTIVATIONS):
         more = {activation_key(fqn, name) for fqn in scale_of for name in ACTIVATIONS}
         scales = list({*scales, *parts.table.numbers_of(more)})
@@ -274,7 +275,9 @@ def _found(stored: Mapping[str, StoredTensor], known: Collection[str], mounts: M
     keys, names = parts.table.keys, [scale_of[fqn][1] for fqn in fqns]
     return WeightForms(stored).groups(
         fqns,
-        lambda fqn, near: _made(fqn, keys[scale_of[fqn][0]], scale_of[fqn][1], dtype, config, near),
+        lambda fqn, near: _made(
+            fqn, keys[scale_of[fqn][0][0]], scale_of[fqn][1], dtype, config, near
+        ),
         names,
     )
 
@@ -301,21 +304,17 @@ def _made(
     return group_by_names(fqn, info, encoding, stored)
 
 
-def _scales(parts: StoredParts) -> dict[str, tuple[int, str]]:
-    """Return FQN of e4m3 codes -> (number of their scale, its name)."""
+def _scales(parts: StoredParts) -> dict[str, tuple[Pair, str]]:
+    """Return FQN of e4m3 codes -> (the pair of scale and codes, the scale's name)."""
     codes = {
         kind for kind, info in enumerate(parts.of_kind) if info.dtype == CODES and info.shape != ()
     }
-    found = []
+    found: list[tuple[Pair, str]] = []
     for (end, fqn), name in _ENDINGS.items():
         pairs = parts.pairs(end, fqn, fqn, dtypes=_SCALES)
         kinds = parts.kinds([other for _, _, other in pairs])
-        found += [
-            (scale, fqn, name)
-            for (scale, fqn, _), kind in zip(pairs, kinds, strict=True)
-            if kind in codes
-        ]
-    return {fqn: (scale, name) for scale, fqn, name in sorted(found)}
+        found += zip(compress(pairs, map(codes.__contains__, kinds)), repeat(name), strict=False)
+    return {row[0][1]: row for row in sorted(found)}
 
 
 def _block(

@@ -42,13 +42,8 @@ class WeightForms:
         fqns = list(fqns)
         if not fqns:
             return Groups([], [])
-        alike: dict[Hashable, list[int]] = {}
         lasts = [fqn[fqn.rfind(".") + 1 :] for fqn in fqns]
-        for number, fact in enumerate(lasts if facts is None else zip(lasts, facts, strict=True)):
-            if fact in alike:
-                alike[fact].append(number)
-            else:
-                alike[fact] = [number]
+        alike = _alike(lasts if facts is None else list(zip(lasts, facts, strict=True)))
         forms: dict[int, WeightForm | LoneWeight] = {}
         modules = self._stored.table.modules(fqns)
         for numbers in alike.values():
@@ -135,6 +130,17 @@ def one_of_each_form(
         if alike not in seen:
             seen.add(alike)
             yield form.group(fqn)
+
+
+def _alike(facts: Sequence[Hashable]) -> Mapping[Hashable, Sequence[int]]:
+    """Return the numbers of the weights that have each of these facts."""
+    distinct = dict.fromkeys(facts)
+    if len(distinct) < 2:
+        return dict.fromkeys(distinct, range(len(facts)))
+    alike: dict[Hashable, list[int]] = {fact: [] for fact in distinct}
+    for number, fact in enumerate(facts):
+        alike[fact].append(number)
+    return alike
 
 
 class _Looked(Mapping[str, StoredTensor]):

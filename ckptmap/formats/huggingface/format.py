@@ -97,21 +97,21 @@ class HfDirectory:
         with paused_gc():
             if index_file is None:
                 shards = _complete_set(place)
-                leaves, records, files = _read_shards(root, shards, root, place.mounts)
+                leaves, records, files, _ = _read_shards(root, shards, root, place.mounts)
             else:
                 listed = parse_index(str(FilePath(root) / index_file), place.mounts)
                 shards = list(dict.fromkeys(listed.weight_map.values()))
                 where = str(FilePath(root) / index_file)
                 if _is_stale(place, where, shards):
                     shards = [ONE_FILE]
-                    leaves, records, files = _read_shards(root, shards, root, place.mounts)
+                    leaves, records, files, _ = _read_shards(root, shards, root, place.mounts)
                     notes.append(
                         f"not read, because all shards that it lists are gone: {index_file}"
                     )
                 else:
-                    leaves, records, files = _read_shards(
+                    leaves, records, files, held = _read_shards(
                         root, shards, where, place.mounts, listed.weight_map)  # fmt: skip
-                    notes += _compare(leaves, listed.weight_map, listed.total_nbytes)
+                    notes += _compare(leaves, listed.weight_map, listed.total_nbytes, held)
                     files = (*files, where)
         notes += _unread(place.names, shards)
         missing = weights_of_modules(root, place.mounts) if MODULES in place.names else ()
@@ -204,14 +204,14 @@ def _require_all(root: str, shards: Sequence[str], where: str) -> None:
         )
 
 
-Contents = tuple[PlainTensors, dict[str, Mapping[str, object]], tuple[str, ...]]
+Contents = tuple[PlainTensors, dict[str, Mapping[str, object]], tuple[str, ...], int]
 
 
 def _read_shards(
     root: str, shards: Sequence[str], where: str, mounts: Mounts,
     weight_map: Mapping[str, str] | None = None,
 ) -> Contents:  # fmt: skip
-    """Return leaves, records and files of all shards; leaves are in the order of the shards."""
+    """Return leaves, records, files and bytes of all shards; leaves are in the order of the shards."""
     also = blobs_of(root)
     paths = [inside(root, shard, where, also) for shard in shards]
     _require_all(root, shards, where)
@@ -240,7 +240,7 @@ def _read_shards(
     if records:
         keys = [key for header in headers for key in header.keys]
         records = torchao_metadata.by_stored_name(records, keys)
-    return leaves, records, tuple(paths)
+    return leaves, records, tuple(paths), sum(header.nbytes for header in headers)
 
 
 def _are_listed(keys: Sequence[str], shard: str, weight_map: Mapping[str, str] | None) -> bool:
@@ -297,14 +297,16 @@ def _twice(
 
 
 def _compare(
-    leaves: PlainTensors, weight_map: Mapping[str, str], total_nbytes: int | None
+    leaves: PlainTensors, weight_map: Mapping[str, str], total_nbytes: int | None, held: int
 ) -> list[str]:
-    """Return notes on harmless differences between an index and the shards, which hold all that it lists."""
+    """Return notes on harmless differences between an index and the shards, which hold all that it lists.
+
+    held  the bytes of their tensors
+    """
     notes = []
     if len(leaves.names) > len(weight_map):
         unlisted = [key for key in leaves.names if key not in weight_map]
         notes.append(f"the index does not list {len(unlisted)} stored tensors: {unlisted[0]}")
-    held = sum(nbytes_of(leaves.infos))
     if total_nbytes is not None and total_nbytes != held:
         notes.append(f"the index gives total_size {total_nbytes}, the shards hold {held}")
     return notes

@@ -46,12 +46,16 @@ HINT = "download or save the file again; nothing is read from a damaged one"
 
 @dataclass(frozen=True)
 class Header:
-    """Columns in the order of the header: key, info and file offset of the bytes of tensor i."""
+    """Columns in the order of the header: key, info and file offset of the bytes of tensor i.
+
+    nbytes  of all tensors
+    """
 
     keys: Sequence[str]
     infos: Sequence[TensorInfo]
     begins: Sequence[int]
     data_start: int
+    nbytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -118,7 +122,8 @@ def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
         raise _bad(where, f"the name {_first_duplicate(pairs)!r} is there twice, expected once")
     _check_tiling(tensors, data_start, file_nbytes, where)
     columns = [info for info, _, _ in tensors.values()], [begin for _, begin, _ in tensors.values()]
-    return Header(list(tensors), *columns, data_start, metadata)
+    nbytes = file_nbytes - data_start  # they tile it
+    return Header(list(tensors), *columns, data_start, nbytes, metadata)
 
 
 _HEAD = '{"' + METADATA + '":'
@@ -158,7 +163,8 @@ def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
         return None
     start = 8 + len(raw)
     _check_end(start + stops.pop(), file_nbytes, where)
-    return Header(keys, infos, [start + n for n in stops], start, _metadata(metadata, where))
+    begins = [start + n for n in stops]
+    return Header(keys, infos, begins, start, file_nbytes - start, _metadata(metadata, where))
 
 
 @lru_cache(maxsize=4096)
