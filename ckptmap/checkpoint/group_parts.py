@@ -13,6 +13,7 @@ from typing import TypeAlias
 from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import LogicalTensors
 from ckptmap.core.columns import distinct
+from ckptmap.core.encoding_records import EncodingRecords
 from ckptmap.core.quantized_codes import Repairs
 from ckptmap.core.state_paths import class_of, described, join, opaques
 from ckptmap.core.stored_parts import StoredParts
@@ -74,7 +75,7 @@ def group_parts(
     formed: dict[int, Formed] = {}
     if len(stored) < len(leaves):
         places, formed = _among_leaves(leaves, where, refused)
-    mine = records_below(records, root)
+    mine = EncodingRecords(records_below(records, root))
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
     left = StoredParts(stored, infos, extents)
     for scheme in registry.schemes():

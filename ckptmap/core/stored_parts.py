@@ -57,7 +57,7 @@ class StoredTable:
                 by_last[last][module] = number
             else:
                 by_last[last] = {module: number}
-        self._inner: dict[str, list[int]] = {}
+        self._inner: dict[str, dict[int, int]] = {}
         self._asked: tuple[Sequence[str], list[int]] = [], []
 
     def number(self, key: str) -> int:
@@ -95,8 +95,10 @@ class StoredTable:
 
     def _below(self, modules: Sequence[int], inside: str) -> Sequence[int]:
         """Return the modules whose stems are those of these and `inside`."""
-        known, get = self._inner.setdefault(inside, []), self._modules.get
-        known += [get(stem + inside, ABSENT) for stem in self.stems[len(known) :]]
+        known, get, stems = self._inner.setdefault(inside, {}), self._modules.get, self.stems
+        for module in modules:
+            if module not in known:
+                known[module] = get(stems[module] + inside, ABSENT)
         return list(map(known.__getitem__, modules))
 
     def beside(self, fqns: Sequence[str], suffix: str) -> list[int]:

@@ -20,6 +20,7 @@ from itertools import compress, repeat
 from typing import ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import Pair, StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -140,7 +141,7 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups of weights and scales. Raises SourceError CKM115 where scales do not fit."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Fp8.scheme}
+        mine = records_of(records, (Fp8.scheme,))
         groups = WeightForms(stored).groups(
             mine, lambda fqn, near: _recorded(fqn, mine[fqn], near), each(mine.values(), repr)
         )
@@ -221,7 +222,8 @@ class Fp8ExponentScheme(Fp8Scheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups that are not read yet. Raises as `Fp8Scheme.group`."""
-        return super().group(stored, {fqn: r for fqn, r in records.items() if fqn in stored})
+        mine = records_of(records, (Fp8.scheme,))
+        return super().group(stored, {fqn: r for fqn, r in mine.items() if fqn in stored})
 
 
 def _declared(encoding: Encoding, info: TensorInfo) -> tuple[str, tuple[int, ...] | None, str]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import SourceError
@@ -163,7 +164,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        mine = records_of(records, (self.name,))
         found = [fqn for fqn in self.found(stored) if fqn not in mine]
         if found and not self.stated(stored[found[0]], self.mounts):
             found = []

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -159,7 +160,7 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit, CKM316 for a GPU's tiles."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        mine = records_of(records, (self.name,))
         groups = WeightForms(stored).groups(
             mine, lambda fqn, near: _recorded(fqn, mine[fqn], near), each(mine.values(), repr)
         )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -176,7 +177,7 @@ class _Target(ReadsFiles, LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.made.scheme}
+        mine = records_of(records, (self.made.scheme,))
         found = [fqn for fqn in self.found(stored) if fqn not in mine]
         if not mine and not found:
             return Groups([], [])

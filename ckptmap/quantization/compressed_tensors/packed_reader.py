@@ -10,6 +10,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from ckptmap.core.columns import distinct_at, each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Group, Refusal
@@ -56,7 +57,7 @@ def find_packed(
     mounts: Mounts,
 ) -> Groups:
     """Return the groups of records, then those of other writers. Raises SourceError CKM115."""
-    mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
+    mine = records_of(records, (Packed.scheme,))
     parts = StoredParts.of(stored)
     found = parts.pairs("_packed", "", "_scale", dtypes=("int32",))
     others = [fqn for _, fqn, _ in found if fqn not in mine]

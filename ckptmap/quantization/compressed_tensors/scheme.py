@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -198,7 +199,7 @@ class CompressedFp8(_Target):
     ) -> Groups:
         """Return the groups of unpacked codes. Raises SourceError CKM115 where scales do not fit."""
         kinds = {kind.scheme: kind for kind in _BY_CODES.values()}
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") in kinds}
+        mine = records_of(records, kinds)
         groups = WeightForms(stored).groups(
             mine,
             lambda fqn, near: _recorded(fqn, mine[fqn], kinds, near),

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
@@ -84,7 +85,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
     ) -> Groups:
         """Return the groups of this form. Raise SourceError CKM115 where parts or the config contradict."""
         kinds = {kind.scheme: kind for kind in self.kinds}
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") in kinds}
+        mine = records_of(records, kinds)
         found = [fqn for fqn in _found(stored, self.mounts) if fqn not in records]
         forms = WeightForms(stored)
         groups = forms.groups(
