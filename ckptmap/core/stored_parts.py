@@ -9,7 +9,7 @@ them: the last segments are few, and what stands before them, a module, is a num
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, repeat
 from typing import TypeAlias
 
@@ -224,12 +224,18 @@ class StoredParts(Mapping[str, StoredTensor]):
                     )
 
     def pairs(
-        self, end: str, name: str, beside: str, dtypes: Collection[str] | None = None
+        self,
+        end: str,
+        name: str,
+        beside: str,
+        dtypes: Collection[str] | None = None,
+        fits: Callable[[TensorInfo, TensorInfo], bool] | None = None,
     ) -> list[Pair]:
         """Return the weights that have a tensor of this `end`, and another of the end `beside`, in stored order.
 
         name    what takes the place of `end` in the FQN of the weight; all three begin with a dot, or none does
         dtypes  of the tensors of this end; None: of any
+        fits    shape and dtype of both -> whether they can be of a weight; asked once for each two kinds
         """
         at, stems = int(end.startswith(".")), self.table.stems
         pairs: list[Pair] = []
@@ -237,11 +243,23 @@ class StoredParts(Mapping[str, StoredTensor]):
             base = last.removesuffix(end[at:])
             fqn, others = base + name[at:], self.table.numbers(modules, base + beside[at:])
             fqns = [stems[module] + fqn for module in modules]
-            there = [kind is not None for kind in self.kinds(others)]
+            kinds = list(zip(self.kinds(numbers), self.kinds(others), strict=True))
+            may_be = {both: self._fit(*both, fits) for both in {*kinds}}
+            there = list(map(may_be.__getitem__, kinds))
             if at and not all(map(stems.__getitem__, modules)):  # a dot stands before the end
                 there = [both and stems[m] != "" for both, m in zip(there, modules, strict=True)]
             pairs += compress(zip(numbers, fqns, others, strict=True), there)
         return sorted(pairs)
+
+    def _fit(
+        self,
+        kind: int | None,
+        other: int | None,
+        fits: Callable[[TensorInfo, TensorInfo], bool] | None,
+    ) -> bool:
+        if kind is None or other is None:
+            return False
+        return fits is None or fits(self.of_kind[kind], self.of_kind[other])
 
     @property
     def lasts(self) -> Collection[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat
+from itertools import repeat
 from typing import ClassVar
 
 from ckptmap.core.columns import each
@@ -308,15 +308,15 @@ def _made(
 
 def _scales(parts: StoredParts) -> dict[str, tuple[Pair, str]]:
     """Return FQN of e4m3 codes -> (the pair of scale and codes, the scale's name)."""
-    codes = {
-        kind for kind, info in enumerate(parts.of_kind) if info.dtype == CODES and info.shape != ()
-    }
     found: list[tuple[Pair, str]] = []
     for (end, fqn), name in _ENDINGS.items():
-        pairs = parts.pairs(end, fqn, fqn, dtypes=_SCALES)
-        kinds = parts.kinds([other for _, _, other in pairs])
-        found += zip(compress(pairs, map(codes.__contains__, kinds)), repeat(name), strict=False)
+        pairs = parts.pairs(end, fqn, fqn, dtypes=_SCALES, fits=_may_scale)
+        found += zip(pairs, repeat(name), strict=False)
     return {row[0][1]: row for row in sorted(found)}
+
+
+def _may_scale(scale: TensorInfo, codes: TensorInfo) -> bool:
+    return codes.dtype == CODES and codes.shape != ()
 
 
 def _block(

@@ -117,19 +117,16 @@ class WeightForms:
         )
 
 
-def one_of_each_form(
-    groups: Groups, said: Callable[[str], Sequence[object]] | None = None
-) -> Iterator[Group]:
+def one_of_each_form(groups: Groups, kinds: Iterable[Hashable] | None = None) -> Iterator[Group]:
     """Yield one of the groups that `WeightForms` made of each form, of which all others have the same parts.
 
-    said  returns the objects that describe a weight besides: only weights of the same objects are alike
+    kinds  what describes each weight besides: only weights of the same are alike
     """
-    seen = set()
-    for fqn, form in zip(groups.fqns, groups.forms, strict=True):
-        alike = id(form) if said is None else (id(form), *map(id, said(fqn)))
-        if alike not in seen:
-            seen.add(alike)
-            yield form.group(fqn)
+    forms = map(id, groups.forms)
+    keys = list(forms if kinds is None else zip(forms, kinds, strict=True))
+    first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+    for number in sorted(first.values()):
+        yield groups.forms[number].group(groups.fqns[number])
 
 
 def _alike(facts: Sequence[Hashable]) -> Mapping[Hashable, Sequence[int]]:

@@ -13,7 +13,7 @@ unless a record states the dtype that was encoded. Codes and scales are those of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -188,8 +188,8 @@ class _Target(ReadsFiles, LinearLayerScheme):
         self._check(groups, self.mounts)
         return groups
 
-    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        """Yield the FQNs of weights of this form, by the names and dtypes of their parts."""
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterable[str]:
+        """Return the FQNs of weights of this form, by the names and dtypes of their parts."""
         raise NotImplementedError
 
     def _made(self, fqn: str, stored: Mapping[str, StoredTensor]) -> Found:
@@ -221,7 +221,7 @@ class _Target(ReadsFiles, LinearLayerScheme):
         config = quantization_config(groups[0][0].parts[self.codes], mounts)
         refuse_kept_modules(groups, self.codes, kept_modules(config), config)
         said, bits = ConfigGroups(config), 4 if self.codes else 8
-        for group in one_of_each_form(groups, lambda fqn: said.of(fqn.rpartition(".")[0])):
+        for group in one_of_each_form(groups, said.kinds(groups.fqns)):
             parts = group.parts
             shown = Stored(
                 group.info, "float", bits, bool(self.codes), parts[self.codes], parts["scale"]
@@ -236,11 +236,10 @@ class CompressedNvfp4(_Target):
     suffix = "ct-nvfp4"
     made = CtNvfp4
 
-    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterable[str]:
         parts = StoredParts.of(stored)
-        for _, fqn, scale in parts.pairs("_packed", "", "_scale", dtypes=("uint8",)):
-            is_float8 = parts.table.infos[scale].dtype == "float8_e4m3fn"
-            if is_float8 and f"{fqn}_global_scale" in stored:
+        for _, fqn, _ in parts.pairs("_packed", "", "_scale", ("uint8",), _has_float8_scales):
+            if f"{fqn}_global_scale" in stored:
                 yield fqn
 
 
@@ -252,13 +251,22 @@ class CompressedMxfp4(_Target):
     made = CtMxfp4
     stacks = True
 
-    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterable[str]:
         parts = StoredParts.of(stored)
-        infos = parts.table.infos
-        for number, fqn, other in parts.pairs("_packed", "", "_scale", dtypes=("uint8",)):
-            packed, scale = infos[number], infos[other]
-            if scale.dtype in EXPONENTS and not _has_six_bits(packed, scale):
-                yield fqn
+        pairs = parts.pairs("_packed", "", "_scale", ("uint8",), _has_exponents)
+        return [fqn for _, fqn, _ in pairs]
+
+
+def _has_float8_scales(packed: TensorInfo, scale: TensorInfo) -> bool:
+    return scale.dtype == "float8_e4m3fn"
+
+
+def _has_exponents(packed: TensorInfo, scale: TensorInfo) -> bool:
+    return scale.dtype in EXPONENTS and not _has_six_bits(packed, scale)
+
+
+def _is_float8(scale: TensorInfo, codes: TensorInfo) -> bool:
+    return codes.dtype == "float8_e4m3fn"
 
 
 def _has_six_bits(packed: TensorInfo, scale: TensorInfo) -> bool:
@@ -274,8 +282,6 @@ class CompressedMxfp8(_Target):
     made = CtMxfp8
     codes = ""
 
-    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterable[str]:
         parts = StoredParts.of(stored)
-        for _, fqn, codes in parts.pairs("_scale", "", "", dtypes=EXPONENTS):
-            if parts.table.infos[codes].dtype == "float8_e4m3fn":
-                yield fqn
+        return [fqn for _, fqn, _ in parts.pairs("_scale", "", "", EXPONENTS, _is_float8)]

@@ -210,7 +210,7 @@ class CompressedFp8(_Target):
             config = quantization_config(groups[0][0].parts[""], self.mounts)
             refuse_kept_modules(groups, "", kept_modules(config), config)
             said = ConfigGroups(config)
-            for group in one_of_each_form(groups, lambda fqn: said.of(fqn.rpartition(".")[0])):
+            for group in one_of_each_form(groups, said.kinds(groups.fqns)):
                 _require_agreement(group, config)
         return groups
 
