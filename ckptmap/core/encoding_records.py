@@ -34,4 +34,8 @@ def records_of(records: Mapping[str, Record], schemes: Collection[str]) -> dict[
         there = [scheme for scheme in schemes if scheme in by_scheme]
         if len(there) < 2:
             return dict(by_scheme[there[0]]) if there else {}
-    return {fqn: record for fqn, record in records.items() if record.get("scheme") in schemes}
+    return {
+        fqn: record
+        for fqn, record in records.items()
+        if isinstance(scheme := record.get("scheme"), str) and scheme in schemes
+    }
