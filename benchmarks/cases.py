@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rank_sources import SETS
-from sparse_sources import FORMS
+from sparse_sources import EXPERTS, FORMS
 
 PEERS = Path(__file__).with_name("peers.py")
 MIB = 1 << 20
@@ -209,16 +209,17 @@ INSPECT: Sequence[Case] = (
 
 
 def _headers(form: str) -> Sequence[Case]:
-    """Return `inspect` and `plan` of a model of 69,120 quantized weights, beside its headers alone."""
+    """Return `inspect` and `plan` of a model of 200,000 stored tensors or more, beside its headers alone."""
+    weights = f"{(FORMS[form].layers - 1) * EXPERTS * 3:,}"
     shown = Target(peer_cpu=1 / 4, anon_nbytes=96 * MIB + 200_000 * 2048)
     planned = Target(peer_cpu=1 / 8, anon_nbytes=96 * MIB + 200_000 * 2048)
     return (
         Case(
-            f"headers-inspect-{form}", f"inspect: 69,120 weights of {form}", form,
+            f"headers-inspect-{form}", f"inspect: {weights} weights of {form}", form,
             ("inspect", "SRC"), ("parse_headers",), shown, copies=False,
         ),
         Case(
-            f"headers-plan-{form}", f"plan --to hf-bf16: 69,120 weights of {form}", form,
+            f"headers-plan-{form}", f"plan --to hf-bf16: {weights} weights of {form}", form,
             ("plan", "SRC", "--to", "hf-bf16"), ("parse_headers",), planned, copies=False,
         ),
     )  # fmt: skip

@@ -51,11 +51,13 @@ class Source(NamedTuple):
     parts     fqn, rows, columns -> its tensors
     config    the quantization_config of config.json
     metadata  tensors of a file -> the metadata of its header
+    layers    of the model, so that 200,000 tensors or more are stored
     """
 
     parts: Callable[[str, int, int], Iterator[Made]]
     config: Mapping[str, object]
     metadata: Callable[[Sequence[Made]], Mapping[str, str]] = lambda tensors: {"format": "pt"}
+    layers: int = LAYERS
 
 
 # ------------------------------------------------------------------------- forms
@@ -180,17 +182,17 @@ CT_MXFP4: Mapping[str, object] = {
 
 FORMS: Mapping[str, Source] = {
     "ct-int4": Source(_ct_int4, CT_INT4),
-    "fp8-block": Source(_fp8_block, FP8_BLOCK),
+    "fp8-block": Source(_fp8_block, FP8_BLOCK, layers=88),
     "bnb-nf4": Source(_bnb_nf4, BNB_NF4),
     "torchao": Source(_torchao_int8, TORCHAO, _torchao_metadata),
-    "ct-mxfp4": Source(_ct_mxfp4, CT_MXFP4),
+    "ct-mxfp4": Source(_ct_mxfp4, CT_MXFP4, layers=88),
 }
 
 
 # ------------------------------------------------------------------------- files
 
 
-def tensors(form: str, layers: int = LAYERS) -> Iterator[Made]:
+def tensors(form: str, layers: int) -> Iterator[Made]:
     """Yield the tensors of a model: the first layer is dense, each other one has EXPERTS experts."""
     parts = FORMS[form].parts
     yield Made("model.embed_tokens.weight", "BF16", (163840, HIDDEN))
@@ -211,9 +213,13 @@ def tensors(form: str, layers: int = LAYERS) -> Iterator[Made]:
     yield Made("lm_head.weight", "BF16", (163840, HIDDEN))
 
 
-def write(form: str, folder: Path, layers: int = LAYERS, files: int = FILES) -> None:
-    """Write the checkpoint of a form, about as many tensors in each file, with index and config."""
+def write(form: str, folder: Path, layers: int = 0, files: int = FILES) -> None:
+    """Write the checkpoint of a form, about as many tensors in each file, with index and config.
+
+    layers  0: as many as the form has
+    """
     folder.mkdir(parents=True)
+    layers = layers or FORMS[form].layers
     made = list(tensors(form, layers))
     share = -(-len(made) // files)
     weight_map = {}

@@ -13,6 +13,7 @@ from typing import TypeAlias
 from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import LogicalTensors
 from ckptmap.core.columns import distinct
+from ckptmap.core.encoding_records import EncodingRecords
 from ckptmap.core.quantized_codes import Repairs
 from ckptmap.core.state_paths import class_of, described, join, opaques
 from ckptmap.core.stored_parts import StoredParts
@@ -61,44 +62,62 @@ def group_parts(
     that lie beside the tensors; each becomes a record `{"value": text}` under its key. Raises
     SourceError CKM114 for a key that occurs twice, and what a scheme raises for malformed parts.
     """
-    if isinstance(leaves, PlainTensors) and not records and _is_plain(leaves.kinds().values()):
-        return LogicalTensors(leaves)
+    columns = leaves if isinstance(leaves, PlainTensors) else None
     stored: Mapping[str, StoredTensor]
-    infos: Sequence[TensorInfo]
-    if isinstance(leaves, PlainTensors):
-        stored, infos, extents = leaves.by_name, leaves.infos, leaves.known_extents
+    if columns is not None:
+        stored, infos, extents = columns.by_name, columns.infos, columns.known_extents
     else:
         stored = {join(path): t for path, t in leaves.items() if isinstance(t, StoredTensor)}
         infos, extents = [tensor.info for tensor in stored.values()], None
     if len(stored) == len(leaves) and not records and _is_plain(distinct(infos).values()):
-        return LogicalTensors(stored)
-    order: dict[str, Formed | None] = dict.fromkeys(stored) if len(stored) == len(leaves) else {}
-    for path, leaf in () if order else leaves.items():
+        return LogicalTensors(stored if columns is None else columns)
+    places: Sequence[int] = range(len(stored))
+    formed: dict[int, Formed] = {}
+    if len(stored) < len(leaves):
+        places, formed = _among_leaves(leaves, where, refused)
+    mine = EncodingRecords(records_below(records, root))
+    mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
+    left = StoredParts(stored, infos, extents)
+    for scheme in registry.schemes():
+        groups = Groups.of(through(scheme, mounts).group(left, mine))
+        modules = left.table.modules(groups.fqns)
+        for form, at in groups.by_form():
+            parts = [*form.consumed_numbers([modules[i] for i in at], left.table)]
+            for numbers in parts:
+                left.take(numbers)
+            first = map(places.__getitem__, parts[0])
+            weights = zip([groups.fqns[i] for i in at], repeat(form), strict=False)
+            formed.update(zip(first, weights, strict=True))
+    return LogicalTensors(_in_order(formed, places, left), shares=columns is None)
+
+
+def _among_leaves(
+    leaves: Mapping[Path, Leaf], where: str, refused: list[RefusedLeaf]
+) -> tuple[list[int], dict[int, Formed]]:
+    """Return the place of each stored tensor among the leaves, and the weights of others by place.
+
+    Add those that no scheme knows to `refused`. Raise SourceError CKM114 for a key that occurs twice.
+    """
+    places: list[int] = []
+    formed: dict[int, Formed] = {}
+    keys = set[str]()
+    for place, (path, leaf) in enumerate(leaves.items()):
         key = join(path)
-        if key in order:
+        if key in keys:
             raise SourceError(
                 "CKM114",
                 f"{where}: key {key!r} occurs twice",
                 "rename one of the two, and save it again",
             )
-        weight = None
-        if not isinstance(leaf, StoredTensor):
+        if isinstance(leaf, StoredTensor):
+            places.append(place)
+        else:
             group = _adopted(key, leaf, refused)
             if group is None:
                 continue
-            weight = group.fqn, LoneWeight(group, ())
-        order[key] = weight
-    mine = records_below(records, root)
-    mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
-    left = StoredParts(stored, infos, extents)
-    for scheme in registry.schemes():
-        groups = Groups.of(through(scheme, mounts).group(left, mine))
-        for form, fqns in groups.by_form():
-            parts = [*form.keys_of_each(fqns)]
-            for keys in parts:
-                left.take(keys)
-            order.update(zip(parts[0], zip(fqns, repeat(form), strict=False), strict=True))
-    return LogicalTensors(_in_order(order, left), shares=not isinstance(leaves, PlainTensors))
+            formed[place] = group.fqn, LoneWeight(group, ())
+        keys.add(key)
+    return places, formed
 
 
 def records_below(
@@ -139,16 +158,15 @@ def string_records(rest: Mapping[Path, object], root: Path) -> dict[str, str]:
 
 
 def _in_order(
-    order: Mapping[str, Formed | None], stored: Mapping[str, StoredTensor]
+    formed: Mapping[int, Formed], places: Sequence[int], left: StoredParts
 ) -> dict[str, WeightForm | LoneWeight | StoredTensor]:
-    held: dict[str, WeightForm | LoneWeight | StoredTensor] = {}
-    left = dict(stored)  # of StoredParts, which answers `in` more slowly
-    for key, weight in order.items():
-        if weight is not None:
-            held[weight[0]] = weight[1]
-        elif key in left:
-            held[key] = left[key]
-    return held
+    """Return the weights that were put together, and the tensors that are left, in stored order."""
+    table, numbers = left.table, left.left()
+    dense = zip(
+        map(table.keys.__getitem__, numbers), map(table.tensors.__getitem__, numbers), strict=True
+    )
+    weights = {**formed, **dict(zip(map(places.__getitem__, numbers), dense, strict=True))}
+    return dict(map(weights.__getitem__, sorted(weights)))
 
 
 def _adopted(key: str, leaf: Leaf, refused: list[RefusedLeaf]) -> Group | None:

@@ -21,7 +21,7 @@ class LogicalTensors(Mapping[str, Group]):
     tenth of a second, and `inspect` needs few of them. Quantized weights are names and forms.
     """
 
-    __slots__ = ("_dense", "_forms", "_groups", "_infos", "_sharing", "columns")
+    __slots__ = ("_dense", "_forms", "_groups", "_infos", "_kinds", "_sharing", "columns")
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class LogicalTensors(Mapping[str, Group]):
         """The columns of all tensors; None: some tensor is not plain, or shares its bytes."""
         self._forms: dict[str, WeightForm | LoneWeight] = {}
         self._groups: dict[str, Group] = {}
+        self._kinds: dict[str, WeightKind] | None = None
         self._sharing: list[tuple[str, ...]] | None = None if shares else []
         self._dense: Mapping[str, StoredTensor]
         if isinstance(tensors, PlainTensors):
@@ -81,7 +82,9 @@ class LogicalTensors(Mapping[str, Group]):
 
     def kinds(self, fqns: Iterable[str]) -> list[WeightKind]:
         """Return for each weight one object that all weights share that are known to be like it."""
-        return list(map({**self._infos, **self._forms}.__getitem__, fqns))
+        if self._kinds is None:
+            self._kinds = {**self._infos, **self._forms}
+        return list(map(self._kinds.__getitem__, fqns))
 
     def infos(self) -> dict[str, TensorInfo]:
         """Return shape and dtype of every weight; no group is made for that."""

@@ -148,5 +148,6 @@ def firsts(values: Mapping[str, T]) -> list[tuple[str, T]]:
 
 def each(values: Collection[T], make: Callable[[T], S]) -> list[S]:
     """Return `make(value)` for every value; `make` is called once for each different object."""
-    result_of = {key: make(value) for key, value in distinct(values).items()}
-    return list(map(result_of.__getitem__, map(id, values)))
+    ids = list(map(id, values))
+    result_of = {key: make(value) for key, value in dict(zip(ids, values, strict=True)).items()}
+    return list(map(result_of.__getitem__, ids))

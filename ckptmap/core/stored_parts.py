@@ -1,28 +1,30 @@
-"""The stored tensors among which schemes find parts of weights: by key, by the end of a key, by kind.
+"""The stored tensors among which schemes find parts of weights: by module, by the end of a key, by kind.
 
-    ending("_scale")  ->  every key whose last segment ends so, in stored order
+    ending("_scale")                     ->  every key whose last segment ends so, in stored order
+    pairs("_scale", "", "_packed")       ->  fc.weight, where fc.weight_scale and fc.weight_packed are there
 
-Some twenty schemes look for their keys among 200,000: the last segments, of which there are few, are told
-apart once for all of them.
+Some twenty schemes look for their keys among 200,000. So keys are cut at their last dot once for all of
+them: the last segments are few, and what stands before them, a module, is a number: no key is made and hashed again.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, repeat
+from typing import TypeAlias
 
-from ckptmap.core.columns import each
-from ckptmap.core.tensor_columns import Extents
+from ckptmap.core.columns import NamedRows, Rows, each
+from ckptmap.core.tensor_columns import Extents, extents_of
 from ckptmap.tensors import StoredTensor, TensorInfo
 
+ABSENT = -1
+"""The number of a tensor that is not there."""
 
-class StoredParts(Mapping[str, StoredTensor]):
-    """The stored tensors that no scheme has taken yet, by key, in stored order.
 
-    `all` holds the taken ones, too. Only `take` removes tensors. Tensor i has the key `keys_of_all[i]` and the shape
-    and dtype `infos[i]`: who wants no more than that need not have 200,000 tensors made.
+class StoredTable:
+    """All stored tensors by number, in stored order: tensor i has the key `keys[i]`, shape and dtype `infos[i]`.
+
+    Who wants no more than that need not have 200,000 tensors made.
     """
 
     def __init__(
@@ -32,116 +34,255 @@ class StoredParts(Mapping[str, StoredTensor]):
         extents: Extents | None = None,
     ) -> None:
         """`infos` and `extents`: those of the tensors, if they are known without a look at each."""
-        self.all = stored
-        self.keys_of_all = list(stored)
+        named = stored if isinstance(stored, NamedRows) else None
+        self.keys: Sequence[str] = list(stored) if named is None else named.names
+        self.tensors: Rows[StoredTensor] = list(stored.values()) if named is None else named.rows
         self.infos = [tensor.info for tensor in stored.values()] if infos is None else infos
-        self._extents = extents
-        self._numbers = dict(zip(self.keys_of_all, range(len(self.keys_of_all)), strict=True))
-        self._kinds = [*_kinds(self.infos), None]
-        """The kind of each tensor; None for those that are taken, and at -1 for what is not there."""
-        self._taken = bytearray(len(self.keys_of_all))
-        self._count = len(self.keys_of_all)
+        self.extents = extents
+        self.stems: list[str] = []
+        """What stands before the last segment of a key, with its dot: each once."""
+        self._modules: dict[str, int] = {}
+        self.by_last: dict[str, dict[int, int]] = {}
+        """The last segment of a key -> the module, the number of its stem -> the number of the tensor."""
+        modules, stems, by_last = self._modules, self.stems, self.by_last
+        for number, key in enumerate(self.keys):
+            at = key.rfind(".") + 1
+            stem, last = key[:at], key[at:]
+            if stem in modules:
+                module = modules[stem]
+            else:
+                module = modules[stem] = len(stems)
+                stems.append(stem)
+            if last in by_last:
+                by_last[last][module] = number
+            else:
+                by_last[last] = {module: number}
+        self._inner: dict[str, dict[int, int]] = {}
+        self._asked: tuple[Sequence[str], list[int]] = [], []
+
+    def number(self, key: str) -> int:
+        """Return the number of a key; ABSENT: there is no such tensor."""
+        at = key.rfind(".") + 1
+        return self.by_last.get(key[at:], _NONE).get(self._modules.get(key[:at], ABSENT), ABSENT)
+
+    def numbers_of(self, keys: Iterable[str]) -> list[int]:
+        """Return the number of each key; ABSENT: there is no such tensor."""
+        return list(map(self.number, keys))
+
+    def modules(self, fqns: Sequence[str]) -> list[int]:
+        """Return the module of each weight; a new one where no key is of it, but perhaps of one below it."""
+        if (
+            fqns is self._asked[0]
+        ):  # who takes the parts of weights asks as those did who found them
+            return self._asked[1]
+        get = self._modules.get
+        found = [get(fqn[: fqn.rfind(".") + 1], ABSENT) for fqn in fqns]
+        if ABSENT in found:
+            for stem in [fqn[: fqn.rfind(".") + 1] for fqn in fqns]:
+                if stem not in self._modules:
+                    self._modules[stem] = len(self.stems)
+                    self.stems.append(stem)
+            return self.modules(fqns)
+        self._asked = fqns, found
+        return found
+
+    def numbers(self, modules: Sequence[int], tail: str) -> list[int]:
+        """Return the numbers of the tensors whose keys are the stem of a module and this tail; ABSENT for none."""
+        at = tail.rfind(".") + 1
+        if at:
+            modules = self._below(modules, tail[:at])
+        return list(map(self.by_last.get(tail[at:], _NONE).get, modules, repeat(ABSENT)))
+
+    def _below(self, modules: Sequence[int], inside: str) -> Sequence[int]:
+        """Return the modules whose stems are those of these and `inside`."""
+        known, get, stems = self._inner.setdefault(inside, {}), self._modules.get, self.stems
+        for module in modules:
+            if module not in known:
+                known[module] = get(stems[module] + inside, ABSENT)
+        return list(map(known.__getitem__, modules))
+
+    def beside(self, fqns: Sequence[str], suffix: str) -> list[int]:
+        """Return the numbers of the tensors whose keys are an FQN and this suffix; ABSENT for none."""
+        modules = self.modules(fqns)
+        lasts = [fqn[fqn.rfind(".") + 1 :] for fqn in fqns]
+        found = {last: self.numbers(modules, last + suffix) for last in {*lasts}}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        return [found[last][at] for at, last in enumerate(lasts)]
+
+    def extents_at(self, numbers: Sequence[int]) -> Extents | None:
+        """Return the places of these tensors; None: one of them is not a single extent without replicas."""
+        if self.extents is not None:
+            return self.extents.take(numbers)
+        return extents_of(map(self.tensors.__getitem__, numbers))
+
+
+Pair: TypeAlias = tuple[int, str, int]
+"""The number of a tensor by which a weight was found, the FQN of the weight, and the number of another tensor."""
+
+
+class StoredParts(Mapping[str, StoredTensor]):
+    """The stored tensors that no scheme has taken yet, by key, in stored order.
+
+    `table` holds the taken ones, too. Only `take` removes tensors.
+    """
+
+    def __init__(
+        self,
+        stored: Mapping[str, StoredTensor],
+        infos: Sequence[TensorInfo] | None = None,
+        extents: Extents | None = None,
+    ) -> None:
+        """As those of `StoredTable`."""
+        self.table = StoredTable(stored, infos, extents)
+        of_kind: dict[TensorInfo, int] = {}
+        kinds = each(self.table.infos, lambda info: of_kind.setdefault(info, len(of_kind)))
+        self._kinds: list[int | None] = [*kinds, None]
+        """The kind of each tensor; None for those that are taken, and at ABSENT."""
+        self.of_kind = list(of_kind)
+        """Shape and dtype of the tensors of each kind."""
+        self._count = len(self.table.keys)
 
     @classmethod
     def of(cls, stored: Mapping[str, StoredTensor]) -> StoredParts:
         """Return tensors as an object of this class, which is returned as it is."""
         return stored if isinstance(stored, cls) else cls(stored)
 
-    def take(self, keys: Iterable[str]) -> None:
-        """Remove the tensors of these keys, which are parts of weights. Raise KeyError for one that is not there."""
-        numbers = list(map(self._numbers.__getitem__, keys))
-        taken, kinds = self._taken, self._kinds
+    def take(self, numbers: Sequence[int]) -> None:
+        """Remove these tensors, which are parts of weights. Raise KeyError for one that is not there."""
+        kinds = self._kinds
         for number in numbers:
-            if taken[number]:
-                raise KeyError(self.keys_of_all[number])
-            taken[number] = 1
+            if kinds[number] is None:
+                raise KeyError(self.table.keys[number] if number != ABSENT else number)
             kinds[number] = None
         self._count -= len(numbers)
 
-    def kinds(self, keys: Iterable[str]) -> list[int | None]:
-        """Return for each key a number that tensors of one shape and dtype share; None: there is no tensor."""
-        numbers = map(self._numbers.get, keys, repeat(-1))
+    def kinds(self, numbers: Iterable[int]) -> list[int | None]:
+        """Return for each tensor a number that tensors of one shape and dtype share; None: there is no tensor."""
         return list(map(self._kinds.__getitem__, numbers))
+
+    def kinds_below(self, modules: Sequence[int], tail: str) -> list[int | None]:
+        """Return the kinds of the tensors whose keys are the stem of a module and this tail."""
+        return self.kinds(self.table.numbers(modules, tail))
 
     def info(self, key: str) -> TensorInfo | None:
         """Return shape and dtype of a tensor; None: there is none."""
-        number = self._numbers.get(key)
-        return None if number is None or self._taken[number] else self.infos[number]
+        number = self.table.number(key)
+        return None if self._kinds[number] is None else self.table.infos[number]
 
-    def places(self, keys: Sequence[str]) -> Iterator[tuple[str, int, int] | None]:
-        """Yield for each key the (file, offset, bytes) of its tensor; None: it is not one extent."""
-        if self._extents is None:
-            for key in keys:
-                extent, info = self.all[key].extent, self.info(key)
-                yield (
-                    None
-                    if extent is None or info is None
-                    else (extent.file, extent.offset, info.nbytes)
-                )
+    def places(self, numbers: Sequence[int]) -> Iterator[tuple[str, int, int] | None]:
+        """Yield the (file, offset, bytes) of each of these tensors; None: it is not one extent."""
+        table = self.table
+        if table.extents is None:
+            for number in numbers:
+                extent, info = table.tensors[number].extent, table.infos[number]
+                yield None if extent is None else (extent.file, extent.offset, info.nbytes)
             return
-        numbers = list(map(self._numbers.__getitem__, keys))
-        nbytes = each(list(map(self.infos.__getitem__, numbers)), lambda info: info.nbytes)
-        homes, offsets = self._extents.files, self._extents.offsets
+        nbytes = each(list(map(table.infos.__getitem__, numbers)), lambda info: info.nbytes)
+        homes, offsets = table.extents.files, table.extents.offsets
         yield from zip(
             map(homes.__getitem__, numbers), map(offsets.__getitem__, numbers), nbytes, strict=True
         )
 
-    def infos_left(self) -> list[TensorInfo]:
-        """Return shape and dtype of every tensor that is not taken."""
-        return list(compress(self.infos, map((0).__eq__, self._taken)))
+    def left(self) -> list[int]:
+        """Return the numbers of the tensors that are not taken, in stored order."""
+        kinds = self._kinds
+        return [number for number in range(len(self.table.keys)) if kinds[number] is not None]
 
     def ending(self, *ends: str, dtypes: Collection[str] | None = None) -> list[str]:
         """Return the keys that end in one of `ends`, in stored order.
 
         dtypes  only those of tensors of these dtypes; None: of any
         """
-        found = [
-            numbers
-            for (last, dtype), numbers in self._by_last.items()
-            if (dtypes is None or dtype in dtypes)
-            and any(may_end(last, end.rpartition(".")) for end in ends)
-        ]
-        numbers = found[0] if len(found) == 1 else sorted(chain.from_iterable(found))
-        keys, taken = self.keys_of_all, self._taken
-        left = [keys[number] for number in numbers if not taken[number]]
-        return [key for key in left if key.endswith(ends)] if any("." in e for e in ends) else left
+        columns = [numbers for _, _, numbers in self.by_last(*ends, dtypes=dtypes)]
+        numbers = columns[0] if len(columns) == 1 else sorted(chain.from_iterable(columns))
+        found = list(map(self.table.keys.__getitem__, numbers))
+        return (
+            [key for key in found if key.endswith(ends)] if any("." in e for e in ends) else found
+        )
 
-    @cached_property
+    def by_last(
+        self, *ends: str, dtypes: Collection[str] | None = None
+    ) -> Iterator[tuple[str, list[int], list[int]]]:
+        """Yield each last segment that may end in one of `ends`, and the modules and the numbers of its tensors,
+        which rise.
+
+        dtypes  only those of tensors of these dtypes; None: of any
+        """
+        wanted = {
+            kind for kind, info in enumerate(self.of_kind) if dtypes is None or info.dtype in dtypes
+        }
+        cut = [end.rpartition(".") for end in ends]
+        for last, number_of in self.table.by_last.items():
+            if any(may_end(last, end) for end in cut):
+                fit = list(map(wanted.__contains__, self.kinds(number_of.values())))
+                if any(fit):
+                    yield (
+                        last,
+                        list(compress(number_of, fit)),
+                        list(compress(number_of.values(), fit)),
+                    )
+
+    def pairs(
+        self,
+        end: str,
+        name: str,
+        beside: str,
+        dtypes: Collection[str] | None = None,
+        fits: Callable[[TensorInfo, TensorInfo], bool] | None = None,
+    ) -> list[Pair]:
+        """Return the weights that have a tensor of this `end`, and another of the end `beside`, in stored order.
+
+        name    what takes the place of `end` in the FQN of the weight; all three begin with a dot, or none does
+        dtypes  of the tensors of this end; None: of any
+        fits    shape and dtype of both -> whether they can be of a weight; asked once for each two kinds
+        """
+        at, stems = int(end.startswith(".")), self.table.stems
+        pairs: list[Pair] = []
+        for last, modules, numbers in self.by_last(end, dtypes=dtypes):
+            base = last.removesuffix(end[at:])
+            fqn, others = base + name[at:], self.table.numbers(modules, base + beside[at:])
+            fqns = [stems[module] + fqn for module in modules]
+            kinds = list(zip(self.kinds(numbers), self.kinds(others), strict=True))
+            may_be = {both: self._fit(*both, fits) for both in {*kinds}}
+            there = list(map(may_be.__getitem__, kinds))
+            if at and not all(map(stems.__getitem__, modules)):  # a dot stands before the end
+                there = [both and stems[m] != "" for both, m in zip(there, modules, strict=True)]
+            pairs += compress(zip(numbers, fqns, others, strict=True), there)
+        return sorted(pairs)
+
+    def _fit(
+        self,
+        kind: int | None,
+        other: int | None,
+        fits: Callable[[TensorInfo, TensorInfo], bool] | None,
+    ) -> bool:
+        if kind is None or other is None:
+            return False
+        return fits is None or fits(self.of_kind[kind], self.of_kind[other])
+
+    @property
     def lasts(self) -> Collection[str]:
         """The last segments of all keys."""
-        return {last for last, _ in self._by_last}
-
-    @cached_property
-    def _by_last(self) -> dict[tuple[str, str], list[int]]:
-        """The last segment of a key and a dtype -> the numbers of their keys."""
-        lasts = [key[key.rfind(".") + 1 :] for key in self.keys_of_all]
-        numbers: dict[tuple[str, str], list[int]] = defaultdict(list)
-        both = zip(lasts, each(self.infos, lambda info: info.dtype), strict=True)
-        for number, last in enumerate(both):
-            numbers[last].append(number)
-        return dict(numbers)
+        return self.table.by_last.keys()
 
     def __getitem__(self, key: str) -> StoredTensor:
-        if self._taken[self._numbers[key]]:
+        number = self.table.number(key)
+        if self._kinds[number] is None:
             raise KeyError(key)
-        return self.all[key]
+        return self.table.tensors[number]
 
     def __contains__(self, key: object) -> bool:
-        number = self._numbers.get(key)  # type: ignore[call-overload]
-        return number is not None and not self._taken[number]
+        return isinstance(key, str) and self._kinds[self.table.number(key)] is not None
 
     def __iter__(self) -> Iterator[str]:
-        taken = self._taken
-        return (key for number, key in enumerate(self.keys_of_all) if not taken[number])
+        return map(self.table.keys.__getitem__, self.left())
 
     def __len__(self) -> int:
         return self._count
 
 
-def _kinds(infos: Sequence[TensorInfo]) -> list[int | None]:
-    """Return for each of these a number that equal ones share."""
-    numbers: dict[TensorInfo, int] = {}
-    return [*each(infos, lambda info: numbers.setdefault(info, len(numbers)))]
+_NONE: Mapping[int, int] = {}
 
 
 def may_end(last: str, end: tuple[str, str, str]) -> bool:

@@ -6,7 +6,7 @@ in one file. A StoredTensor is created from the columns only when it is looked u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self
@@ -44,6 +44,17 @@ class Locator(Protocol):
 
     def locate(self, index: int) -> Places: ...
     def locate_all(self) -> Extents | None: ...
+
+
+def extents_of(tensors: Iterable[StoredTensor]) -> Extents | None:
+    """Return the places of these tensors; None: one of them is not a single extent without replicas."""
+    places = []
+    for tensor in tensors:
+        place = tensor.place if type(tensor) is StoredTensor and not tensor.replicas else None
+        if type(place) is not Extent:
+            return None
+        places.append(place)
+    return Extents.of(places)
 
 
 def nbytes_of(infos: Sequence[TensorInfo]) -> list[int]:

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from ckptmap.core.columns import each
 from ckptmap.core.formatting import fitted, human
+from ckptmap.core.name_shapes import digit_masks, has_digits
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """Matches a number that is a whole segment of a name."""
-_NUMBERS = re.compile(r"\.(\d+)(?=[.\n])")
-"""Matches the same in a text of names that each begin with a dot, in a third of the time."""
 
 
 class TensorSummary(NamedTuple):
@@ -54,37 +53,49 @@ class KeyPattern:
 def fold(names: Sequence[str], looks: Sequence[TensorSummary]) -> list[KeyPattern]:
     """Return the patterns of the names, in order of first appearance."""
     number_of: dict[tuple[object, ...], int] = {}
-    numbers = each(looks, lambda look: number_of.setdefault(look[:4], len(number_of)))
-    keys = zip(_patterns(names), numbers, strict=True)
-    by_pattern: dict[tuple[str, int], list[int]] = {}
-    for index, key in enumerate(keys):
-        if key in by_pattern:
-            by_pattern[key].append(index)
+    kinds = each(looks, lambda look: number_of.setdefault(look[:4], len(number_of)))
+    by_mask: dict[tuple[str, int], list[int]] = {}
+    for index, key in enumerate(zip(digit_masks(names), kinds, strict=True)):
+        if key in by_mask:
+            by_mask[key].append(index)
         else:
-            by_pattern[key] = [index]
-    return [_folded([names[i] for i in at], [looks[i] for i in at]) for at in by_pattern.values()]
+            by_mask[key] = [index]
+    found: dict[tuple[str, int], list[tuple[str, Sequence[int]]]] = {}
+    for (mask, kind), at in by_mask.items():
+        for pattern, some in _by_pattern(mask, names, at).items():
+            found.setdefault((pattern, kind), []).append((mask, some))
+    rows = sorted((min(at[0] for _, at in masked), masked) for masked in found.values())
+    return [_folded(names, looks, first, masked) for first, masked in rows]
 
 
-def _folded(names: list[str], looks: list[TensorSummary]) -> KeyPattern:
-    places = len(NUMBER.findall(names[0]))
-    text = _text(names)
-    digits = _NUMBERS.findall(text)
-    if text.count("\n") != len(names):  # a name has a line feed in it
-        digits = [number for name in names for number in NUMBER.findall(name)]
-    numbers = [set(digits[place::places]) for place in range(places)]
-    return KeyPattern(names[0], looks[0], len(names), sum([look[4] for look in looks]), numbers)
+def _by_pattern(mask: str, names: Sequence[str], at: Sequence[int]) -> Mapping[str, Sequence[int]]:
+    """Return the places of names of this mask by their patterns: names with NUL in place of numbers."""
+    pattern = NUMBER.sub("\0", mask)
+    if not has_digits(pattern):
+        return {pattern: at}
+    found: dict[str, list[int]] = {}
+    for index in at:  # w1 and w2 have one mask
+        found.setdefault(NUMBER.sub("\0", names[index]), []).append(index)
+    return found
 
 
-def _text(names: Sequence[str]) -> str:
-    return "." + "\n.".join(names) + "\n"
-
-
-def _patterns(names: Sequence[str]) -> list[str]:
-    """Return each name with its numbers replaced by a NUL."""
-    patterns = _NUMBERS.sub(".\0", _text(names)).split("\n")
-    if len(patterns) != len(names) + 1:  # a name has a line feed in it
-        return [NUMBER.sub("\0", name) for name in names]
-    return patterns[:-1]
+def _folded(
+    names: Sequence[str],
+    looks: Sequence[TensorSummary],
+    first: int,
+    masked: Sequence[tuple[str, Sequence[int]]],
+) -> KeyPattern:
+    """Return the pattern of names at these places, by their masks."""
+    numbers: list[set[str]] = [set() for _ in NUMBER.finditer(names[first])]
+    count = nbytes = 0
+    for mask, at in masked:
+        alike = [names[index] for index in at]
+        for digits, place in zip(numbers, NUMBER.finditer(mask), strict=True):
+            begin, end = place.span()
+            digits.update([name[begin:end] for name in alike])
+        count += len(at)
+        nbytes += sum([looks[index][4] for index in at])
+    return KeyPattern(names[first], looks[first], count, nbytes, numbers)
 
 
 def _span(numbers: set[int], text: str) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptmap.core.columns import Columns, distinct
+from ckptmap.core.stored_parts import StoredTable
 from ckptmap.protocols import Encoding, Group
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -28,7 +29,7 @@ class WeightForm:
     shown     what follows the module in each key that is looked up -> whether there is such a tensor
     parts     (name of a part, what follows the module in its key)
     consumed  what follows the module in the keys of the parts
-    stored    all stored tensors by key
+    stored    all stored tensors
     """
 
     shown: Mapping[str, bool]
@@ -36,32 +37,35 @@ class WeightForm:
     encoding: Encoding
     parts: Sequence[tuple[str, str]]
     consumed: Sequence[str]
-    stored: Mapping[str, StoredTensor]
+    stored: StoredTable
 
     def group(self, fqn: str) -> Group:
         stem, stored = stem_of(fqn), self.stored
-        parts = {name: stored[stem + tail] for name, tail in self.parts}
-        return Group(fqn, self.info, self.encoding, parts)
+        numbers = [stored.number(stem + tail) for _, tail in self.parts]
+        tensors = map(stored.tensors.__getitem__, numbers)
+        names = (name for name, _ in self.parts)
+        return Group(fqn, self.info, self.encoding, dict(zip(names, tensors, strict=True)))
 
-    def columns(self, fqns: Sequence[str]) -> Iterator[list[StoredTensor]]:
-        """Yield each part of all these weights."""
-        stems = list(map(stem_of, fqns))
+    def part_numbers(self, fqns: Sequence[str]) -> Iterator[list[int]]:
+        """Yield the numbers of each part of all these weights among the stored tensors."""
+        modules = self.stored.modules(fqns)
         for _, tail in self.parts:
-            yield list(map(self.stored.__getitem__, [stem + tail for stem in stems]))
+            yield self.stored.numbers(modules, tail)
 
     def first_part(self, fqn: str) -> StoredTensor | None:
         """Return the first part of a weight, which a Group need not be made for."""
-        return self.stored[stem_of(fqn) + self.parts[0][1]] if self.parts else None
+        for _, tail in self.parts:
+            return self.stored.tensors[self.stored.number(stem_of(fqn) + tail)]
+        return None
 
     def keys(self, fqn: str) -> Sequence[str]:
         stem = stem_of(fqn)
         return tuple([stem + tail for tail in self.consumed])
 
-    def keys_of_each(self, fqns: Sequence[str]) -> Iterator[list[str]]:
-        """Yield the keys of each part of all these weights."""
-        stems = [fqn[: fqn.rfind(".") + 1] for fqn in fqns]
+    def consumed_numbers(self, modules: Sequence[int], stored: StoredTable) -> Iterator[list[int]]:
+        """Yield the numbers of the tensors that weights of these modules take: for each key all of them."""
         for tail in self.consumed:
-            yield [stem + tail for stem in stems]
+            yield stored.numbers(modules, tail)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,9 +92,9 @@ class LoneWeight:
     def keys(self, fqn: str) -> Sequence[str]:
         return self.consumed
 
-    def keys_of_each(self, fqns: Sequence[str]) -> Iterator[list[str]]:
+    def consumed_numbers(self, modules: Sequence[int], stored: StoredTable) -> Iterator[list[int]]:
         for key in self.consumed:
-            yield [key]
+            yield [stored.number(key)]
 
 
 WeightKind: TypeAlias = WeightForm | LoneWeight | TensorInfo
@@ -116,15 +120,17 @@ class Groups(Columns[Found]):
         made = list(rows)
         return cls([group.fqn for group, _ in made], [LoneWeight(*found) for found in made])
 
-    def by_form(self) -> Iterator[tuple[WeightForm | LoneWeight, list[str]]]:
-        """Yield each form, and the FQNs of its weights."""
-        fqns_of: dict[int, list[str]] = defaultdict(list)
-        for fqn, key in zip(self.fqns, map(id, self.forms), strict=True):
-            fqns_of[key].append(fqn)
+    def by_form(self) -> Iterator[tuple[WeightForm | LoneWeight, list[int]]]:
+        """Yield each form, and which of the weights are of it."""
+        at_of: dict[int, list[int]] = defaultdict(list)
+        for at, key in enumerate(map(id, self.forms)):
+            at_of[key].append(at)
         for key, form in distinct(self.forms).items():
-            yield form, fqns_of[key]
+            yield form, at_of[key]
 
     def __add__(self, more: Groups) -> Groups:
+        if not (self.fqns and more.fqns):
+            return self if self.fqns else more
         return Groups([*self.fqns, *more.fqns], [*self.forms, *more.forms])
 
 

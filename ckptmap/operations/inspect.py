@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.columns import distinct, each
+from ckptmap.core.columns import distinct, distinct_at, each
 from ckptmap.core.formatting import counted, human
 from ckptmap.core.name_globs import matches, suggestion
 from ckptmap.core.printable import as_lines
@@ -46,16 +46,15 @@ class InspectReport:
         self.ckpt = ckpt
         self.keys = keys
         self.notes = list(ckpt.notes)
-        infos = ckpt.infos()
-        self.looks = dict(zip(infos, each(infos.values(), _plain), strict=True))
-        self.looks |= _encoded(ckpt)
-        self.kinds = self._counts()
+        names = list(ckpt)
+        looks = _looks(ckpt, names)
+        self.looks = dict(zip(names, looks, strict=True))
+        self.kinds = _counts(looks)
         if ckpt.optimizer_by_index and ckpt.optimizer_reader.config is not None:
             ckpt.optimizer_reader.named()  # builds the transformers class, as `plan` does
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
         self.states = [lazy for states in named.values() for lazy in states.values()]
         self.other = list(ckpt.other.values())
-        names = list(ckpt)
         shapes = skeletons(names)
         self.schemes = self._schemes(names, shapes)
         self.notes += self._prefix_notes(names, shapes)
@@ -91,14 +90,6 @@ class InspectReport:
             "notes": self.notes,
             "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._matching_tensors()],
         }
-
-    def _counts(self) -> Counter[Look]:
-        """Return how many weights share each set of facts, of which there are few."""
-        many = Counter(map(id, self.looks.values()))
-        kinds: Counter[Look] = Counter()
-        for look in distinct(self.looks.values()).values():
-            kinds[look] += many[id(look)]
-        return kinds
 
     def _schemes(self, names: list[str], shapes: list[str]) -> list[CatalogEntry]:
         """Return the naming schemes that the keys match."""
@@ -259,14 +250,23 @@ def _plain(info: TensorInfo) -> Look:
     return Look(info.shape, info.dtype, "dense", info.nbytes, (info.dtype,))
 
 
-def _encoded(ckpt: Checkpoint) -> dict[str, Look]:
-    """Return the facts of the encoded weights: one object for all of one form."""
-    forms = ckpt.groups.forms()
-    first: dict[int, str] = {}
-    for fqn, form in forms.items():
-        first.setdefault(id(form), fqn)
-    look = {key: look_of(ckpt[fqn]) for key, fqn in first.items()}
-    return dict(zip(forms, map(look.__getitem__, map(id, forms.values())), strict=True))
+def _looks(ckpt: Checkpoint, names: Sequence[str]) -> list[Look]:
+    """Return the facts of each weight: one object for all of one kind."""
+    kinds = ckpt.kinds(names)
+    look = {
+        id(kind): _plain(kind) if isinstance(kind, TensorInfo) else look_of(ckpt[names[number]])
+        for number, kind in distinct_at(kinds)
+    }
+    return list(map(look.__getitem__, map(id, kinds)))
+
+
+def _counts(looks: Sequence[Look]) -> Counter[Look]:
+    """Return how many weights share each set of facts, of which there are few."""
+    many = Counter(map(id, looks))
+    kinds: Counter[Look] = Counter()
+    for look in distinct(looks).values():
+        kinds[look] += many[id(look)]
+    return kinds
 
 
 def look_of(lazy: LazyTensor) -> Look:

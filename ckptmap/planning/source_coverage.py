@@ -13,7 +13,7 @@ from operator import add, le
 from ckptmap.core.columns import distinct
 from ckptmap.core.rearranged_tensors import Assembled
 from ckptmap.core.row_chunks import RowChunks
-from ckptmap.core.tensor_columns import Extents, nbytes_of
+from ckptmap.core.tensor_columns import Extents, extents_of, nbytes_of
 from ckptmap.core.tiling import prove_rows, prove_tiling
 from ckptmap.core.weight_columns import WeightForm, WeightKind
 from ckptmap.errors import SourceError
@@ -60,25 +60,34 @@ class SourceCoverage:
         compares: list[Compare] = []
         for key, alike in of_form.items():
             form = forms[key]
-            columns = (
-                form.columns(alike)
-                if isinstance(form, WeightForm)
-                else zip(*map(beneath, alike), strict=True)
-            )
-            for stored in columns:
-                compares += self._prove_column(alike, stored)
+            if isinstance(form, WeightForm):
+                for numbers in form.part_numbers(alike):
+                    infos = list(map(form.stored.infos.__getitem__, numbers))
+                    tensors = map(form.stored.tensors.__getitem__, numbers)
+                    compares += self._prove_column(
+                        alike, infos, form.stored.extents_at(numbers), tensors
+                    )
+            else:
+                for column in zip(*map(beneath, alike), strict=True):
+                    infos = [stored.info for stored in column]
+                    compares += self._prove_column(alike, infos, extents_of(column), column)
         return compares
 
-    def _prove_column(self, fqns: Sequence[str], stored: Sequence[StoredTensor]) -> list[Compare]:
-        plain = (one.place for one in stored if type(one) is StoredTensor and not one.replicas)
-        extents = [place for place in plain if type(place) is Extent]
-        if len(extents) == len(stored):
-            self.prove_extents(fqns, [one.info for one in stored], Extents.of(extents))
+    def _prove_column(
+        self,
+        fqns: Sequence[str],
+        infos: Sequence[TensorInfo],
+        extents: Extents | None,
+        tensors: Iterable[StoredTensor],
+    ) -> list[Compare]:
+        """Return the comparisons of one part of each weight; `extents`: where they lie, if each is one run."""
+        if extents is not None:
+            self.prove_extents(fqns, infos, extents)
             return []
         return [
             compare
-            for fqn, one in zip(fqns, stored, strict=True)
-            for compare in self.prove(fqn, one)
+            for fqn, stored in zip(fqns, tensors, strict=True)
+            for compare in self.prove(fqn, stored)
         ]
 
     def prove(self, fqn: str, stored: StoredTensor) -> list[Compare]:

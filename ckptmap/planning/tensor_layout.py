@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 from ckptmap.checkpoint.cast_tensor import cast_to
@@ -60,10 +61,12 @@ def _in_its_dtype(lazy: LazyTensor, encoding: Encoding | None) -> LazyTensor:
 
 
 class _Weight(NamedTuple):
-    """A weight, and the way that it goes into the output; `extent`: where its bytes are that go along."""
+    """A weight that is not encoded anew, and the way that it goes into the output.
+
+    extent  where its bytes are that go along
+    """
 
     fqn: str
-    kind: WeightKind
     encoding: Encoding | None
     way: Callable[[_Weights, Sequence[_Weight]], None]
     extent: Extent | None = None
@@ -99,31 +102,50 @@ class _Weights:
 
     def add_in_runs(self) -> None:
         """Add each weight in its order; those that follow each other and go the same way are added together."""
-        weights = self._selection.weights
+        weights, request = self._selection.weights, self._request
+        kinds = request.ckpt.kinds(weights)
+        encodings = list(map(self._encodings.anew.get, weights))
+        new = list(map(self._is_new, encodings, kinds))
+        if self._selection.ties or request.reference is not None:
+            new = [
+                is_new and fqn not in self._selection.ties and request.reference is None
+                for fqn, is_new in zip(weights, new, strict=True)
+            ]
+        begin = 0
+        for is_new, run in groupby(new):
+            end = begin + len(list(run))
+            some, theirs = weights[begin:end], encodings[begin:end]
+            if is_new:
+                self._add_encoded(some, kinds[begin:end], theirs)
+            else:
+                self._add_others(some, theirs)
+            begin = end
+
+    def _add_others(self, fqns: Sequence[str], encodings: Sequence[Encoding | None]) -> None:
         run: list[_Weight] = []
-        for weight in map(self._weight, weights, self._request.ckpt.kinds(weights)):
+        for weight in map(self._weight, fqns, encodings):
             if run and weight.way is not run[0].way:
                 self._add_run(run)
                 run = []
             run.append(weight)
         self._add_run(run)
 
-    def _weight(self, fqn: str, kind: WeightKind) -> _Weight:
+    def _weight(self, fqn: str, encoding: Encoding | None) -> _Weight:
         """Return a weight with the way that it goes."""
-        encoding = self._encodings.anew.get(fqn)
         if fqn in self._selection.ties or self._request.reference is not None:
-            return _Weight(fqn, kind, encoding, _Weights._add_alone)
-        if encoding is not None and self._is_new(encoding, kind):
-            return _Weight(fqn, kind, encoding, _Weights._add_encoded)
+            return _Weight(fqn, encoding, _Weights._add_alone)
         if fqn in self._dense:
             stored = self._dense[fqn]
             extent = self._builder.extent(self._names.of_weight(fqn), stored)
             if extent is not None:
-                return _Weight(fqn, kind, encoding, _Weights._add_extents, extent)
-        return _Weight(fqn, kind, encoding, _Weights._add_alone)
+                return _Weight(fqn, encoding, _Weights._add_extents, extent)
+        return _Weight(fqn, encoding, _Weights._add_alone)
 
-    def _is_new(self, encoding: Encoding, kind: WeightKind) -> bool:
-        """Return whether weights of this kind are known to be of another encoding."""
+    def _is_new(self, encoding: Encoding | None, kind: WeightKind) -> bool:
+        """Return whether weights of this kind are known to be of another encoding than the new one; None: there
+        is no new one."""
+        if encoding is None:
+            return False
         key = id(encoding), id(kind)
         if key not in self._new:
             held = DENSE if isinstance(kind, TensorInfo) else kind.encoding
@@ -136,7 +158,7 @@ class _Weights:
 
     def _add_alone(self, run: Sequence[_Weight]) -> None:
         ckpt, ties = self._request.ckpt, self._selection.ties
-        for fqn, _, encoding, *_ in run:
+        for fqn, encoding, *_ in run:
             path = self._names.of_weight(fqn)
             if fqn in ties:
                 self._builder.tie(fqn, ckpt[fqn], ties[fqn], ckpt[ties[fqn]])
@@ -145,11 +167,11 @@ class _Weights:
             else:
                 self._builder.tensor(_in_its_dtype(ckpt[fqn], encoding), "model", path, encoding)
 
-    def _add_encoded(self, run: Sequence[_Weight]) -> None:
-        fqns = [weight.fqn for weight in run]
-        encodings = list(map(self._encodings.anew.__getitem__, fqns))
-        kinds = [weight.kind for weight in run]
-        self._builder.encoded(fqns, self._paths(fqns), kinds, encodings, self._open)
+    def _add_encoded(
+        self, fqns: Sequence[str], kinds: Sequence[WeightKind], encodings: Sequence[Encoding | None]
+    ) -> None:
+        anew = [encoding for encoding in encodings if encoding is not None]
+        self._builder.encoded(fqns, self._paths(fqns), kinds, anew, self._open)
 
     def _open(self, fqn: str) -> LazyTensor:
         """Return a weight in the dtype of the values that its new encoding takes."""

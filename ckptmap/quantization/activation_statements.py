@@ -30,29 +30,26 @@ def activation_notes(forms: Mapping[str, WeightForm | LoneWeight], mounts: Mount
     """
     kinds = distinct([form.encoding for form in distinct(forms.values()).values()])
     scaling = {key: kind for key, kind in kinds.items() if isinstance(kind, ScalesActivations)}
-    scaled = (
-        {fqn: scaling[key] for fqn, form in forms.items() if (key := id(form.encoding)) in scaling}
-        if scaling
-        else {}
-    )
-    if not scaled:
+    if not scaling:
         return
+    encodings = [id(form.encoding) for form in forms.values()]
+    scaled = [(fqn, key) for fqn, key in zip(forms, encodings, strict=True) if key in scaling]
     # Imported here: few checkpoints have such weights, and `inspect` of the others is not to wait.
     from ckptmap.quantization.blockwise.read_config import quantization_config
 
-    first = next(iter(scaled))
+    first = scaled[0][0]
     parts = forms[first].group(first).parts
     config = quantization_config(next(iter(parts.values())), mounts) if parts else {}
-    said = _Statements(config)
-    wrong: dict[str, list[str]] = {}
+    stated = _Statements(config).static([fqn for fqn, _ in scaled])
     has_keys = {key: bool(kind.activation_keys(first)) for key, kind in scaling.items()}
-    for (fqn, encoding), stated in zip(scaled.items(), said.static(list(scaled)), strict=True):
-        if stated is None or stated == has_keys[id(encoding)]:
+    wrong: dict[str, list[str]] = {}
+    for (fqn, key), said in zip(scaled, stated, strict=True):
+        if said is None or said == has_keys[key]:
             continue
-        if stated:
+        if said:
             text = "config.json states static scales of activations, and none is stored"
         else:
-            last = _last(encoding.activation_keys(fqn)[0])
+            last = _last(scaling[key].activation_keys(fqn)[0])
             text = f"config.json states no static scales of activations, and {last} is stored"
         wrong.setdefault(text, []).append(fqn)
     for text, fqns in wrong.items():

@@ -14,13 +14,15 @@ With `activation_scheme: static` a scale of the activations (`fc.activation_scal
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
-from ckptmap.core.stored_parts import StoredParts
+from ckptmap.core.stored_parts import Pair, StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding, Group, Refusal
@@ -51,9 +53,12 @@ from ckptmap.tensors import StoredTensor, TensorInfo
 BLOCK = (128, 128)
 CODES = "float8_e4m3fn"
 _SCALES = ("float32", "bfloat16", "float16", *EXPONENTS)
-_NAMES = ("weight_scale_inv", "qscale_weight", "scale")
-"""The last segment of the scale's name in place of `weight`: DeepSeek-V3, Mistral, DeepSeek-V4."""
-_ENDINGS = ("_scale_inv", ".qscale_weight", ".scale")
+_ENDINGS = {
+    ("_scale_inv", ""): "weight_scale_inv",
+    (".qscale_weight", ".weight"): "qscale_weight",
+    (".scale", ".weight"): "scale",
+}
+"""The end of the scale's key, and what stands there in the FQN -> its name: DeepSeek-V3, Mistral, DeepSeek-V4."""
 ACTIVATIONS = ("activation_scale", "input_scale", "qscale_act")
 """The names of a static scale of activations: transformers', that of other writers, Mistral's."""
 
@@ -136,7 +141,7 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups of weights and scales. Raises SourceError CKM115 where scales do not fit."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Fp8.scheme}
+        mine = records_of(records, (Fp8.scheme,))
         groups = WeightForms(stored).groups(
             mine, lambda fqn, near: _recorded(fqn, mine[fqn], near), each(mine.values(), repr)
         )
@@ -217,7 +222,8 @@ class Fp8ExponentScheme(Fp8Scheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups that are not read yet. Raises as `Fp8Scheme.group`."""
-        return super().group(stored, {fqn: r for fqn, r in records.items() if fqn in stored})
+        mine = records_of(records, (Fp8.scheme,))
+        return super().group(stored, {fqn: r for fqn, r in mine.items() if fqn in stored})
 
 
 def _declared(encoding: Encoding, info: TensorInfo) -> tuple[str, tuple[int, ...] | None, str]:
@@ -255,19 +261,26 @@ def _recorded(
 
 def _found(stored: Mapping[str, StoredTensor], known: Collection[str], mounts: Mounts) -> Groups:
     """Return the groups of other writers, recognized by a scale's name beside e4m3 codes."""
-    pairs = dict(_pairs(stored))
-    fqns = [fqn for fqn in pairs if fqn not in known]
+    parts = StoredParts.of(stored)
+    scale_of = _scales(parts)
+    fqns = [fqn for fqn in scale_of if fqn not in known]
     if not fqns:
         return Groups([], [])
-    scales = {key for key, _ in pairs.values()}
-    if StoredParts.of(stored).ending(*ACTIVATIONS):
-        scales |= {activation_key(fqn, name) for fqn in pairs for name in ACTIVATIONS}
-    dtype = model_dtype(stored, scales)
-    config = quantization_config(stored[next(iter(pairs))], mounts)
+    scales = [number for (number, _, _), _ in scale_of.values()]
+    if parts.ending(*ACTIVATIONS):
+        more = {activation_key(fqn, name) for fqn in scale_of for name in ACTIVATIONS}
+        scales = list({*scales, *parts.table.numbers_of(more)})
+    dtype = model_dtype(parts, scales)
+    config = quantization_config(
+        parts.table.tensors[parts.table.number(next(iter(scale_of)))], mounts
+    )
+    keys, names = parts.table.keys, [scale_of[fqn][1] for fqn in fqns]
     return WeightForms(stored).groups(
         fqns,
-        lambda fqn, near: _made(fqn, *pairs[fqn], dtype, config, near),
-        [pairs[fqn][1] for fqn in fqns],
+        lambda fqn, near: _made(
+            fqn, keys[scale_of[fqn][0][0]], scale_of[fqn][1], dtype, config, near
+        ),
+        names,
     )
 
 
@@ -293,18 +306,17 @@ def _made(
     return group_by_names(fqn, info, encoding, stored)
 
 
-def _pairs(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield (FQN of e4m3 codes, (key of their scale, its name))."""
-    parts = StoredParts.of(stored)
-    for key in parts.ending(*_ENDINGS, dtypes=_SCALES):
-        if key.endswith(_ENDINGS[0]):
-            name, fqn = _NAMES[0], key.removesuffix(_ENDINGS[0])
-        else:
-            name = _NAMES[1] if key.endswith(_ENDINGS[1]) else _NAMES[2]
-            fqn = f"{key.rpartition('.')[0]}.weight"
-        codes = parts.info(fqn)
-        if codes is not None and codes.dtype == CODES and codes.shape != ():
-            yield fqn, (key, name)
+def _scales(parts: StoredParts) -> dict[str, tuple[Pair, str]]:
+    """Return FQN of e4m3 codes -> (the pair of scale and codes, the scale's name)."""
+    found: list[tuple[Pair, str]] = []
+    for (end, fqn), name in _ENDINGS.items():
+        pairs = parts.pairs(end, fqn, fqn, dtypes=_SCALES, fits=_may_scale)
+        found += zip(pairs, repeat(name), strict=False)
+    return {row[0][1]: row for row in sorted(found)}
+
+
+def _may_scale(scale: TensorInfo, codes: TensorInfo) -> bool:
+    return codes.dtype == CODES and codes.shape != ()
 
 
 def _block(

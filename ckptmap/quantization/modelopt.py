@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import SourceError
@@ -163,7 +164,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        mine = records_of(records, (self.name,))
         found = [fqn for fqn in self.found(stored) if fqn not in mine]
         if found and not self.stated(stored[found[0]], self.mounts):
             found = []
@@ -173,7 +174,9 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         groups = forms.groups(
             mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), each(mine.values(), repr)
         )
-        dtype = model_dtype(stored, {key for fqn in found for key in _scales(fqn)})
+        parts = StoredParts.of(stored)
+        scales = parts.table.numbers_of({key for fqn in found for key in _scales(fqn)})
+        dtype = model_dtype(parts, scales)
         groups += forms.groups(found, lambda fqn, near: self._made(fqn, dtype, near))
         _require_agreement(groups, self.codes, self.algo, self.mounts)
         return groups
@@ -272,15 +275,11 @@ class ModeloptFp8(_Scheme):
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         parts = StoredParts.of(stored)
-        for key in parts.ending("weight_scale", dtypes=("float32",)):
-            scale = parts.info(key)
-            if scale is None or scale.numel != 1:
+        infos = parts.table.infos
+        for number, fqn, other in parts.pairs("_scale", "", "", dtypes=("float32",)):
+            if not fqn.endswith("weight") or infos[number].numel != 1:
                 continue
-            fqn = key.removesuffix("_scale")
-            codes = parts.info(fqn)
-            if codes is None or codes.dtype != "float8_e4m3fn":
-                continue
-            if not _is_smoothed(fqn, stored):
+            if infos[other].dtype == "float8_e4m3fn" and not _is_smoothed(fqn, stored):
                 yield fqn
 
     def stated(self, codes: StoredTensor, mounts: Mounts) -> bool:

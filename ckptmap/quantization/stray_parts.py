@@ -101,8 +101,7 @@ class _Strays:
     _configs: list[Mapping[str, object]] = field(default_factory=list)
 
     def all(self) -> Iterator[Stray]:
-        keys = [key for key in self.infos if key.endswith(_LAST) or STATE in key]
-        keys = [key for key in keys if key in self.dense]
+        keys = [key for key in self.dense if key.endswith(_LAST) or STATE in key]
         for form in FORMS if keys else ():
             yield from self._parts_of(form, keys)
         yield from self._codes()
@@ -193,9 +192,9 @@ class _Strays:
         """Yield tensors named below a weight that is put together: a parameter has nothing below it."""
         if len(self.dense) == len(self.infos):
             return
-        for key in self.infos:
+        for key in self.dense:
             weight = f"{key.partition('.weight.')[0]}.weight" if ".weight." in key else ""
-            if weight in self.infos and weight not in self.dense and key in self.dense:
+            if weight in self.infos and weight not in self.dense:
                 yield Stray(
                     key, f"stands below {weight}, a quantized weight whose form has no such part"
                 )
@@ -209,8 +208,9 @@ class _Strays:
             is_payload = key in self.dense and self.infos[key].dtype == "uint8"
             if is_payload and self._method(key) == "bitsandbytes" and self._has_whole_weights():
                 yield Stray(key, self._alone(key, "absmax, quant_map and quant_state"))
-        for key, info in self.infos.items():
-            if not _may_be_codes(info) or key not in self.dense:
+        for key in self.dense:
+            info = self.infos[key]
+            if not _may_be_codes(info):
                 continue
             for form in FORMS:
                 if self._method(key) in form.methods:
@@ -243,7 +243,7 @@ class _Strays:
 
     def _has_whole_weights(self) -> bool:
         """Return whether schemes put any weight together."""
-        return any(key not in self.dense for key in self.infos)
+        return len(self.dense) < len(self.infos)
 
     def _has_two_scales(self, key: str, module: str) -> bool:
         """Return whether config.json states NVFP4 for a module: its blocks' scales have a scale, too."""
@@ -259,7 +259,7 @@ class _Strays:
         entries = {fqn: r for fqn, r in self.records.items() if r.get("scheme") == TORCHAO}
         if entries:
             yield from self._beside_flattened(entries)
-        keys = [key for key in self.infos if key.endswith(_FLAT_PARTS) and key in self.dense]
+        keys = [key for key in self.dense if key.endswith(_FLAT_PARTS)]
         flat = {key: match for key in keys if (match := _FLAT.fullmatch(key))}
         if not flat:
             return

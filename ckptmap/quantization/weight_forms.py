@@ -28,7 +28,6 @@ class WeightForms:
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = StoredParts.of(stored)
-        self._lasts: frozenset[str] = frozenset()
 
     def groups(
         self, fqns: Iterable[str], make: Make, facts: Iterable[Hashable] | None = None
@@ -43,21 +42,18 @@ class WeightForms:
         fqns = list(fqns)
         if not fqns:
             return Groups([], [])
-        alike: dict[Hashable, list[int]] = {}
         lasts = [fqn[fqn.rfind(".") + 1 :] for fqn in fqns]
-        for number, fact in enumerate(lasts if facts is None else zip(lasts, facts, strict=True)):
-            if fact in alike:
-                alike[fact].append(number)
-            else:
-                alike[fact] = [number]
+        alike = _alike(lasts if facts is None else list(zip(lasts, facts, strict=True)))
         forms: dict[int, WeightForm | LoneWeight] = {}
+        modules = self._stored.table.modules(fqns)
         for numbers in alike.values():
-            self._add_forms(fqns, numbers, make, forms)
+            self._add_forms(fqns, modules, numbers, make, forms)
         return Groups(fqns, [forms[number] for number in range(len(fqns))])
 
     def _add_forms(
         self,
         fqns: Sequence[str],
+        modules: Sequence[int],
         numbers: Sequence[int],
         make: Make,
         forms: dict[int, WeightForm | LoneWeight],
@@ -73,18 +69,18 @@ class WeightForms:
                 continue
             tails = (*form.shown,)
             if tails not in seen:
-                seen[tails] = self._showing(tails, fqns, numbers)
-            shown = tuple(self._stored.kinds(map(stem_of(fqns[number]).__add__, tails)))
+                seen[tails] = self._showing(tails, modules, numbers)
+            module = modules[number : number + 1]
+            shown = tuple(kind for tail in tails for kind in self._stored.kinds_below(module, tail))
             for other in seen[tails][shown]:
                 forms.setdefault(other, form)
 
     def _showing(
-        self, tails: Sequence[str], fqns: Sequence[str], numbers: Sequence[int]
+        self, tails: Sequence[str], modules: Sequence[int], numbers: Sequence[int]
     ) -> dict[tuple[int | None, ...], list[int]]:
         """Return the numbers of the weights by what is found under the keys that end in `tails`."""
-        stems = [fqn[: fqn.rfind(".") + 1] for fqn in map(fqns.__getitem__, numbers)]
-        kinds_of = self._stored.kinds
-        shown = zip(*[kinds_of([stem + tail for stem in stems]) for tail in tails], strict=True)
+        some = [modules[number] for number in numbers]
+        shown = zip(*[self._stored.kinds_below(some, tail) for tail in tails], strict=True)
         by_shown: dict[tuple[int | None, ...], list[int]] = {}
         for number, kinds in zip(numbers, shown, strict=True):
             if kinds in by_shown:
@@ -117,23 +113,31 @@ class WeightForms:
             group.encoding,
             [(name, key_of[id(part)][at:]) for name, part in group.parts.items()],
             [key[at:] for key in keys],
-            self._stored.all,
+            self._stored.table,
         )
 
 
-def one_of_each_form(
-    groups: Groups, said: Callable[[str], Sequence[object]] | None = None
-) -> Iterator[Group]:
+def one_of_each_form(groups: Groups, kinds: Iterable[Hashable] | None = None) -> Iterator[Group]:
     """Yield one of the groups that `WeightForms` made of each form, of which all others have the same parts.
 
-    said  returns the objects that describe a weight besides: only weights of the same objects are alike
+    kinds  what describes each weight besides: only weights of the same are alike
     """
-    seen = set()
-    for fqn, form in zip(groups.fqns, groups.forms, strict=True):
-        alike = id(form) if said is None else (id(form), *map(id, said(fqn)))
-        if alike not in seen:
-            seen.add(alike)
-            yield form.group(fqn)
+    forms = map(id, groups.forms)
+    keys = list(forms if kinds is None else zip(forms, kinds, strict=True))
+    first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+    for number in sorted(first.values()):
+        yield groups.forms[number].group(groups.fqns[number])
+
+
+def _alike(facts: Sequence[Hashable]) -> Mapping[Hashable, Sequence[int]]:
+    """Return the numbers of the weights that have each of these facts."""
+    distinct = dict.fromkeys(facts)
+    if len(distinct) < 2:
+        return dict.fromkeys(distinct, range(len(facts)))
+    alike: dict[Hashable, list[int]] = {fact: [] for fact in distinct}
+    for number, fact in enumerate(facts):
+        alike[fact].append(number)
+    return alike
 
 
 class _Looked(Mapping[str, StoredTensor]):

@@ -157,8 +157,9 @@ def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         Files, "read_runs", lambda self, file, runs: reads.extend(runs) or plain(self, file, runs)
     )
+    parts = StoredParts(tensors)
     found = dict(
-        zip(tensors, read_each_small(StoredParts(tensors), list(tensors), files), strict=True)
+        zip(tensors, read_each_small(parts, parts.table.numbers_of(tensors), files), strict=True)
     )
     files.close()
     wanted = {name: bytes((at + i) % 256 for i in range(8)) for name, at in places.items()}
@@ -189,15 +190,46 @@ def test_keys_are_found_by_their_ends_in_stored_order() -> None:
 
 def test_parts_that_are_taken_are_not_found_again() -> None:
     stored = stored_as(a__w="int8", a__w_scale="float32", b__w="int8", b__w_scale="float32")
-    codes, same, scale, absent = stored.kinds(["a.w", "b.w", "a.w_scale", "c.w"])
+
+    def number(*keys: str) -> list[int]:
+        return stored.table.numbers_of(keys)
+
+    codes, same, scale, absent = stored.kinds(number("a.w", "b.w", "a.w_scale", "c.w"))
     assert codes == same != scale and absent is None
-    stored.take(["a.w", "a.w_scale"])
+    stored.take(number("a.w", "a.w_scale"))
     assert stored.ending("_scale") == ["b.w_scale"]
     assert [*stored] == ["b.w", "b.w_scale"] and len(stored) == 2
-    assert stored.kinds(["a.w", "b.w"]) == [None, same]
+    assert stored.kinds(number("a.w", "b.w")) == [None, same]
+    assert stored.kinds_below(stored.table.modules(["a.w", "b.w", "c.w"]), "w") == [
+        None,
+        same,
+        None,
+    ]
     assert stored.info("a.w") is None is stored.get("a.w") and "a.w" not in stored
-    assert [info.dtype for info in stored.infos_left()] == ["int8", "float32"]
-    with pytest.raises(KeyError):
-        stored.take(["a.w"])
-    assert "a.w" in stored.all
+    assert [stored.table.infos[n].dtype for n in stored.left()] == ["int8", "float32"]
+    for key in ("a.w", "c.w"):
+        with pytest.raises(KeyError):
+            stored.take(number(key))
+    assert "a.w" in stored.table.keys
     assert StoredParts.of(stored) is stored
+
+
+def test_weights_are_found_by_a_tensor_and_another_beside_it() -> None:
+    stored = stored_as(
+        b__w_scale="float32", a__w="int8", w_scale="float32", a__w_scale="uint8", b__w="int8",
+        a__v_scale="float32", a__v="int8", a__weight="int8", a__scale="uint8", scale="uint8",
+        weight="int8", c__w_scale="float32",
+    )  # fmt: skip
+    keys = stored.table.keys
+
+    def shown(*ends: str, dtypes: tuple[str, ...] | None = None) -> list[tuple[str, str, str]]:
+        found = stored.pairs(*ends, dtypes=dtypes)
+        return [(keys[number], fqn, keys[other]) for number, fqn, other in found]
+
+    assert shown("_scale", "", "") == [
+        ("b.w_scale", "b.w", "b.w"), ("a.w_scale", "a.w", "a.w"), ("a.v_scale", "a.v", "a.v"),
+    ]  # fmt: skip
+    assert shown("_scale", "", "", dtypes=("uint8",)) == [("a.w_scale", "a.w", "a.w")]
+    assert shown(".scale", ".weight", ".weight") == [("a.scale", "a.weight", "a.weight")]
+    stored.take(stored.table.numbers_of(["b.w", "a.v_scale"]))
+    assert shown("_scale", "", "") == [("a.w_scale", "a.w", "a.w")]

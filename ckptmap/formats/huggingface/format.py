@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, repeat
+from itertools import accumulate
 from pathlib import Path as FilePath
 from shlex import quote
 
@@ -30,24 +30,19 @@ from ckptmap.formats.huggingface.shard_index import (
     LikeIndex,
     like_index,
     parse_index,
-    require_listed,
     shard_name,
     split_alike,
     split_shards,
 )
+from ckptmap.formats.huggingface.shards import read_shards, require_all
 from ckptmap.formats.safetensors import torchao_metadata
 from ckptmap.formats.safetensors.file import (
     RECORDS,
     held_records,
-    records_of,
-    refuse_text,
-    stored_tensors,
 )
-from ckptmap.formats.safetensors.header import Header, parse
 from ckptmap.formats.safetensors.header_writer import emit
-from ckptmap.protocols import Index, Mounts, OutFile, OutState, Place, Setup
-from ckptmap.storage.files import Files
-from ckptmap.storage.safe_names import blobs_of, inside, is_file
+from ckptmap.protocols import Index, OutFile, OutState, Place, Setup
+from ckptmap.storage.safe_names import is_file
 from ckptmap.tensors import Box, Path
 
 SUFFIX = ".safetensors"
@@ -97,21 +92,21 @@ class HfDirectory:
         with paused_gc():
             if index_file is None:
                 shards = _complete_set(place)
-                leaves, records, files = _read_shards(root, shards, root, place.mounts)
+                leaves, records, files, _ = read_shards(root, shards, root, place.mounts)
             else:
                 listed = parse_index(str(FilePath(root) / index_file), place.mounts)
                 shards = list(dict.fromkeys(listed.weight_map.values()))
                 where = str(FilePath(root) / index_file)
                 if _is_stale(place, where, shards):
                     shards = [ONE_FILE]
-                    leaves, records, files = _read_shards(root, shards, root, place.mounts)
+                    leaves, records, files, _ = read_shards(root, shards, root, place.mounts)
                     notes.append(
                         f"not read, because all shards that it lists are gone: {index_file}"
                     )
                 else:
-                    leaves, records, files = _read_shards(
+                    leaves, records, files, held = read_shards(
                         root, shards, where, place.mounts, listed.weight_map)  # fmt: skip
-                    notes += _compare(leaves, listed.weight_map, listed.total_nbytes)
+                    notes += _compare(leaves, listed.weight_map, listed.total_nbytes, held)
                     files = (*files, where)
         notes += _unread(place.names, shards)
         missing = weights_of_modules(root, place.mounts) if MODULES in place.names else ()
@@ -189,104 +184,21 @@ def _complete_set(place: Place) -> list[str]:
         )
     stem, count = sets.pop()
     wanted = [shard_name(stem, i + 1, count) for i in range(count)] if count > 1 else names
-    _require_all(place.path, wanted, place.path)
+    require_all(place.path, wanted, place.path)
     return wanted
 
 
-def _require_all(root: str, shards: Sequence[str], where: str) -> None:
-    absent = [shard for shard in shards if not is_file(FilePath(root) / shard)]
-    if absent:
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise SourceError(
-            "CKM108",
-            f"{where}: of {len(shards)} shards, {absent[0]!r}{more} is missing",
-            "finish the download; a model is converted only if all of its shards are here",
-        )
-
-
-Contents = tuple[PlainTensors, dict[str, Mapping[str, object]], tuple[str, ...]]
-
-
-def _read_shards(
-    root: str, shards: Sequence[str], where: str, mounts: Mounts,
-    weight_map: Mapping[str, str] | None = None,
-) -> Contents:  # fmt: skip
-    """Return leaves, records and files of all shards; leaves are in the order of the shards."""
-    also = blobs_of(root)
-    paths = [inside(root, shard, where, also) for shard in shards]
-    _require_all(root, shards, where)
-    headers: list[Header] = []
-    records: dict[str, Mapping[str, object]] = {}
-    home: dict[str, str] = {}
-    files = Files(mounts=mounts)
-    try:
-        for shard, file in zip(shards, paths, strict=True):
-            refuse_text(files, file)
-            header = parse(files, file)
-            before = len(home)
-            home.update(zip(header.keys, repeat(shard), strict=False))
-            if len(home) < before + len(header.keys):
-                raise _twice(where, headers, header, shards)
-            headers.append(header)
-            _merge_records(records, records_of(header, file), file)
-    finally:
-        files.close()
-    if weight_map and home != weight_map:
-        require_listed(home, weight_map, where)
-    leaves = stored_tensors(headers, paths)
-    if records:
-        keys = [key for header in headers for key in header.keys]
-        records = torchao_metadata.by_stored_name(records, keys)
-    return leaves, records, tuple(paths)
-
-
-def _merge_records(
-    into: dict[str, Mapping[str, object]], more: Mapping[str, Mapping[str, object]], file: str
-) -> None:
-    for fqn, record in more.items():
-        known = into.setdefault(fqn, record)
-        if known is record or known == record:
-            continue
-        theirs = [r.get("scheme") == torchao_metadata.SCHEME for r in (known, record)]
-        # Every shard repeats torchao's records; the shard that holds the tensor has ckptmap's.
-        if theirs == [True, False]:
-            into[fqn] = record
-        elif theirs != [False, True]:
-            raise SourceError(
-                "CKM115",
-                f"{file}: the encoding record of {fqn!r} differs from another shard's",
-                "these shards are of different conversions; convert the original checkpoint again",
-            )
-
-
-def _twice(
-    where: str, headers: Sequence[Header], last: Header, shards: Sequence[str]
-) -> SourceError:
-    """Return the error for a tensor of the shard `last` that a shard before it has, too."""
-    keys = set(last.keys)
-    key, first = min(
-        (key, shard)
-        for header, shard in zip(headers, shards, strict=False)
-        for key in header.keys
-        if key in keys
-    )
-    return SourceError(
-        "CKM108",
-        f"{where}: tensor {key!r} is stored in {first!r} and in {shards[len(headers)]!r}, expected"
-        " one of them",
-        "move the shard that is of another save to another directory",
-    )
-
-
 def _compare(
-    leaves: PlainTensors, weight_map: Mapping[str, str], total_nbytes: int | None
+    leaves: PlainTensors, weight_map: Mapping[str, str], total_nbytes: int | None, held: int
 ) -> list[str]:
-    """Return notes on harmless differences between an index and the shards, which hold all that it lists."""
+    """Return notes on harmless differences between an index and the shards, which hold all that it lists.
+
+    held  the bytes of their tensors
+    """
     notes = []
     if len(leaves.names) > len(weight_map):
         unlisted = [key for key in leaves.names if key not in weight_map]
         notes.append(f"the index does not list {len(unlisted)} stored tensors: {unlisted[0]}")
-    held = sum(nbytes_of(leaves.infos))
     if total_nbytes is not None and total_nbytes != held:
         notes.append(f"the index gives total_size {total_nbytes}, the shards hold {held}")
     return notes

@@ -19,7 +19,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ckptmap.core.json_text import JsonError, parse_pairs, parse_strings
-from ckptmap.core.tensor_columns import nbytes_of
 from ckptmap.errors import SourceError
 from ckptmap.storage.files import Files
 from ckptmap.tensors import ITEMSIZE, TensorInfo
@@ -47,12 +46,16 @@ HINT = "download or save the file again; nothing is read from a damaged one"
 
 @dataclass(frozen=True)
 class Header:
-    """Columns in the order of the header: key, info and file offset of the bytes of tensor i."""
+    """Columns in the order of the header: key, info and file offset of the bytes of tensor i.
+
+    nbytes  of all tensors
+    """
 
     keys: Sequence[str]
     infos: Sequence[TensorInfo]
     begins: Sequence[int]
     data_start: int
+    nbytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -119,7 +122,8 @@ def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
         raise _bad(where, f"the name {_first_duplicate(pairs)!r} is there twice, expected once")
     _check_tiling(tensors, data_start, file_nbytes, where)
     columns = [info for info, _, _ in tensors.values()], [begin for _, begin, _ in tensors.values()]
-    return Header(list(tensors), *columns, data_start, metadata)
+    nbytes = file_nbytes - data_start  # they tile it
+    return Header(list(tensors), *columns, data_start, nbytes, metadata)
 
 
 _HEAD = '{"' + METADATA + '":'
@@ -153,12 +157,14 @@ def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
     except (SourceError, ValueError):
         return None
     infos = list(map(kinds.__getitem__, forms))
-    stops = list(accumulate(nbytes_of(infos), initial=0))
+    nbytes = {form: kind.nbytes for form, kind in kinds.items()}
+    stops = list(accumulate(map(nbytes.__getitem__, forms), initial=0))
     if places != [f"{begin},{end}\t" for begin, end in pairwise(map(str, stops))]:
         return None
     start = 8 + len(raw)
     _check_end(start + stops.pop(), file_nbytes, where)
-    return Header(keys, infos, [start + n for n in stops], start, _metadata(metadata, where))
+    begins = [start + n for n in stops]
+    return Header(keys, infos, begins, start, file_nbytes - start, _metadata(metadata, where))
 
 
 @lru_cache(maxsize=4096)

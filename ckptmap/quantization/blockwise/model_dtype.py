@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
-from ckptmap.core.columns import distinct
 from ckptmap.core.stored_parts import StoredParts
-from ckptmap.tensors import StoredTensor
 
 FLOATS = ("bfloat16", "float16", "float32")
 
 
-def model_dtype(
-    stored: Mapping[str, StoredTensor], scales: Collection[str], default: str = "bfloat16"
-) -> str:
-    """Return the dtype that most elements of the dense floating tensors have; `scales` do not count.
+def model_dtype(parts: StoredParts, scales: Collection[int], default: str = "bfloat16") -> str:
+    """Return the dtype that most elements of the dense floating tensors have; the tensors of the numbers
+    `scales` do not count.
 
     Weights whose file does not record a dtype are decoded to it.
     """
-    parts = StoredParts.of(stored)
-    infos = parts.infos_left()
-    many = Counter(map(id, infos))
-    many.subtract(Counter(map(id, map(parts.info, scales))))
+    many = Counter(parts.kinds(parts.left()))
+    many.subtract(parts.kinds(scales))
     counts = dict.fromkeys(FLOATS, 0)
-    for key, info in distinct(infos).items():
+    for kind, info in enumerate(parts.of_kind):
         if info.dtype in counts:
-            counts[info.dtype] += info.numel * many[key]
+            counts[info.dtype] += info.numel * many[kind]
     most = max(counts, key=lambda name: counts[name])
     return most if counts[most] else default

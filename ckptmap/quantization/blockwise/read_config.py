@@ -65,19 +65,19 @@ MOST = 1 << 20
 """Bytes of small tensors that are read at once."""
 
 
-def read_each_small(parts: StoredParts, keys: Sequence[str], files: Files) -> list[bytes]:
-    """Return all bytes of each of many small tensors; neighbours in a file are read at once, equal values are
+def read_each_small(parts: StoredParts, numbers: Sequence[int], files: Files) -> list[bytes]:
+    """Return all bytes of each of many small tensors by number; neighbours in a file are read at once, equal values are
     one object.
 
     The caller has looked at their sizes. Raise as `Files.read_into` does.
     """
-    found: list[bytes] = [b""] * len(keys)
+    found: list[bytes] = [b""] * len(numbers)
     places: list[Place] = []
-    for number, place in enumerate(parts.places(keys)):
+    for at, place in enumerate(parts.places(numbers)):
         if place is None or not 0 < place[2] <= NEAR:
-            found[number] = _read(parts[keys[number]], files)
+            found[at] = _read(parts.table.tensors[numbers[at]], files)
         else:
-            places.append((*place, number))
+            places.append((*place, at))
     places.sort()
     known: dict[bytes, bytes] = {}
     for file, runs in _runs(places).items():

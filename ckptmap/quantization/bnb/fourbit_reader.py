@@ -66,7 +66,7 @@ def find_fourbit(
     """
     suffix, all_parts = f".{STATE}{kind}", StoredParts.of(stored)
     named = [key.removesuffix(suffix) for key in all_parts.ending(suffix)]
-    doubles = all_parts.kinds([f"{fqn}.{NESTED_ABSMAX}" for fqn in named])
+    doubles = all_parts.kinds(all_parts.table.beside(named, f".{NESTED_ABSMAX}"))
     both = zip(named, doubles, strict=True)
     fqns = [fqn for fqn, double in both if (double is not None) == nested]
     if not fqns:
@@ -74,12 +74,10 @@ def find_fourbit(
     files, models = Files(mounts=mounts), Conv1DModels(mounts, records)
     try:
         blobs = read_each_small(all_parts, _blobs(fqns, suffix, all_parts), files)
-        with_table = [fqn for fqn in fqns if all_parts.info(f"{fqn}.{MAP}") == TABLE]
-        read = read_each_small(all_parts, [f"{fqn}.{MAP}" for fqn in with_table], files)
+        tables = _tables(fqns, all_parts, files)
     finally:
         files.close()
     config = quantization_config(stored[fqns[0] + suffix], mounts)
-    tables = dict(zip(with_table, read, strict=True))
     state_of = {id(blob): _state(fqns[number], blob) for number, blob in distinct_at(blobs)}
     states = dict(zip(fqns, map(state_of.__getitem__, map(id, blobs)), strict=True))
     across = {fqn: models.is_conv1d(fqn, stored) for fqn in fqns}
@@ -197,14 +195,24 @@ def _parts(
     return parts
 
 
-def _blobs(fqns: Sequence[str], suffix: str, parts: StoredParts) -> list[str]:
-    """Return the key of the JSON part of each weight. Raise SourceError CKM115 where it cannot be one."""
-    keys = [fqn + suffix for fqn in fqns]
-    for number, info in distinct_at(list(map(parts.info, keys))):
-        assert info is not None, "they were found by these keys"
+def _tables(fqns: Sequence[str], parts: StoredParts, files: Files) -> dict[str, bytes]:
+    """Return the values of each `quant_map` that is a table."""
+    numbers = parts.table.beside(fqns, f".{MAP}")
+    fit = {kind for kind, info in enumerate(parts.of_kind) if info == TABLE}
+    there = [at for at, kind in enumerate(parts.kinds(numbers)) if kind in fit]
+    read = read_each_small(parts, [numbers[at] for at in there], files)
+    return dict(zip([fqns[at] for at in there], read, strict=True))
+
+
+def _blobs(fqns: Sequence[str], suffix: str, parts: StoredParts) -> list[int]:
+    """Return the number of the JSON part of each weight. Raise SourceError CKM115 where it cannot be one."""
+    numbers = parts.table.beside(fqns, suffix)
+    for number, kind in distinct_at(parts.kinds(numbers)):
+        assert kind is not None, "they were found by these keys"
+        info = parts.of_kind[kind]
         if info.dtype != "uint8" or not 0 < info.numel <= MAX_STATE_NBYTES:
             raise malformed(fqns[number], f"its quant_state, expected JSON in uint8, found {info}")
-    return keys
+    return numbers
 
 
 def _alike(state: Mapping[str, object]) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -159,7 +160,7 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit, CKM316 for a GPU's tiles."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        mine = records_of(records, (self.name,))
         groups = WeightForms(stored).groups(
             mine, lambda fqn, near: _recorded(fqn, mine[fqn], near), each(mine.values(), repr)
         )
@@ -231,15 +232,15 @@ def _found(
 
     `weight_format` is a number, or in torch files of bitsandbytes before 0.43 a name.
     """
-    ending = StoredParts.of(stored).ending(SCB)
-    scales = [key for key in ending if key[:-3][-1:] in ("", ".")]
-    dtype = model_dtype(stored, set(scales), "float16") if scales else ""
+    parts = StoredParts.of(stored)
+    scales = [key for key in parts.ending(SCB) if key[:-3][-1:] in ("", ".")]
+    dtype = model_dtype(parts, parts.table.numbers_of(scales), "float16") if scales else ""
     codes = {fqn: stored[fqn] for key in scales if (fqn := f"{key[:-3]}weight") in stored}
     codes = {fqn: c for fqn, c in codes.items() if fqn not in known and c.info.dtype == "int8"}
     numbers = {fqn: key for fqn in codes if (key := f"{fqn[:-6]}{FORMAT}") in stored}
     models, files = Conv1DModels(mounts), Files(mounts=mounts)
     try:
-        values = read_each_small(StoredParts.of(stored), list(numbers.values()), files)
+        values = read_each_small(parts, parts.table.numbers_of(numbers.values()), files)
     finally:
         files.close()
     rows = dict(zip(numbers, values, strict=True))

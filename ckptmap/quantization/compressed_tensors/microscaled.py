@@ -13,11 +13,12 @@ unless a record states the dtype that was encoded. Codes and scales are those of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -176,7 +177,7 @@ class _Target(ReadsFiles, LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.made.scheme}
+        mine = records_of(records, (self.made.scheme,))
         found = [fqn for fqn in self.found(stored) if fqn not in mine]
         if not mine and not found:
             return Groups([], [])
@@ -187,8 +188,8 @@ class _Target(ReadsFiles, LinearLayerScheme):
         self._check(groups, self.mounts)
         return groups
 
-    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        """Yield the FQNs of weights of this form, by the names and dtypes of their parts."""
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterable[str]:
+        """Return the FQNs of weights of this form, by the names and dtypes of their parts."""
         raise NotImplementedError
 
     def _made(self, fqn: str, stored: Mapping[str, StoredTensor]) -> Found:
@@ -220,21 +221,12 @@ class _Target(ReadsFiles, LinearLayerScheme):
         config = quantization_config(groups[0][0].parts[self.codes], mounts)
         refuse_kept_modules(groups, self.codes, kept_modules(config), config)
         said, bits = ConfigGroups(config), 4 if self.codes else 8
-        for group in one_of_each_form(groups, lambda fqn: said.of(fqn.rpartition(".")[0])):
+        for group in one_of_each_form(groups, said.kinds(groups.fqns)):
             parts = group.parts
             shown = Stored(
                 group.info, "float", bits, bool(self.codes), parts[self.codes], parts["scale"]
             )
             require_agreement(group.fqn, shown, config)
-
-
-def _packed(parts: StoredParts) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield (FQN, form of its scales) of bytes of packed codes."""
-    for key in parts.ending("_packed", dtypes=("uint8",)):
-        fqn = key.removesuffix("_packed")
-        scale = parts.info(f"{fqn}_scale")
-        if scale is not None:
-            yield fqn, scale
 
 
 class CompressedNvfp4(_Target):
@@ -244,9 +236,10 @@ class CompressedNvfp4(_Target):
     suffix = "ct-nvfp4"
     made = CtNvfp4
 
-    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-        for fqn, scale in _packed(StoredParts.of(stored)):
-            if scale.dtype == "float8_e4m3fn" and f"{fqn}_global_scale" in stored:
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterable[str]:
+        parts = StoredParts.of(stored)
+        for _, fqn, _ in parts.pairs("_packed", "", "_scale", ("uint8",), _has_float8_scales):
+            if f"{fqn}_global_scale" in stored:
                 yield fqn
 
 
@@ -258,12 +251,22 @@ class CompressedMxfp4(_Target):
     made = CtMxfp4
     stacks = True
 
-    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterable[str]:
         parts = StoredParts.of(stored)
-        for fqn, scale in _packed(parts):
-            packed = parts.info(f"{fqn}_packed")
-            if scale.dtype in EXPONENTS and packed and not _has_six_bits(packed, scale):
-                yield fqn
+        pairs = parts.pairs("_packed", "", "_scale", ("uint8",), _has_exponents)
+        return [fqn for _, fqn, _ in pairs]
+
+
+def _has_float8_scales(packed: TensorInfo, scale: TensorInfo) -> bool:
+    return scale.dtype == "float8_e4m3fn"
+
+
+def _has_exponents(packed: TensorInfo, scale: TensorInfo) -> bool:
+    return scale.dtype in EXPONENTS and not _has_six_bits(packed, scale)
+
+
+def _is_float8(scale: TensorInfo, codes: TensorInfo) -> bool:
+    return codes.dtype == "float8_e4m3fn"
 
 
 def _has_six_bits(packed: TensorInfo, scale: TensorInfo) -> bool:
@@ -279,10 +282,6 @@ class CompressedMxfp8(_Target):
     made = CtMxfp8
     codes = ""
 
-    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterable[str]:
         parts = StoredParts.of(stored)
-        for key in parts.ending("_scale", dtypes=EXPONENTS):
-            fqn = key.removesuffix("_scale")
-            codes = parts.info(fqn)
-            if codes is not None and codes.dtype == "float8_e4m3fn":
-                yield fqn
+        return [fqn for _, fqn, _ in parts.pairs("_scale", "", "", EXPONENTS, _is_float8)]

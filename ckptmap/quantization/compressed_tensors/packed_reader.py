@@ -10,6 +10,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from ckptmap.core.columns import distinct_at, each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Group, Refusal
@@ -56,12 +57,10 @@ def find_packed(
     mounts: Mounts,
 ) -> Groups:
     """Return the groups of records, then those of other writers. Raises SourceError CKM115."""
-    mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
+    mine = records_of(records, (Packed.scheme,))
     parts = StoredParts.of(stored)
-    words = [key.removesuffix("_packed") for key in parts.ending("_packed", dtypes=("int32",))]
-    scales = parts.kinds([f"{fqn}_scale" for fqn in words])
-    both = zip(words, scales, strict=True)
-    others = [fqn for fqn, scale in both if scale is not None and fqn not in mine]
+    found = parts.pairs("_packed", "", "_scale", dtypes=("int32",))
+    others = [fqn for _, fqn, _ in found if fqn not in mine]
     fqns = [*mine, *others]
     if not fqns:
         return Groups([], [])
@@ -174,14 +173,14 @@ def _packing(fqn: str, width: int, words: int, config: Mapping[str, object]) -> 
 
 def _shapes(fqns: Sequence[str], parts: StoredParts, files: Files) -> dict[str, tuple[int, int]]:
     """Return the `weight_shape` of each weight. Raise SourceError CKM115 where it is none."""
-    keys = [f"{fqn}_shape" for fqn in fqns]
-    infos = list(map(parts.info, keys))
-    for number, info in distinct_at(infos):
+    numbers = parts.table.beside(fqns, "_shape")
+    for number, kind in distinct_at(parts.kinds(numbers)):
+        info = None if kind is None else parts.of_kind[kind]
         if info is None or info.numel != 2 or info.dtype not in ("int64", "int32"):
             raise malformed(
                 fqns[number], f"weight_shape, expected two integers, found {info or 'none'}"
             )
-    values = read_each_small(parts, keys, files)
+    values = read_each_small(parts, numbers, files)
     shapes: dict[int, tuple[int, int]] = {}
     for number, data in distinct_at(values):
         rows, columns = struct.unpack("<2q" if len(data) == 16 else "<2i", data)

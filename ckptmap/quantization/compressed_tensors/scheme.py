@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -198,7 +199,7 @@ class CompressedFp8(_Target):
     ) -> Groups:
         """Return the groups of unpacked codes. Raises SourceError CKM115 where scales do not fit."""
         kinds = {kind.scheme: kind for kind in _BY_CODES.values()}
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") in kinds}
+        mine = records_of(records, kinds)
         groups = WeightForms(stored).groups(
             mine,
             lambda fqn, near: _recorded(fqn, mine[fqn], kinds, near),
@@ -209,7 +210,7 @@ class CompressedFp8(_Target):
             config = quantization_config(groups[0][0].parts[""], self.mounts)
             refuse_kept_modules(groups, "", kept_modules(config), config)
             said = ConfigGroups(config)
-            for group in one_of_each_form(groups, lambda fqn: said.of(fqn.rpartition(".")[0])):
+            for group in one_of_each_form(groups, said.kinds(groups.fqns)):
                 _require_agreement(group, config)
         return groups
 
@@ -305,11 +306,10 @@ def _found(stored: Mapping[str, StoredTensor], known: Collection[str], mounts: M
     said = ConfigGroups({})
     found: dict[str, tuple[type[Plain], int]] = {}
     parts = StoredParts.of(stored)
-    for key in parts.ending("_scale", dtypes=DTYPES):
-        fqn = key.removesuffix("_scale")
-        codes, scale = parts.info(fqn), parts.info(key)
-        kind = _BY_CODES.get(codes.dtype) if codes is not None else None
-        if codes is None or scale is None or kind is None or fqn in known:
+    for number, fqn, other in parts.pairs("_scale", "", "", dtypes=DTYPES):
+        codes, scale = parts.table.infos[other], parts.table.infos[number]
+        kind = _BY_CODES.get(codes.dtype)
+        if kind is None or fqn in known:
             continue
         if config is None:
             config = quantization_config(stored[fqn], mounts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import (
@@ -29,7 +30,7 @@ class GgufScheme:
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return a group for each record. Raise SourceError CKM115 where it and the bytes do not fit."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        mine = records_of(records, (self.name,))
         return WeightForms(stored).groups(
             mine, lambda fqn, near: _group(fqn, mine[fqn], near), each(mine.values(), repr)
         )

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
@@ -84,7 +85,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
     ) -> Groups:
         """Return the groups of this form. Raise SourceError CKM115 where parts or the config contradict."""
         kinds = {kind.scheme: kind for kind in self.kinds}
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") in kinds}
+        mine = records_of(records, kinds)
         found = [fqn for fqn in _found(stored, self.mounts) if fqn not in records]
         forms = WeightForms(stored)
         groups = forms.groups(
@@ -99,9 +100,9 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         said = statement_of(config, file_of(codes))
         if said is None or said.kind not in self.kinds:
             return groups
-        dtype = stated_dtype(codes, self.mounts) or model_dtype(
-            stored, {_key(fqn, "scales") for fqn in found}
-        )
+        parts = StoredParts.of(stored)
+        scales = parts.table.numbers_of({_key(fqn, "scales") for fqn in found})
+        dtype = stated_dtype(codes, self.mounts) or model_dtype(parts, scales)
         read = forms.groups(
             found,
             lambda fqn, near: _made(fqn, said, dtype, near),

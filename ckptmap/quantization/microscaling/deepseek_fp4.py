@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
@@ -79,7 +80,7 @@ class DeepseekFp4Scheme(LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups of codes and exponents. Raises SourceError CKM115 where they do not fit."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        mine = records_of(records, (self.name,))
         found = {fqn: name for fqn, name in _found(stored) if fqn not in mine}
         if not mine and not found:
             return Groups([], [])
@@ -89,7 +90,7 @@ class DeepseekFp4Scheme(LinearLayerScheme):
             lambda fqn, near: _recorded(read_record(fqn, mine[fqn], self.name), near),
             each(mine.values(), repr),
         )
-        dtype = model_dtype(stored, ()) if found else ""
+        dtype = model_dtype(StoredParts.of(stored), ()) if found else ""
         return groups + forms.groups(
             found, lambda fqn, near: _made(fqn, found[fqn], dtype, near), found.values()
         )

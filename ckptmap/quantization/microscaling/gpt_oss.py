@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -67,7 +68,7 @@ class GptOssMxfp4(LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups of blocks and scales. Raises SourceError CKM115 where they do not fit."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        mine = records_of(records, (self.name,))
         found = [fqn for fqn in _stacks(stored) if fqn not in mine]
         if not mine and not found:
             return Groups([], [])
@@ -79,7 +80,7 @@ class GptOssMxfp4(LinearLayerScheme):
             ),
             each(mine.values(), repr),
         )
-        dtype = model_dtype(stored, ()) if found else ""
+        dtype = model_dtype(StoredParts.of(stored), ()) if found else ""
         return groups + forms.groups(found, lambda fqn, near: _found(fqn, dtype, near))
 
     def takes_layer(self, fqn: str, info: TensorInfo) -> bool:

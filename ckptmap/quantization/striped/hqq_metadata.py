@@ -64,7 +64,9 @@ def metadata_of(
     small = [stem + name for stem in complete for name in _NEEDED]
     files = Files(mounts=mounts)
     try:
-        data = dict(zip(small, read_each_small(StoredParts.of(stored), small, files), strict=True))
+        parts = StoredParts.of(stored)
+        read = read_each_small(parts, parts.table.numbers_of(small), files)
+        data = dict(zip(small, read, strict=True))
     finally:
         files.close()
     found = {}

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
@@ -198,7 +199,7 @@ class QuantoPackedScheme(_Scheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit."""
-        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        mine = records_of(records, (self.name,))
         groups = Groups.of(_recorded(fqn, record, stored) for fqn, record in mine.items())
         found = [fqn for fqn in self._found(stored) if fqn not in mine]
         if not found:

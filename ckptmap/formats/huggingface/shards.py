@@ -1,0 +1,118 @@
+"""Read the shards of a Hugging Face directory as one: their tensors by name, and their encoding records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
+
+from ckptmap.core.tensor_columns import PlainTensors
+from ckptmap.errors import SourceError
+from ckptmap.formats.huggingface.shard_index import require_listed
+from ckptmap.formats.safetensors import torchao_metadata
+from ckptmap.formats.safetensors.file import records_of, refuse_text, stored_tensors
+from ckptmap.formats.safetensors.header import Header, parse
+from ckptmap.protocols import Mounts
+from ckptmap.storage.files import Files
+from ckptmap.storage.safe_names import blobs_of, inside, is_file
+
+Contents = tuple[PlainTensors, dict[str, Mapping[str, object]], tuple[str, ...], int]
+
+
+def read_shards(
+    root: str, shards: Sequence[str], where: str, mounts: Mounts,
+    weight_map: Mapping[str, str] | None = None,
+) -> Contents:  # fmt: skip
+    """Return leaves, records, files and bytes of all shards; leaves are in the order of the shards."""
+    also = blobs_of(root)
+    paths = [inside(root, shard, where, also) for shard in shards]
+    require_all(root, shards, where)
+    headers: list[Header] = []
+    records: dict[str, Mapping[str, object]] = {}
+    home: dict[str, str] = {}  # stays empty while the index lists every tensor where it is
+    files = Files(mounts=mounts)
+    try:
+        for shard, file in zip(shards, paths, strict=True):
+            refuse_text(files, file)
+            header = parse(files, file)
+            if home or not _are_listed(header.keys, shard, weight_map):
+                home = home or _homes(headers, shards)
+                before = len(home)
+                home.update(dict.fromkeys(header.keys, shard))
+                if len(home) < before + len(header.keys):
+                    raise _twice(where, headers, header, shards)
+            headers.append(header)
+            _merge_records(records, records_of(header, file), file)
+    finally:
+        files.close()
+    count = sum(len(header.keys) for header in headers)
+    if weight_map and (home or count != len(weight_map)):
+        require_listed(home or _homes(headers, shards), weight_map, where)
+    leaves = stored_tensors(headers, paths)
+    if records:
+        keys = [key for header in headers for key in header.keys]
+        records = torchao_metadata.by_stored_name(records, keys)
+    return leaves, records, tuple(paths), sum(header.nbytes for header in headers)
+
+
+def _are_listed(keys: Sequence[str], shard: str, weight_map: Mapping[str, str] | None) -> bool:
+    """Return whether an index lists all these tensors in this shard: then no other shard that agrees has one."""
+    if weight_map is None:
+        return False
+    return list(map(weight_map.get, keys)) == [shard] * len(keys)
+
+
+def _homes(headers: Sequence[Header], shards: Sequence[str]) -> dict[str, str]:
+    """Return the shard of each tensor of these headers."""
+    homes: dict[str, str] = {}
+    for header, shard in zip(headers, shards, strict=False):
+        homes.update(dict.fromkeys(header.keys, shard))
+    return homes
+
+
+def _merge_records(
+    into: dict[str, Mapping[str, object]], more: Mapping[str, Mapping[str, object]], file: str
+) -> None:
+    for fqn, record in more.items():
+        known = into.setdefault(fqn, record)
+        if known is record or known == record:
+            continue
+        theirs = [r.get("scheme") == torchao_metadata.SCHEME for r in (known, record)]
+        # Every shard repeats torchao's records; the shard that holds the tensor has ckptmap's.
+        if theirs == [True, False]:
+            into[fqn] = record
+        elif theirs != [False, True]:
+            raise SourceError(
+                "CKM115",
+                f"{file}: the encoding record of {fqn!r} differs from another shard's",
+                "these shards are of different conversions; convert the original checkpoint again",
+            )
+
+
+def _twice(
+    where: str, headers: Sequence[Header], last: Header, shards: Sequence[str]
+) -> SourceError:
+    """Return the error for a tensor of the shard `last` that a shard before it has, too."""
+    keys = set(last.keys)
+    key, first = min(
+        (key, shard)
+        for header, shard in zip(headers, shards, strict=False)
+        for key in header.keys
+        if key in keys
+    )
+    return SourceError(
+        "CKM108",
+        f"{where}: tensor {key!r} is stored in {first!r} and in {shards[len(headers)]!r}, expected"
+        " one of them",
+        "move the shard that is of another save to another directory",
+    )
+
+
+def require_all(root: str, shards: Sequence[str], where: str) -> None:
+    absent = [shard for shard in shards if not is_file(FilePath(root) / shard)]
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise SourceError(
+            "CKM108",
+            f"{where}: of {len(shards)} shards, {absent[0]!r}{more} is missing",
+            "finish the download; a model is converted only if all of its shards are here",
+        )
