@@ -57,6 +57,12 @@ def forms() -> str:
         loaded = "codes" if form.is_live else "values"
         written = f"`-{form.suffix}`" if form.suffix else "no"
         parts.append(f"| {form.name} | yes | {written} | yes | {loaded} | {kept} |")
+    parts.append(
+        "\nGPTQ codes of 4 and 8 bits are kept where groups are of neighbouring columns. Those of 2 and 3 bits, and those in"
+        " act-order (`g_idx`, `desc_act`), are kept in `--as` of their own release and where no form is named. Another form"
+        " decodes them, bit-equal to the library, and quantizes anew: no form that is written has 2 or 3 bits, and"
+        " compressed-tensors 0.20 refuses groups of columns in any order (`actorder: group`)."
+    )
     names = sorted({scheme.name for scheme in SCHEMES}, key=str.lower)
     parts.append(
         f"\nRecognized where they are not of a form above, and moved as bytes: {', '.join(names)}.\n"

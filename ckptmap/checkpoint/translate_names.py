@@ -48,7 +48,8 @@ def _translated(
         groups[name] = _renamed_or_derived(base, mapped, decoded)
     keys = {n: [base.names[key] for key in m.sources] for n, m in resolution.targets.items()}
     notes = [*base.notes, f"names: {choice.text}", *_decoding_notes(decoded)]
-    dropped = {**left, **resolution.dropped}
+    before = base.translation  # of a base whose format has names of its own, to merge an adapter
+    dropped = {**({} if before is None else before.dropped), **left, **resolution.dropped}
     reader = base.optimizer_reader
     if reader.present and reader.form is not None and not reader.by_index:
         infos = base.infos()
@@ -70,7 +71,7 @@ def _translated(
             used=resolution.used,
             left=left,
             dropped=dropped,
-            unmapped=tuple(resolution.unmapped),
+            unmapped=(*(() if before is None else before.unmapped), *resolution.unmapped),
             origins={name: tuple(stored) for name, stored in keys.items() if stored != [name]},
             decoded=decoded,
         ),

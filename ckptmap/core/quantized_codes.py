@@ -149,11 +149,27 @@ class EncodesSome(Protocol):
 
 
 @runtime_checkable
+class ReadBySome(Protocol):
+    """An encoding with forms that its own library, or transformers, no longer loads."""
+
+    def unread(self) -> str:
+        """Return why this form is not loaded, and by whom it is; "" where it is loaded."""
+
+
+@runtime_checkable
 class TakesModules(Protocol):
     """A scheme of a library that quantizes, and loads, only some kinds of modules."""
 
     def takes(self, fqn: str) -> bool:
         """Return whether the weight with this name may be one of such a module."""
+
+
+@runtime_checkable
+class FallsBack(Protocol):
+    """A scheme that stores a weight which its blocks cannot hold in a dtype instead."""
+
+    def fallback(self, encoding: Encoding, info: TensorInfo) -> str:
+        """Return in which dtype, and why, if this is such an encoding of a weight; "" if not."""
 
 
 @runtime_checkable

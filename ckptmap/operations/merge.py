@@ -24,6 +24,7 @@ from ckptmap.checkpoint.rename import renamed
 from ckptmap.core import argument_checks
 from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.printable import one_line
+from ckptmap.core.quantized_codes import EncodesSome
 from ckptmap.core.signatures import spelled_out
 from ckptmap.errors import ArgumentError, PlanError, SourceError
 from ckptmap.execution.phases import Phases
@@ -196,12 +197,13 @@ def plan_merge(
     opened = base if isinstance(base, Checkpoint) else _open_base(base, adapter)
     try:
         ckpt = renamed(opened, renaming)  # before the merge: the adapter goes by names, too
-        to = to or own_setup(ckpt)
+        given, to = to, to or own_setup(ckpt)
         merged = merge_adapter(
             ckpt, adapter, to, adapter_config, leave, config_from=options.get("config_from")
         )
-        merge_plan = plan(merged, to, optimizer="drop", keep_layout=False, **options)
-        quantized_again = [step for step in _quantizing_steps(merge_plan) if step.tensor.quantized]
+        merge_plan = _planned(merged, given, to, options)
+        quantized_again = _quantized_again(merge_plan)
+        _require_encodable(quantized_again, to)
         if quantized_again and not force:
             raise _refuse_quantizing(quantized_again, to)
     except BaseException:
@@ -211,9 +213,23 @@ def plan_merge(
     return merge_plan
 
 
+def _planned(merged: Checkpoint, given: str | None, to: str, options: MergeOptionKeywords) -> Plan:
+    """Return the plan. A base whose format has names of its own is given back as it was (`--as`), where no other
+    setup was given: its types, its metadata, and the bytes of what the adapter leaves alone."""
+    aim = setups.parse(to)
+    if not merged.index.naming or aim.setup.names != merged.index.naming:
+        return plan(merged, to, optimizer="drop", keep_layout=False, **options)
+    if given is None or aim.scheme is None:
+        return plan(merged, "", as_=merged.path, optimizer="drop", **options)
+    options = {"config_from": merged.path, **options}
+    return plan(merged, to, optimizer="drop", keep_layout=False, **options)
+
+
 def own_setup(ckpt: Checkpoint) -> str:
     """Return the setup that the checkpoint has; `hf` where no setup writes such a checkpoint, for
     example a single safetensors file."""
+    if ckpt.index.naming in setups.names():
+        return ckpt.index.naming
     encoded = [name for name in ckpt.encodings if name != "dense"]
     name = ckpt.setup.removesuffix("-" + "-".join(encoded)) if encoded else ckpt.setup
     return name if name in setups.names() else "hf"
@@ -228,11 +244,43 @@ def _quantizing_steps(merge_plan: Plan) -> list[Encode]:
     ]
 
 
+def _quantized_again(merge_plan: Plan) -> list[Encode]:
+    """Return the steps that quantize merged matrices of a quantized base; those of which another format rearranges
+    the rows are derived tensors."""
+    return [
+        step
+        for step in merge_plan.encodes
+        if step.encoding.name != "dense"
+        if any(
+            isinstance(source.encoding_, Merged) and source.quantized
+            for source in step.tensor.sources
+        )
+    ]
+
+
+def _require_encodable(steps: Sequence[Encode], to: str) -> None:
+    """Raise PlanError CKM202 where values cannot be made the codes of the base."""
+    for step in steps:
+        refusal = (
+            step.encoding.cannot_encode(TensorInfo(step.tensor.shape, step.tensor.dtype))
+            if isinstance(step.encoding, EncodesSome)
+            else None
+        )
+        if refusal is not None:
+            raise PlanError(
+                "CKM202",
+                f"{step.tensor.fqn}: is merged, and cannot be made {step.encoding.name} again: {refusal.reason}",
+                f"write all in another form: --to {setups.parse(to).setup.name}-bf16 keeps what the adapter adds",
+            )
+
+
 def _refuse_quantizing(quantized_again: Sequence[Encode], to: str) -> PlanError:
     sampled_steps = quantized_again[:: max(1, len(quantized_again) // TRIED)][:TRIED]
     with one_torch_thread(True):
         estimates = [
-            (step.tensor.fqn, estimated) for step in sampled_steps if (estimated := _estimate(step))
+            (step.tensor.fqn, estimated)
+            for step in sampled_steps
+            if isinstance(step.tensor.encoding_, Merged) and (estimated := _estimate(step))
         ]
     estimates_text = "".join(f"; {fqn}: {survival}" for fqn, survival in estimates)
     grid = quantized_again[0].encoding.name

@@ -17,6 +17,9 @@ from ckptmap.planning.weight_encodings import WeightEncodings
 from ckptmap.protocols import CarriedFile, through
 from ckptmap.tensors import FLOATING
 
+CACHE_SCALES = (".k_scale", ".v_scale")
+"""Names of the scales of a KV cache: ModelOpt, compressed-tensors, vLLM."""
+
 
 @dataclass(frozen=True)
 class CarriedFiles:
@@ -75,7 +78,22 @@ def carried_files(
     files, notes = carrier.files(request.siblings, config_from, sorted(dtypes), weights, untied)
     files = {**files, **copied}
     notes = [*notes, *weights.unread(), *unknown_to_transformers(names.weights)]
+    if request.aim.scheme is not None:
+        notes += _cache_notes(names, files)
     return CarriedFiles(files, carrier.stem(files), Remarks(notes=notes))
+
+
+def _cache_notes(names: OutputNames, files: Mapping[str, CarriedFile]) -> list[str]:
+    """Return a note on scales of a quantized KV cache beside a config.json that declares no such cache."""
+    scales = [name for name in names.weights.values() if name.endswith(CACHE_SCALES)]
+    config = files.get("config.json")
+    if not scales or (config is not None and b'"kv_cache' in config.read()):
+        return []
+    more = f" and {len(scales) - 1} more" if len(scales) > 1 else ""
+    return [
+        f"{scales[0]}{more}: scales a quantized KV cache, which the new config.json does not declare: transformers"
+        " passes over it; leave such scales out with --exclude '*.[kv]_scale'"
+    ]
 
 
 def _inner_files(request: Request) -> tuple[Mapping[str, CarriedFile], list[str]]:

@@ -10,13 +10,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from ckptmap.core.quantized_codes import StacksExperts
+from ckptmap.core.quantized_codes import ReadBySome, StacksExperts
+from ckptmap.core.tensor_table import listed
 from ckptmap.errors import PlanError
 from ckptmap.formats.huggingface.loaded_names import UNKNOWN, loaded_as
 from ckptmap.formats.huggingface.tied_heads import unstored
 from ckptmap.planning.packed_layers import require_initializable
 from ckptmap.planning.stacked_experts import misread_experts, require_experts_found
 from ckptmap.protocols import Encoding
+from ckptmap.protocols.offers import offers
 from ckptmap.tensors import TensorInfo
 
 QUANTIZATION = "quantization_config"
@@ -165,14 +167,20 @@ class WrittenWeights:
 
     def unread(self) -> list[str]:
         """Return notes on encodings that config.json cannot declare, so that transformers refuses the
-        weights; they name the encodings that it loads."""
+        weights; they name the encodings that it loads. Then notes on forms that only others load."""
+        some = {
+            fqn: encoding.unread()
+            for fqn, (encoding, _) in self.encodings.items()
+            if offers(encoding, ReadBySome)
+        }
+        notes = listed("not loaded by all", {fqn: reason for fqn, reason in some.items() if reason})
         if not self.fresh:
-            return []
+            return notes
         loaded = {name for name, scheme in self.schemes.items() if isinstance(scheme, Declares)}
         for scheme in self.schemes.values():
             loaded |= set(scheme.declares) if isinstance(scheme, DeclaresEach) else set()
         names = {encoding.name for encoding, _ in self.encodings.values()} - {"dense"} - loaded
-        notes = [self._unread_note(name, loaded) for name in sorted(names)]
+        notes += [self._unread_note(name, loaded) for name in sorted(names)]
         return notes + misread_experts(self.encodings, self._misread)
 
     def _misread(self, fqn: str, encoding: Encoding, info: TensorInfo) -> str:

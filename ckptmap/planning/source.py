@@ -99,8 +99,11 @@ def _has_names_of(
     """Return whether the names are those of the format that is written, or were chosen by the user."""
     if reference is not None:
         return all(fqn in source for fqn in reference.ckpt)
-    chosen = options.names_like is not None or source.translation is not None
-    return chosen or source.index.naming == scheme
+    translated_to_merge = source.merged is not None and bool(source.index.naming)
+    chosen = options.names_like is not None or (
+        source.translation is not None and not translated_to_merge
+    )
+    return chosen or (source.index.naming == scheme and not translated_to_merge)
 
 
 def _require_config(path: str | None, setup: Setup) -> None:

@@ -10,7 +10,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.columns import distinct, each
 from ckptmap.core.name_globs import matches_any
-from ckptmap.core.quantized_codes import ScalesActivations, StacksExperts, TakesByForm
+from ckptmap.core.quantized_codes import FallsBack, ScalesActivations, StacksExperts, TakesByForm
 from ckptmap.core.tensor_table import listed
 from ckptmap.core.weight_columns import WeightForm, WeightKind
 from ckptmap.planning.encoding_choice import (
@@ -99,7 +99,8 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
         for part in _foreign_part(request, fqn, foreign[fqn])
     ]
     scales = _activation_scales(ckpt, anew, dict(zip(fqns, kinds, strict=True)))
-    remarks = Remarks(scales, unresolved, _decoded_experts(anew, scheme))
+    notes = [*_decoded_experts(anew, scheme), *_fallbacks(written, scheme)]
+    remarks = Remarks(scales, unresolved, notes)
     return WeightEncodings(anew, written, foreign, beside, left, remarks)
 
 
@@ -170,6 +171,14 @@ def _decoded_experts(anew: Mapping[str, Encoding], scheme: Scheme | None) -> lis
     why = "is an expert, which transformers would not decode in the blocks of its codes"
     dense = {fqn: why for fqn, encoding in anew.items() if encoding.name == "dense"}
     return listed("is written dense", dense)
+
+
+def _fallbacks(written: Mapping[str, Encoded], scheme: Scheme | None) -> list[str]:
+    """Return a note on weights that are in no blocks of the scheme, but in a dtype instead."""
+    if not offers(scheme, FallsBack):
+        return []
+    reasons = {fqn: scheme.fallback(encoding, info) for fqn, (encoding, info) in written.items()}
+    return listed("not in blocks", {fqn: reason for fqn, reason in reasons.items() if reason})
 
 
 def _activation_scales(

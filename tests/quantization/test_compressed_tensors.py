@@ -175,6 +175,14 @@ def test_groups_in_the_order_of_activations(tmp_path: Path) -> None:
         assert torch.equal(ckpt[QUERY][1:9, 20:50], wanted[1:9, 20:50])
         encoding = ckpt[QUERY].encoding_
         assert isinstance(encoding, KeepsOnHost) and encoding.host_parts == ("g_idx",)
+    for to in ("hf", "hf-ct-int4"):
+        (note,) = [n for n in ckptmap.plan(tmp_path / "in", to).notes if n.startswith("not loaded by all")]  # fmt: skip
+        assert (
+            QUERY in note and "compressed-tensors 0.20, and with it transformers, refuses" in note
+        )
+    assert "not loaded by all" not in str(ckptmap.plan(tmp_path / "in", "hf-bf16").notes)
+    with pytest.raises(ValueError, match="actorder='group' has been removed"):
+        QuantizationArgs(num_bits=4, actorder="group")
     for outside in (2, -1, 2**31 - 1):  # as an index, a GPU would refuse all later work
         tensors[stem + "weight_g_idx"][3] = outside
         save_file(tensors, tmp_path / "in" / "model.safetensors", {"format": "pt"})

@@ -410,3 +410,19 @@ def test_scales_that_are_no_floats_are_refused(name: str, tmp_path: Path) -> Non
     with pytest.raises(ckptmap.CkptmapError, match="float32, found int32") as caught:
         ckptmap.open(edited(name, tmp_path / "in", state=whole))
     assert caught.value.code == "CKM115"
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_dtype_that_torch_lacks_is_refused(key: str, tmp_path: Path) -> None:
+    """Values are decoded to the dtype of the model; transformers stops at such a config, too."""
+    path = edited(
+        "gptq-4", tmp_path / "in", lambda config: config.update({"dtype": None, key: "bfloat"})
+    )
+    with pytest.raises(
+        ckptmap.CkptmapError, match="dtype 'bfloat', expected one of torch's"
+    ) as caught:
+        ckptmap.open(path)
+    assert caught.value.code == "CKM115"
+    for known in ("auto", "float64", None):
+        path = edited("gptq-4", tmp_path / str(known), lambda config: config.update({key: known}))  # noqa: B023
+        ckptmap.open(path).close()

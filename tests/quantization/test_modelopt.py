@@ -240,3 +240,19 @@ def test_changed_weights_are_given_back(algo: str, most: float, tmp_path: Path) 
     with ckptmap.open(tmp_path / "out") as ckpt:
         found, wanted = ckpt[QUERY].read().float(), state[QUERY].float()
     assert float((found - wanted).norm() / wanted.norm()) < most
+
+
+def test_scales_of_a_kv_cache_are_told(tmp_path: Path) -> None:
+    """They move as they are; the config.json of decoded weights declares no quantized cache."""
+    path = write(tmp_path / "in", "FP8")
+    stored = load_file(path / FILE)
+    for name in "kv":
+        stored[f"model.layers.0.self_attn.{name}_proj.{name}_scale"] = torch.tensor(0.5)
+    save_file(stored, path / FILE, {"format": "pt"})
+    (note,) = [n for n in ckptmap.plan(path, "hf-bf16").notes if "KV cache" in n]
+    assert note.startswith("model.layers.0.self_attn.k_proj.k_scale and 1 more: ")
+    ckptmap.convert(path, tmp_path / "out", to="hf-bf16", exclude=["*.[kv]_scale"])
+    assert not [key for key in load_file(tmp_path / "out" / FILE) if key.endswith("_scale")]
+    assert not [n for n in ckptmap.plan(path, "hf").notes if "KV cache" in n], (
+        "its own config stays"
+    )

@@ -232,3 +232,22 @@ def test_codes_of_another_width_than_the_config_states(tmp_path: Path) -> None:
     ) as caught:
         ckptmap.open(tmp_path / "in")
     assert caught.value.code == "CKM115" and "lm_head.weight" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["qint8", "qint4", "qfloat8_e4m3fn"])
+@pytest.mark.parametrize("stated", ["qint2", "none", 4])
+def test_a_map_of_another_save_is_refused(kind: str, stated: object, tmp_path: Path) -> None:
+    """quanto's `save_pretrained` writes a map of its modules, by which it makes them again."""
+    from optimum.quanto import quantization_map
+
+    made = model(torch.bfloat16)
+    truth = written(tmp_path / "in", made, kind)
+    stating: dict[str, Any] = quantization_map(made)
+    file = tmp_path / "in" / "quanto_qmap.json"
+    file.write_text(json.dumps(stating))
+    assert_values(tmp_path / "in", truth, name_of(kind))
+    stating["b"] = {**stating["b"], "weights": stated}
+    file.write_text(json.dumps(stating))
+    with pytest.raises(SourceError, match=f"{stated!r} for b, and its codes are {kind}") as caught:
+        ckptmap.open(tmp_path / "in")
+    assert caught.value.code == "CKM115"

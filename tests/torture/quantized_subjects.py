@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ RELEASE = (*CONFIGURED, *[q.hostile_config] * 4, *[q.parts] * 4)
 CODED = (*TENSORS, *[m.safetensors_tensor] * 2, *[q.parts] * 4)
 GGUF = (*BYTES, *[q.gguf_header] * 5, q.gguf_data)
 FILE = "model.safetensors"
+TOLD = ("config.json: ", "the file says nothing of the model", "the metadata state no ")
+"""How notes begin on metadata of GGUF that are left out, or lacking."""
 
 
 def quantized(folder: Path) -> list[Subject]:
@@ -122,15 +125,28 @@ def gguf(folder: Path) -> list[Subject]:
     source = (*TENSORS, *[q.model_config] * 5, m.json_of("config.json"), *[q.parts] * 2)
     return [
         converted("gguf-types", types, GGUF, _as_bf16, "full-bf16", wide=True),
-        converted(
-            "gguf-model", model, GGUF, k.read_gguf_model, "hf-bf16", written=k.read_hf_model, wide=True,
-            names="hf",
+        replace(
+            converted(
+                "gguf-model", model, GGUF, k.read_gguf_model, "hf-bf16", written=k.read_hf_model, wide=True,
+            ),
+            work=partial(_written_or_told, to="hf-bf16", names="hf"),
         ),
-        converted(
-            "gguf-written", folder / "llama", source, k.read_as_q8_0, "gguf-q8_0",
-            written=k.read_gguf_with_sizes, wide=True,
+        replace(
+            converted(
+                "gguf-written", folder / "llama", source, k.read_as_q8_0, "gguf-q8_0",
+                written=k.read_gguf_with_sizes, wide=True,
+            ),
+            work=partial(_written_or_told, to="gguf-q8_0"),
         ),
     ]  # fmt: skip
+
+
+def _written_or_told(path: Path, dst: Path, to: str, **options: Any) -> None:
+    """Convert. Raise PlanError CKM203 with the note on metadata that are left out: the user was told."""
+    report = ckptmap.convert(path, dst, to, sync=False, keep_layout=False, **options)
+    for note in report.notes:
+        if note.startswith(TOLD):
+            raise PlanError("CKM203", note, "")
 
 
 def _as_bf16(path: Path) -> r.Named:

@@ -44,7 +44,9 @@ from ckptmap.checkpoint.lora.untied_head import (
 )
 from ckptmap.checkpoint.lora.wrapped_parameters import WrappedParameters, per_expert
 from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.translate_names import translated
 from ckptmap.errors import SourceError
+from ckptmap.mapping.rules import HUB
 from ckptmap.protocols import Group, Scheme
 from ckptmap.quantization.unsupported_schemes import foreign_tensors
 from ckptmap.storage.hub.resolve import errors_by_given_path
@@ -106,7 +108,7 @@ def merge_adapter(
 
     Raises SourceError CKM320 to CKM322 where adapter and base do not fit together.
     """
-    ckpt = base if isinstance(base, Checkpoint) else open(base)
+    ckpt = in_adapters_names(base if isinstance(base, Checkpoint) else open(base), config_from)
     scheme = setups.parse(to).scheme if to is not None else None
     with errors_by_given_path(ckpt.files.mounts):
         if not isinstance(adapter, Adapter):
@@ -129,6 +131,17 @@ def merge_adapter(
                 if may_be_tied(ckpt, fqn, config_from)
             ]
         return _merged_into(ckpt, adapter, groups, leave, merger.untied, notes)
+
+
+def in_adapters_names(
+    ckpt: Checkpoint, config_from: str | os.PathLike[str] | None = None
+) -> Checkpoint:
+    """Return the base under Hugging Face's names, by which peft names modules, where its format has names of its
+    own: GGUF. Raises PlanError as `translated` does."""
+    if not ckpt.index.naming or ckpt.translation is not None:
+        return ckpt
+    config = None if config_from is None else os.fspath(config_from)
+    return translated(ckpt, HUB, ckpt.index.naming, config)
 
 
 def _copies_note(copies: Sequence[LazyTensor]) -> list[str]:
@@ -204,13 +217,6 @@ class _Merger:
             return fqn
         if self.tied is not None and self.tied.head and is_head(fqn):
             return self._untied_head()
-        if self.ckpt.index.naming:
-            raise SourceError(
-                "CKM321",
-                f"{self.where}: {lazy.fqn}: the base has no {fqn}: its names are those of"
-                f" {self.ckpt.index.naming}",
-                _by_way_of_hub(self.ckpt.shown, self.where),
-            )
         near, low = difflib.get_close_matches(fqn, list(self.ckpt), n=1), name.rpartition(".")[0]
         raise SourceError(
             "CKM321",
@@ -363,14 +369,6 @@ class _Merger:
 
 def _is_frozen(lazy: LazyTensor) -> bool:
     return lazy.encoding_ != DENSE and ".modules_to_save." not in lazy.fqn
-
-
-def _by_way_of_hub(base: str, adapter: str) -> str:
-    """Return the commands that merge into a base whose format has names of its own."""
-    return (
-        f"merge under Hugging Face's names, then go back: ckptmap convert {quote(base)} BASE --to hf-bf16; ckptmap"
-        f" merge BASE {quote(adapter)} MERGED; ckptmap convert MERGED NEW --as {quote(base)}"
-    )
 
 
 def _share(group: Group) -> object:

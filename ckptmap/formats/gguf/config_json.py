@@ -35,6 +35,8 @@ SIZES: Mapping[str, str] = {
 }
 NEEDED = ("embedding_length", "block_count", "attention.head_count")
 """Without these, a file describes no model: a part of one, a vocabulary, an adapter."""
+LACKED = ("feed_forward_length", "context_length", "attention.layer_norm_rms_epsilon")
+"""What llama.cpp writes for each of these models besides."""
 TOKENS: Mapping[str, str] = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
@@ -85,11 +87,13 @@ def config_of(header: GgufHeader) -> Config | None:
             value = value[0]
         if isinstance(value, int | float):
             config[named] = shortest(value)
-    config |= _tokens(header)
     names = {tensor.name: tensor for tensor in header.tensors}
-    embedding = names.get("token_embd.weight")
-    if embedding is not None and embedding.shape:
-        config["vocab_size"] = embedding.shape[0]
+    rows = _vocabulary(header)
+    config |= {
+        named: token for named, token in _tokens(header).items() if token < (rows or token + 1)
+    }
+    if rows is not None:
+        config["vocab_size"] = rows
     config["tie_word_embeddings"] = "output.weight" not in names
     theta = config.get("rope_theta", 10000.0)
     scaling, _ = rope_scaling(header.factors, theta if isinstance(theta, float) else 10000.0)
@@ -102,14 +106,44 @@ def config_of(header: GgufHeader) -> Config | None:
 
 def untold(header: GgufHeader) -> list[str]:
     """Return notes on what the file holds and a config.json made of it does not say."""
+    rows = _vocabulary(header)
+    beyond = [
+        f"{named} {token}: is no token of the {rows} that the embedding has rows for, and is left out of a config.json"
+        " made of this file: transformers cannot load a model with it"
+        for named, token in _tokens(header).items()
+        if rows is not None and token >= rows
+    ]
     theta = header.metadata.get(f"{header.text('general.architecture')}.rope.freq_base", 10000.0)
     _, tensor = rope_scaling(header.factors, theta if isinstance(theta, float) else 10000.0)
+    told = [*_unstated(header), *beyond]
     if not tensor:
+        return told
+    return [
+        *told,
+        f"{tensor}: its factors of rotary frequencies are of no rope_scaling that is known, and a config.json made"
+        " of this file has none: give the model's own with --config-from PATH",
+    ]
+
+
+def _unstated(header: GgufHeader) -> list[str]:
+    """Return a note on sizes that are missing, for which transformers takes those of another model of the family."""
+    name = header.text("general.architecture")
+    if name not in ARCHITECTURES or any(header.count(f"{name}.{key}") is None for key in NEEDED):
+        return []
+    lacking = [key for key in LACKED if f"{name}.{key}" not in header.metadata]
+    if not lacking:
         return []
     return [
-        f"{tensor}: its factors of rotary frequencies are of no rope_scaling that is known, and a config.json made"
-        " of this file has none: give the model's own with --config-from PATH"
+        f"the metadata state no {', '.join(f'{name}.{key}' for key in lacking)}, and a config.json made of this file no"
+        f" {', '.join(map(SIZES.__getitem__, lacking))}: transformers takes its defaults; give the model's own with"
+        " --config-from PATH"
     ]
+
+
+def _vocabulary(header: GgufHeader) -> int | None:
+    """Return how many rows the embedding has; None where the file holds none."""
+    shapes = (tensor.shape for tensor in header.tensors if tensor.name == "token_embd.weight")
+    return next((shape[0] for shape in shapes if shape), None)
 
 
 def made_files(header: GgufHeader) -> dict[str, bytes]:
@@ -132,7 +166,7 @@ def shortest(value: int | float) -> int | float:
     return value
 
 
-def _tokens(header: GgufHeader) -> Config:
+def _tokens(header: GgufHeader) -> dict[str, int]:
     found = {named: header.count(f"tokenizer.ggml.{key}_token_id") for key, named in TOKENS.items()}
     return {named: token for named, token in found.items() if token is not None}
 

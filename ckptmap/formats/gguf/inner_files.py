@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptmap.core.json_text import JsonError, parse_object
 from ckptmap.formats.gguf.key_values import KeyValues, head, read_key_values
-from ckptmap.formats.gguf.model_metadata import architecture_of, metadata_of
+from ckptmap.formats.gguf.model_metadata import architecture_of, metadata_of, model_types
 from ckptmap.formats.gguf.sentence_pieces import NotSentencePiece, SentencePieces, parse_pieces
 from ckptmap.formats.gguf.splits import SPLIT_KEYS, files_of, holds_gguf
 from ckptmap.formats.gguf.text_splits import split_name
@@ -154,6 +154,11 @@ def _lacking(found: Mapping[str, Sidecar]) -> list[str]:
     if CONFIG not in found:
         notes.append(
             "the file says nothing of the model: it has no config.json; give one with --config-from PATH"
+        )
+    elif not architecture_of(config):
+        notes.append(
+            f"the file says nothing of the model, which llama.cpp needs: model_type {config.get('model_type')!r:.40} of"
+            f" config.json is none of {', '.join(model_types())}; give another with --config-from PATH"
         )
     rows = config.get("vocab_size")
     return notes + _unlike(found, rows if type(rows) is int else 0)

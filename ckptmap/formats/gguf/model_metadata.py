@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from math import log, sqrt
 from typing import TypeGuard
 
-from ckptmap.formats.gguf.config_json import ARCHITECTURES, LOCAL_BASE, SIZES, SOFTCAPS, YARN
+from ckptmap.formats.gguf.config_json import (
+    ARCHITECTURES,
+    LOCAL_BASE,
+    NEEDED,
+    SIZES,
+    SOFTCAPS,
+    YARN,
+)
 from ckptmap.formats.gguf.key_values import f32, text, u32
 from ckptmap.formats.gguf.rope_factors import LLAMA, LONG, SHORT, llama3_factors
 
@@ -29,7 +36,19 @@ _OF_TYPE: Mapping[str, str] = {
 FLOATS = ("attention.layer_norm_rms_epsilon", "rope.freq_base", *SOFTCAPS, *LOCAL_BASE)
 OTHER_WORDS: Mapping[str, str] = {"num_experts": "num_local_experts"}
 """Key of a config -> the same in other releases of transformers."""
+NEEDED_SIZES = (
+    *NEEDED,
+    "context_length",
+    "feed_forward_length",
+    "attention.layer_norm_rms_epsilon",
+)
+"""Keys without which llama.cpp loads none of these models (src/llama-model.cpp, `get_key`)."""
+OF_EXPERTS, EXPERT_SIZES = (
+    ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+    ("expert_count", "expert_used_count"),
+)
 MAX_U32 = 2**32 - 1
+PART = "partial_rotary_factor"
 TOLD_APART = "phi3"
 """Phi-4 has no sliding window and states one of 0, by which llama.cpp tells it from Phi-3."""
 
@@ -53,6 +72,11 @@ def architecture_of(config: Config) -> str:
     return _OF_TYPE.get(str(config.get("model_type")), "")
 
 
+def model_types() -> list[str]:
+    """Return the model types that have an architecture."""
+    return sorted(_OF_TYPE)
+
+
 def metadata_of(config: Config) -> ModelMetadata:
     """Return the metadata of a model that `architecture_of` knows."""
     name = architecture_of(config)
@@ -65,6 +89,7 @@ def metadata_of(config: Config) -> ModelMetadata:
     }
     keys |= {f"{name}.{key}": value for key, value in _sizes(name, config).items()}
     scaling, factors, notes = _rope_scaling(name, config)
+    notes += _unstated(name, config)
     keys |= {f"{name}.{key}": value for key, value in scaling.items()}
     return ModelMetadata(keys, factors, notes)
 
@@ -92,7 +117,7 @@ def _with_rope(config: Config) -> dict[str, object]:
 def _sizes(name: str, config: Config) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for key, named in {**SIZES, **_own(name)}.items():
-        value = config.get(named, config.get(OTHER_WORDS.get(named, "")))
+        value = _value(config, named)
         if key == "attention.sliding_window" and name in (
             "llama",
             "qwen2",
@@ -101,10 +126,8 @@ def _sizes(name: str, config: Config) -> dict[str, bytes]:
             "qwen3moe",
         ):
             continue  # llama.cpp slides no window there
-        if key in FLOATS and _is_number(value):
-            found[key] = f32(float(value))
-        elif type(value) is int and 0 <= value <= MAX_U32:
-            found[key] = u32(value)
+        if (number := _number(key, value)) is not None:
+            found[key] = number
     if "attention.head_count" in found:
         found.setdefault("attention.head_count_kv", found["attention.head_count"])
     if "attention.key_length" in found:
@@ -119,6 +142,55 @@ def _sizes(name: str, config: Config) -> dict[str, bytes]:
     return found
 
 
+def _unstated(name: str, config: Config) -> list[str]:
+    """Return notes on sizes that the config lacks, or states in a way that GGUF has no number for."""
+    found = _sizes(name, config)
+    words = {named: key for key, named in {**SIZES, **_own(name)}.items()}
+    words["vocab_size"] = "vocab_size"
+    needed = (*NEEDED_SIZES, *(EXPERT_SIZES if config.get("model_type") in OF_EXPERTS else ()))
+    lacking = [
+        f"{named} ({name}.{key})"
+        for named, key in words.items()
+        if key in needed and key not in found and _value(config, named) is None
+    ]
+    notes = []
+    if lacking:
+        notes.append(
+            f"config.json: states no {', '.join(lacking)}, without which llama.cpp loads no {name}: give a config.json"
+            " that does, --config-from PATH"
+        )
+    for named, key in words.items():
+        value = _value(config, named)
+        if value is not None and _number(key, value) is None:
+            notes.append(_odd(named, value, f"{name}.{key}"))
+    part = config.get(PART)
+    if part is not None and not _is_part(part):
+        notes.append(_odd(PART, part, f"{name}.rope.dimension_count"))
+    return notes
+
+
+def _odd(named: str, value: object, key: str) -> str:
+    return (
+        f"config.json: {named}: {value!r:.40} is no number that {key} can have, and is left out: give a config.json"
+        " that states one, --config-from PATH"
+    )
+
+
+def _is_part(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and 0 < value <= 1
+
+
+def _number(key: str, value: object) -> bytes | None:
+    """Return what a key says; None where GGUF has no number for what the config states."""
+    if key in FLOATS:
+        return f32(float(value)) if _is_number(value) else None
+    return u32(value) if type(value) is int and 0 <= value <= MAX_U32 else None
+
+
+def _value(config: Config, named: str) -> object:
+    return config.get(named, config.get(OTHER_WORDS.get(named, "")))
+
+
 def _own(name: str) -> Mapping[str, str]:
     mixed = {"expert_count": "num_local_experts"} if name == "llama" else {}
     return {**ARCHITECTURES[name].keys, **mixed}
@@ -128,8 +200,8 @@ def _rotary(config: Config) -> int:
     """Return how many numbers of a head are turned; 0 where the config does not say it."""
     hidden, heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
     per_head = _int(config, "head_dim") or (hidden // heads if heads else 0)
-    part = config.get("partial_rotary_factor")
-    return int(per_head * part) if isinstance(part, int | float) and 0 < part <= 1 else per_head
+    part = config.get(PART)
+    return int(per_head * part) if _is_part(part) else per_head
 
 
 def _rope_scaling(

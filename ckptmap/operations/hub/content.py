@@ -5,6 +5,7 @@ repository that they replace.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -136,9 +137,11 @@ def items_of(ckpt: Checkpoint, folder: str, fresh: bool) -> tuple[list[UploadIte
 def names_of(place: Path) -> tuple[dict[Path, str], list[str]]:
     """Return the names in the repository of the files of a directory, and the names left behind.
 
-    Raises DestinationError CKM715 for a name that no repository should hold.
+    Raises DestinationError CKM715 for a name that no repository should hold, RunError CKM306, or CKM313, for a
+    directory that cannot be listed: `Path.rglob` passes over it, or not, by the version of Python.
     """
-    files = sorted(file for file in place.rglob("*") if file.is_file())
+    with _reading(place):
+        files = sorted(filter(Path.is_file, _below(place)))
     names = {file: file.relative_to(place).as_posix() for file in files}
     left = [name for name in names.values() if LOCAL_ONLY.fullmatch(name)]
     names = {file: name for file, name in names.items() if name not in left}
@@ -149,6 +152,16 @@ def names_of(place: Path) -> tuple[dict[Path, str], list[str]]:
                 "CKM715", f"{file}: {problem}; nothing was pushed", "rename or remove it"
             )
     return names, left
+
+
+def _below(place: Path) -> Iterator[Path]:
+    """Yield what is no directory below a place. Raises OSError where one cannot be listed."""
+
+    def failed(error: OSError) -> None:
+        raise error
+
+    for folder, _, names in os.walk(place, onerror=failed):
+        yield from (Path(folder, name) for name in names)
 
 
 def _check(ckpt: Checkpoint) -> None:

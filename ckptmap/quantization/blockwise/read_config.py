@@ -13,7 +13,7 @@ from ckptmap.quantization.blockwise.model_dtype import FLOATS
 from ckptmap.storage.box_reader import fill
 from ckptmap.storage.files import Files
 from ckptmap.storage.json_file import read_json
-from ckptmap.tensors import Box, StoredTensor
+from ckptmap.tensors import ITEMSIZE, Box, StoredTensor
 
 MAX_NBYTES = 16 << 20
 
@@ -31,11 +31,20 @@ def quantization_config(stored: StoredTensor, mounts: Mounts) -> Mapping[str, ob
 
 
 def stated_dtype(stored: StoredTensor, mounts: Mounts) -> str:
-    """Return the dtype that config.json beside a tensor's file states for the model; "" where it states none."""
+    """Return the dtype that config.json beside a tensor's file states for the model; "" where it states none.
+
+    Raise SourceError CKM115 for the name of a dtype that torch does not have: transformers stops there.
+    """
     for holder in _holders(stored, mounts):
         said = holder.get("dtype") or holder.get("torch_dtype")
         if said in FLOATS:
             return str(said)
+        if isinstance(said, str) and said not in (*ITEMSIZE, "auto"):
+            raise SourceError(
+                "CKM115",
+                f"{_config_beside(stored)}: dtype {said[:40]!r}, expected one of torch's such as {', '.join(FLOATS)}",
+                "correct it, or download config.json again",
+            )
     return ""
 
 
@@ -45,12 +54,17 @@ def model_type(stored: StoredTensor, mounts: Mounts) -> str:
     return kinds[0] if kinds else ""
 
 
+def _config_beside(stored: StoredTensor) -> Path | None:
+    """Return the path of the config.json beside a tensor's file; None for a tensor without elements."""
+    place = next(iter(stored.chunks), None)
+    return None if place is None else Path(place.region.file).parent / "config.json"
+
+
 def _holders(stored: StoredTensor, mounts: Mounts) -> list[Mapping[str, object]]:
     """Return the config.json beside a tensor's file, and its part for text; neither where there is none."""
-    place = next(iter(stored.chunks), None)
-    if place is None:
+    file = _config_beside(stored)
+    if file is None:
         return []
-    file = Path(place.region.file).parent / "config.json"
     try:
         config = read_json(file, mounts, max_nbytes=MAX_NBYTES)
     except (OSError, ValueError):

@@ -46,6 +46,13 @@ PACKED_ZERO = "int32"
 """The dtype of packed zero points; others are not packed and have the scale's shape."""
 
 
+ACT_ORDER = (
+    "has groups of columns in act-order (weight_g_idx, actorder 'group'), which compressed-tensors 0.20, and with it"
+    " transformers, refuses to load; vLLM loads it; --to hf-bf16 decodes it"
+)
+"""`QuantizationArgs.validate_actorder` of compressed-tensors 0.20 raises for it."""
+
+
 @dataclass(frozen=True)
 class Packed(ScaledEncoding):
     """Packed integer codes: 1 to 8 bits. As a target of --to they have 8.
@@ -216,6 +223,10 @@ class Packed(ScaledEncoding):
             zero_rows,
         )
         return IntegerEncoder((info.shape[0], info.shape[1]), form, self.constants(info))
+
+    def unread(self) -> str:
+        """Return who loads groups of columns in any order: see `core.quantized_codes.ReadBySome`."""
+        return ACT_ORDER if self.ordered else ""
 
     def grid(self, info: TensorInfo) -> CodeGrid | None:
         has_zeros, block = bool(self.zero_dtype), self.block_of(info)

@@ -57,6 +57,14 @@ class GgufTarget:
         refused = encoding.parts(TensorInfo(info.shape, encoding.takes))
         return refused if isinstance(refused, Refusal) else encoding
 
+    def fallback(self, encoding: Encoding, info: TensorInfo) -> str:
+        """Return why a matrix is fp16: see `core.quantized_codes.FallsBack`."""
+        half = encoding.name == "dense" and getattr(encoding, "dtype", info.dtype) == HALF
+        if not half or not self._has_partial_blocks(info):
+            return ""
+        block = BY_NAME[self.kind].numel
+        return f"is stored as {HALF}, since rows of {info.shape[-1]} values are no whole blocks of {block}"
+
     def _has_partial_blocks(self, info: TensorInfo) -> bool:
         """Return whether it is a matrix, or stacked ones, whose rows are no whole blocks."""
         partial = len(info.shape) > 1 and info.shape[-1] % BY_NAME[self.kind].numel

@@ -29,6 +29,7 @@ from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, ScaledEncodin
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.dense import Dense
 from ckptmap.quantization.linear_weights import LinearLayerScheme
+from ckptmap.quantization.striped.quanto_map import map_beside, require_mapped_kind
 from ckptmap.quantization.striped.quanto_shapes import config_beside, shape_of
 from ckptmap.quantization.striped.striped_encoding import CodeRows, Extra, StripedEncoding
 from ckptmap.quantization.striped.stripes import Stripes
@@ -182,6 +183,10 @@ class Quanto8Scheme(_Scheme):
             for fqn in self._found(stored)
             if _is_by_row(stored[f"{fqn}._data"].info, stored[f"{fqn}._scale"].info)
         ]
+        if fqns:
+            stated = map_beside(stored[f"{fqns[0]}._data"], self.mounts)
+            for fqn in fqns if stated else ():
+                require_mapped_kind(fqn, f"q{stored[f'{fqn}._data'].info.dtype}", stated)
         return WeightForms(stored).groups(fqns, _made_8)
 
 
@@ -207,6 +212,9 @@ class QuantoPackedScheme(_Scheme):
         config = config_beside(stored[found[0] + self.ending], self.mounts)
         read = {fqn: _read(fqn, stored, config) for fqn in found}
         known = {fqn: facts for fqn, facts in read.items() if facts is not None}
+        stated = map_beside(stored[found[0] + self.ending], self.mounts)
+        for fqn, (bits, *_) in known.items() if stated else ():
+            require_mapped_kind(fqn, f"qint{bits}", stated)
         return groups + WeightForms(stored).groups(
             known, lambda fqn, near: _made(fqn, *known[fqn], near), known.values()
         )

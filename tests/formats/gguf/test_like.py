@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import ckptmap
-from ckptmap.errors import PlanError, SourceError
+from ckptmap.errors import PlanError
 from tests.formats.gguf.test_writer import fields, stored
 from tests.support.bnb_cases import refused
 from tests.support.gguf_files import blocks, write
@@ -109,24 +108,3 @@ def test_types_that_are_not_made_here(tmp_path: Path) -> None:
     assert kinds == {"F32", "Q8_0"}
     told = fields(tmp_path / "back.gguf")
     assert {key: told[key] for key in fields(source)} == fields(source)
-
-
-def test_a_merge_into_gguf_goes_by_way_of_other_names(tmp_path: Path) -> None:
-    from tests.support.merge_cases import LINEARS, adapted, save_adapter
-
-    model = MODELS["llama"]
-    built = build(model)
-    source = write_model(model, built, tmp_path / "base.gguf", "Q8_0")
-    save_adapter(adapted(built, target_modules=LINEARS), tmp_path / "adapter")
-    with refused(SourceError, "CKM321", "its names are those of gguf") as caught:
-        ckptmap.merge(source, tmp_path / "adapter", tmp_path / "merged.gguf")
-    hint = caught.value.hint or ""
-    assert "--to hf-bf16; ckptmap merge BASE" in hint and f"--as {source}" in hint
-    ckptmap.convert(source, tmp_path / "BASE", to="hf-bf16")
-    ckptmap.merge(tmp_path / "BASE", tmp_path / "adapter", tmp_path / "MERGED")
-    report = ckptmap.convert(tmp_path / "MERGED", tmp_path / "new.gguf", as_=source)
-    assert "15 of 21 weights byte-identical" in str(report)
-    assert torch.equal(
-        ckptmap.open(tmp_path / "new.gguf")["token_embd.weight"].read(),
-        ckptmap.open(source)["token_embd.weight"].read(),
-    )

@@ -217,3 +217,23 @@ def test_types_that_are_not_encoded_are_refused_by_name(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(4, 256)}, tmp_path / "trained.pt")
     with pytest.raises(CkptmapError, match="has changed, and cannot be made gguf-q4_k"):
         ckptmap.convert(tmp_path / "trained.pt", tmp_path / "back.pt", as_=tmp_path / "blocks.pt")
+
+
+def test_a_split_model_of_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer splits by tensors; each file leads to all, and the way back is one whole file."""
+    from functools import partial
+
+    from gguf import GGUFWriter
+
+    (tmp_path / "split").mkdir()
+    built = build(MODELS["llama"])
+    one = write_model(MODELS["llama"], built, tmp_path / "one.gguf", "Q8_0")
+    splitting = partial(GGUFWriter, split_max_tensors=6)
+    monkeypatch.setattr("tests.support.gguf_models.GGUFWriter", splitting)
+    write_model(MODELS["llama"], built, tmp_path / "split" / "m.gguf", "Q8_0")
+    files = sorted((tmp_path / "split").iterdir())
+    assert [file.name for file in files] == [f"m-0000{n}-of-00004.gguf" for n in (1, 2, 3, 4)]
+    for path in (tmp_path / "split", files[0], files[2]):
+        ckptmap.convert(path, tmp_path / "whole.gguf", to="gguf", overwrite=True)
+        before = one.read_bytes()
+        assert (tmp_path / "whole.gguf").read_bytes()[: len(before)] == before

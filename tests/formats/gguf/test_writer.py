@@ -118,7 +118,10 @@ def test_rows_that_are_no_whole_blocks_are_fp16(tmp_path: Path) -> None:
     config = {**MODELS["llama"].config, "intermediate_size": 100}
     model = type(MODELS["llama"])(MODELS["llama"].arch, config, MODELS["llama"].change)
     build(model).to(torch.bfloat16).save_pretrained(tmp_path / "hf")
-    ckptmap.convert(tmp_path / "hf", tmp_path / "m.gguf", to="gguf-q4_0")
+    report = ckptmap.convert(tmp_path / "hf", tmp_path / "m.gguf", to="gguf-q4_0")
+    told = [note for note in report.notes if note.startswith("not in blocks: ")]
+    why = "is stored as float16, since rows of 100 values are no whole blocks of 32"
+    assert told == [f"not in blocks: blk.{n}.ffn_down.weight: {why}" for n in (0, 1)]
     kinds = {key: kind for key, (kind, *_) in stored(tmp_path / "m.gguf").items()}
     assert kinds["blk.0.ffn_down.weight"] == "F16"
     assert kinds["blk.0.ffn_up.weight"] == "Q4_0"

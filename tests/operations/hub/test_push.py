@@ -608,6 +608,27 @@ def test_a_file_that_cannot_be_hashed_is_told_by_name(
     assert caught.value.code == code
 
 
+@pytest.mark.parametrize(("number", "code"), [(errno.EINTR, "CKM306"), (errno.EMFILE, "CKM313")])
+def test_a_folder_that_cannot_be_listed_is_told_by_name(
+    hub: Hub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: str
+) -> None:
+    """Not pushed without what lies in it."""
+    source = tmp_path / "model"
+    shutil.copytree(model, source)
+    (source / "more").mkdir()
+    listed = os.scandir
+
+    def failing(path: str) -> object:
+        if os.fspath(path).endswith("more"):
+            raise OSError(number, os.strerror(number), path)
+        return listed(path)
+
+    monkeypatch.setattr("os.scandir", failing)
+    with pytest.raises(RunError, match=r"cannot be read to publish it: ") as caught:
+        ckptmap.push(source, "org/listed")
+    assert caught.value.code == code and str(source) in str(caught.value)
+
+
 def test_a_plan_with_open_ends_makes_no_repository(hub: Hub, tmp_path: Path) -> None:
     import argparse
 
