@@ -63,6 +63,11 @@ def load(path: Path, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
         path, dtype=dtype, output_loading_info=True, experts_implementation="eager", **more
     )
     assert not any(found.values()), found
+    for module in model.modules():
+        # On a processor with AVX512_BF16 bitsandbytes packs 4-bit weights anew and multiplies them by a kernel
+        # of its own, which sums in another order than a matrix product of the decoded weights.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return model.eval()
 
 
