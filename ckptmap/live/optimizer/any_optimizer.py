@@ -20,6 +20,9 @@ class AnyOptimizer(OptimizerFamily):
 
     name = "other"
 
+    def entries(self, state: Mapping[str, object]) -> dict[str, object]:
+        return dict(state)  # None too: it is a value that the optimizer may ask for
+
     def needs(self, part: OptimizerParam) -> tuple[str, ...]:
         import torch
 

@@ -125,6 +125,8 @@ class OptimizerFamily:
     """Can the optimizer step with moments of another dtype than the parameter's?"""
     moments: tuple[str, ...] = ()
     """Canonical names of the moments that the optimizer needs."""
+    counts_steps = True
+    """Does it keep the count of steps of each parameter?"""
     scratch: tuple[str, ...] = ()
     """Entries that each step computes anew, so that they need not be loaded."""
 

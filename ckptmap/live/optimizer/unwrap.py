@@ -23,18 +23,24 @@ if TYPE_CHECKING:
 def unwrapped(optimizer: object) -> Any:
     """Return the optimizer inside of the wrappers of accelerate and other frameworks; of several by
     name, or in a container such as torchtitan's, each of them."""
-    import torch
-
-    several = _several(optimizer)
+    several = several_of(optimizer)
     if several:
         return SeveralOptimizers({name: unwrapped(one) for name, one in several.items()})
+    return [*layers_of(optimizer)][-1]
+
+
+def layers_of(optimizer: object) -> Iterator[Any]:
+    """Yield an optimizer, or the wrappers around it from the outer one on and the optimizer last."""
+    import torch
+
+    yield optimizer
     inner = getattr(optimizer, "optimizer", None)
     while isinstance(inner, torch.optim.Optimizer):
-        optimizer, inner = inner, getattr(inner, "optimizer", None)
-    return optimizer
+        yield inner
+        inner = getattr(inner, "optimizer", None)
 
 
-def _several(optimizer: object) -> Mapping[str, object]:
+def several_of(optimizer: object) -> Mapping[str, object]:
     """Return the optimizers of a dict or of a container by name; empty where it is one optimizer."""
     import torch
 
