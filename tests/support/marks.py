@@ -116,6 +116,7 @@ SLOW = frozenset(
         "live/optimizer/test_lbfgs.py::test_it_goes_on_bit_for_bit",
         "live/optimizer/test_optimizer_pairs.py",
         "live/optimizer/test_resume_exact.py",
+        "live/optimizer/test_resume_float8.py",
         "live/optimizer/test_resume_odd.py",
         "live/rounding/test_position_bits.py::test_compiled_bits_are_those_of_operations_one_by_one",
         "live/rounding/test_position_bits.py::test_rounding_is_unbiased",
