@@ -124,6 +124,7 @@ SLOW = frozenset(
         "live/rounding/test_positions.py::test_any_cut_gives_the_positions_of_the_whole",
         "live/rounding/test_worlds.py",
         "live/save/test_pending_gradients.py",
+        "live/save/test_prepare.py",
         "live/save/test_same_as_base.py::test_a_changed_weight_is_saved",
         "live/save/test_save_handle.py::test_the_end_of_the_process_warns_and_logs",
         "live/save/test_sweep_saves.py",
