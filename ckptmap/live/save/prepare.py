@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from ckptmap import registry
 from ckptmap.live.save.write_dcp import WRITER
-from ckptmap.storage.crc32 import crc32
 
 
 def prepare() -> None:
     """Import the writer, the forms of live weights, the families of optimizers and the library of digests."""
     import xxhash  # noqa: F401
 
-    crc32(b"")  # its library is imported at its first call
     registry.writer(WRITER)
     registry.live_forms()
     registry.optimizer_families()
