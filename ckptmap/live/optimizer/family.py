@@ -109,6 +109,8 @@ class OptimizerParam:
     group: ParamGroup
     param: torch.Tensor
     model: torch.Tensor
+    is_elsewhere: bool = False
+    """Does another rank step it, and keep its state?"""
 
     @property
     def state(self) -> Mapping[str, object]:

@@ -16,7 +16,7 @@ from ckptmap.live.model.live_form import live_forms, logical_info
 from ckptmap.live.model.live_tensor import LiveTensor, device_for, fallback_device, is_dtensor
 from ckptmap.live.optimizer import gradients, group_objects
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
-from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, is_offloaded, unwrapped
+from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, unwrapped
 from ckptmap.live.rounding import record as rounding
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def class_of(optimizer: LiveOptimizer) -> dict[str, object]:
     """Return what tells the class of an `unwrapped` optimizer."""
     cls, inner = type(optimizer), inner_optimizers(optimizer)[0]
     found: dict[str, object] = {"class": cls.__name__, "module": cls.__module__}
-    return {**found, "inner": type(inner).__name__} if is_offloaded(optimizer) else found
+    return {**found, "inner": type(inner).__name__} if inner is not optimizer else found
 
 
 def _entries_on_cpu(optimizers: Sequence[LiveOptimizer]) -> list[str]:

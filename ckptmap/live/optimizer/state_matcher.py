@@ -189,7 +189,7 @@ class StateMatcher:
         if not any(sources):
             plan.steps.append(lambda reader: _forget(owner))
             return
-        if owner.is_flat and not owner.part.param.numel():
+        if owner.part.is_elsewhere or (owner.is_flat and not owner.part.param.numel()):
             return  # all of it is on other ranks: this rank does not step it
         as_built, (owner, sources, beside, extra) = owner, self._classes.of_param(owner, sources)
         if isinstance(owner.part.family, AsSaved):

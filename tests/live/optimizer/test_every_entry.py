@@ -147,3 +147,10 @@ def test_a_list_of_a_scheduler_keeps_its_length(tmp_path: Path) -> None:
 def test_on_two_ranks_and_then_on_one(tmp_path: Path) -> None:
     run_ranks("tests.ranks.resume_entries", 2, [str(tmp_path), "ddp", "fsdp2", "fsdp1"], 240)
     run_alone("tests.ranks.resume_entries", [str(tmp_path), "from", "fsdp2"], timeout=120)
+
+
+def test_an_optimizer_whose_ranks_keep_parts(tmp_path: Path) -> None:
+    """Its state was left out, and `exact=True` passed."""
+    run_ranks("tests.ranks.resume_partitioned", 3, [str(tmp_path)], 120)
+    run_ranks("tests.ranks.resume_partitioned", 2, [str(tmp_path), "from"], 120)
+    run_alone("tests.ranks.resume_partitioned", [str(tmp_path), "from", "alone"], timeout=60)
