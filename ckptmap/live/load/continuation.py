@@ -21,6 +21,7 @@ from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.stateful import SavedStates, Stateful
 from ckptmap.live.optimizer import beside_params, flat_lowbit, gradients, lbfgs, run_settings
 from ckptmap.live.optimizer.param_groups import load_scheduler, not_in_both, refuse_other_scheduler
+from ckptmap.live.optimizer.several_optimizers import scheduler_classes
 from ckptmap.live.optimizer.state_matcher import StatePlan
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.rounding.continuing import RoundingContinuation
@@ -120,6 +121,10 @@ class Continuation:
             self.inexact.append("there is no scheduler in the checkpoint")
         elif self._scheduler is not None:
             self.inexact += not_in_both("scheduler", self._scheduler, self._scheduler_state)
+            was = self._saved.get(run_settings.SCHEDULER)
+            now = scheduler_classes(self._scheduler)
+            if was is not None and repr(was) != repr(now):
+                self.inexact.append(f"scheduler: was {was}, is {now}")
         self.inexact += [f"no {name}" for name in self._takers if name not in self._states]
         self.inexact += [f"nobody takes {n}" for n in self._states if n not in self._takers]
         self.inexact += [

@@ -53,7 +53,11 @@ from ckptmap.live.optimizer.local_state import (
     info_of,
     owners,
 )
-from ckptmap.live.optimizer.several_optimizers import check_scheduler, one_scheduler
+from ckptmap.live.optimizer.several_optimizers import (
+    check_scheduler,
+    one_scheduler,
+    scheduler_classes,
+)
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.options import SaveOptions
 from ckptmap.live.rounding import record as rounding
@@ -336,6 +340,7 @@ def _held(
         for key, value in states.items():
             _values(held, ("extra", module_extra_state.KEY, key), value)
         if run_scheduler is not None:
+            held.settings[run_settings.SCHEDULER] = scheduler_classes(run_scheduler)
             _values(held, ("extra", "scheduler"), run_scheduler.state_dict())
         for key, value in extra.items():
             _values(held, ("extra", key), value)

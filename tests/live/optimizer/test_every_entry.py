@@ -154,3 +154,22 @@ def test_an_optimizer_whose_ranks_keep_parts(tmp_path: Path) -> None:
     run_ranks("tests.ranks.resume_partitioned", 3, [str(tmp_path)], 120)
     run_ranks("tests.ranks.resume_partitioned", 2, [str(tmp_path), "from"], 120)
     run_alone("tests.ranks.resume_partitioned", [str(tmp_path), "from", "alone"], timeout=60)
+
+
+def test_a_scheduler_of_another_class_is_never_exact(tmp_path: Path) -> None:
+    """LambdaLR and MultiplicativeLR have states of the same names."""
+
+    def built(kind: Any, inside: bool) -> tuple[nn.Module, Any, Any]:
+        model, optimizer = made(torch.optim.SGD, 0, 1)
+        scheduler = kind(optimizer, lambda step: 0.5)
+        if inside:
+            constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
+            scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [constant, scheduler], [2])
+        return model, optimizer, scheduler
+
+    one, other = torch.optim.lr_scheduler.LambdaLR, torch.optim.lr_scheduler.MultiplicativeLR
+    for inside in (False, True):
+        ckptmap.save(tmp_path / str(inside), *built(one, inside)).wait()
+        ckptmap.load(tmp_path / str(inside), *built(one, inside), exact=True)
+        with pytest.raises(LoadError, match=r"scheduler: was \[.*LambdaLR.*is \[.*Multiplicative"):
+            ckptmap.load(tmp_path / str(inside), *built(other, inside), exact=True)
