@@ -58,7 +58,9 @@ def unsaved(optimizer: object, objects: Iterable[object]) -> list[str]:
 
     objects  what the caller saves as `stateful`: those are saved whole"""
     given = [*objects]
-    found = []
+    found: list[str] = []
+    if optimizer is None:
+        return found
     for one in several_of(optimizer).values() or [optimizer]:
         layers = [*layers_of(one)]
         for layer, inner in zip(layers, [*layers[1:], None], strict=True):

@@ -300,11 +300,7 @@ def _held(
     run_scheduler = one_scheduler(scheduler)
     extra = extra_values.shared(options.step, options.extra, OWN_NAMES)
     per_rank = argument_checks.extra(options.extra_per_rank, (), "extra_per_rank")
-    left_out = (
-        []
-        if optimizer is None
-        else beside_params.unsaved(optimizer, (options.stateful or {}).values())
-    )
+    left_out = beside_params.unsaved(optimizer, (options.stateful or {}).values())
     optimizer = None if optimizer is None else unwrapped(optimizer)
     mine = [] if optimizer is None else owners(optimizer, targets)
     held.settings = run_settings.describe(model, optimizer, targets, peers.world)
