@@ -14,7 +14,8 @@ in the background: "blocked" is how long the call holds the thread that trains
     ckptmap   ckptmap.save(background=True)
 
 A run saves twice with the same model, as a training run does; the second save is what is reported, and the
-first stands beside it, since memory that is kept between saves is new to the first one. CPU is user and system time
+first stands beside it, since memory that is kept between saves is new to the first one. Modules are imported before:
+those of dcp by this file, those of ckptmap as `CheckpointManager` does. CPU is user and system time
 of all ranks. Memory is what a rank needs in addition to its model and optimizer: the peak of RssAnon.
 `--only` takes the beginnings of names: what keeps memory, keeps it while the others are measured.
 """
@@ -45,6 +46,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import ckptmap
 from benchmarks.resume import Peak, anonymous, chosen, sharded
+from ckptmap.live.save.prepare import prepare
 
 
 class Wait(Protocol):
@@ -134,6 +136,7 @@ def measure(save: Callable[[Path, Any, Any], Wait], path: Path, model: Any, opti
 def rank_main(folder: Path, layers: int, width: int, repeats: int, only: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    prepare()
     model, optimizer = sharded(layers, width)
     stager = DefaultStager(StagingOptions(False, False, False, False))
     found: dict[str, list[list[dict[str, float]]]] = {}

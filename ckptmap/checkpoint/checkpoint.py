@@ -179,6 +179,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self.optimizer_reader.named().values
 
     @property
+    def optimizer_nested_values(self) -> dict[str, dict[str, object]]:
+        """FQN -> name of the entry -> what is no tensor; a dict or list is one value, as the optimizer had it."""
+        return self.optimizer_reader.named().nested_values
+
+    @property
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """The groups with their hyper-parameters, `"params"` by FQN."""
         return [dict(group) for group in self.optimizer_reader.named().groups]

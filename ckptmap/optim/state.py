@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptmap import registry
+from ckptmap.core.state_paths import nest
 from ckptmap.errors import SourceError
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Leaf, Path, PlainValue
@@ -143,6 +144,19 @@ class Optimizer:
         )
 
     @cached_property
+    def nested_values(self) -> dict[str, dict[str, object]]:
+        """Parameter -> name of the entry -> value that is no tensor, a dict or list as one value. An entry
+        that holds tensors as well is there leaf by leaf, as in `values`."""
+        by_key: dict[str, dict[Path, object]] = {}
+        mixed = {(leaf.key, leaf.name[:1]) for leaf in self.leaves if _is_apart(leaf)}
+        for leaf in self.leaves:
+            if leaf.name and not isinstance(leaf.value, LazyTensor):
+                apart = (leaf.key, leaf.name[:1]) in mixed
+                path = (leaf.title,) if apart else leaf.name
+                by_key.setdefault(leaf.key, {})[path] = leaf.value
+        return {key: nest(values) for key, values in by_key.items()}
+
+    @cached_property
     def named_tensors(self) -> dict[str, LazyTensor]:
         """Every tensor by the name that a plan gives it: state, hyper-parameters, the rest."""
         return {lazy.fqn: lazy for lazy in self._all_tensors()}
@@ -175,6 +189,11 @@ class Optimizer:
                 lists = {name: [group[name][at] for at in kept] for name in listed}
                 groups.append({**group, **lists})
         return replace(self, leaves=leaves, groups=groups)
+
+
+def _is_apart(leaf: StateLeaf) -> bool:
+    """Return whether what lies below the first name of this leaf cannot be one plain value."""
+    return len(leaf.name) == 1 or isinstance(leaf.value, LazyTensor)
 
 
 def _by_key(entries: Iterable[tuple[StateLeaf, _Value]]) -> dict[str, dict[str, _Value]]:

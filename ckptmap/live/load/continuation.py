@@ -19,8 +19,9 @@ from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.stateful import SavedStates, Stateful
-from ckptmap.live.optimizer import flat_lowbit, gradients, lbfgs, run_settings
+from ckptmap.live.optimizer import beside_params, flat_lowbit, gradients, lbfgs, run_settings
 from ckptmap.live.optimizer.param_groups import load_scheduler, not_in_both, refuse_other_scheduler
+from ckptmap.live.optimizer.several_optimizers import scheduler_classes
 from ckptmap.live.optimizer.state_matcher import StatePlan
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.rounding.continuing import RoundingContinuation
@@ -53,6 +54,8 @@ class Continuation:
         self._objects = objects
         self._scheduler = scheduler
         self._targets = targets
+        taken = () if objects is None else objects.values()
+        self._unsaved = [] if optimizer is None else beside_params.unsaved(optimizer, taken)
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self._rank, world = rank_and_world()
         self._live = run_settings.describe(model, self._optimizer, targets, world)
@@ -65,7 +68,7 @@ class Continuation:
         self._rounding_note = ""
         self._takers = module_extra_state.setters(model)
         self._states = module_extra_state.recorded(checkpoint)
-        for key in (rng_state.KEY, flat_lowbit.KEY, lbfgs.KEY):
+        for key in (rng_state.KEY, flat_lowbit.KEY, lbfgs.KEY, beside_params.KEY):
             everything.pop(key, None)
         self._per_rank = self._own_extra(_pop_dict(everything, run_settings.PER_RANK))
         everything.pop(gradients.PENDING, None)
@@ -118,7 +121,12 @@ class Continuation:
             self.inexact.append("there is no scheduler in the checkpoint")
         elif self._scheduler is not None:
             self.inexact += not_in_both("scheduler", self._scheduler, self._scheduler_state)
+            was = self._saved.get(run_settings.SCHEDULER)
+            now = scheduler_classes(self._scheduler)
+            if was is not None and repr(was) != repr(now):
+                self.inexact.append(f"scheduler: was {was}, is {now}")
         self.inexact += [f"no {name}" for name in self._takers if name not in self._states]
+        self.inexact += [f"nobody takes {n}" for n in self._states if n not in self._takers]
         self.inexact += [
             f"nobody takes the state of {n!r}" for n in self._stateful.unused(self._objects)
         ]
@@ -139,6 +147,15 @@ class Continuation:
         if text := self._saved.get(run_settings.WITHOUT):
             yield f"gradients of an accumulation were left out when it was saved ({text})"
         yield from (f"gradient of {name}" for name in self.gradients.left)
+        unlike = self._saved.get(run_settings.UNLIKE)
+        for name in unlike if isinstance(unlike, list | tuple) else ():
+            yield f"each rank had its own {name}, one was saved"
+        forms = self._saved.get(run_settings.FORMS)
+        for name in forms if isinstance(forms, list | tuple) else ():
+            yield f"{name} is no longer of the class that it was when it was saved"
+        was_left = self._saved.get(run_settings.UNSAVED)
+        texts = was_left if isinstance(was_left, list | tuple) else ()
+        yield from (f"optimizer: {text}, which is not saved" for text in (*texts, *self._unsaved))
         if self._saved.get("rounded_scales"):
             yield "a forward on the CPU rounded the scales of quantized weights before it was saved"
 
@@ -231,6 +248,19 @@ class Continuation:
             extra_per_rank=per_rank, gradients=tuple(self.gradients.names),
             rounding=self._rounding_note,
         )  # fmt: skip
+
+
+def refuse_changes(report: LoadReport, path: str) -> None:
+    """Raise LoadError CKM507 for a load that was to be exact, and left out or changed something. What
+    headers show is refused before; this is what only the load itself has shown."""
+    if report.changes:
+        raise LoadError(
+            "CKM507",
+            f"{path}: the load was not exact, although nothing showed it before it: "
+            + "; ".join(report.changes),
+            "the model and the optimizer are loaded all the same: go on if these differences do not matter"
+            " to you, or load without exact=True",
+        )
 
 
 def how_renamed(checkpoint: Checkpoint) -> str:

@@ -24,7 +24,7 @@ from ckptmap.core.signatures import spelled_out
 from ckptmap.errors import ArgumentError
 from ckptmap.execution.check_source import begin as begin_check
 from ckptmap.live.load import check_source
-from ckptmap.live.load.continuation import Continuation
+from ckptmap.live.load.continuation import Continuation, refuse_changes
 from ckptmap.live.load.load_plan import LoadPlan
 from ckptmap.live.load.mending_names import arguments_hint, other_models_hint
 from ckptmap.live.load.over_base import with_bases
@@ -118,7 +118,8 @@ def load(
             with agreed(peers):
                 check = check_source.finish(planned.checkpoint, peers, verify)
                 planned.finish()
-    return replace(planned.report(), source=check)
+                report = planned.report(options.exact)
+    return replace(report, source=check)
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,15 @@ class PlannedLoad:
         fingerprints = self.checkpoint.fingerprints
         loaded_bases.remember(self.weights.targets, self.base, self.part, fingerprints)
 
-    def report(self) -> LoadReport:
+    def report(self, exact: bool) -> LoadReport:
+        """Return the report. Raises LoadError CKM507 where `exact` was promised and something has changed."""
         report = self.weights.report(self.reader, self.buffers_on_meta)
         how = ", ".join(one.arguments for one in self.checkpoint.renamings)
         report = replace(report, names=self.names, renamed=how)
-        return self.continuation.report(report, self.state)
+        report = self.continuation.report(report, self.state)
+        if exact:
+            refuse_changes(report, self.checkpoint.path)
+        return report
 
 
 def _timeout(keywords: LoadKeywords) -> float | None:

@@ -30,6 +30,7 @@ from ckptmap.live.manager.retention import Mode, Retention
 from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.options import ValueKeywords
+from ckptmap.live.save.prepare import prepare
 from ckptmap.live.save.save import save
 from ckptmap.live.save.save_handle import SaveHandle
 from ckptmap.operations.list_steps import (
@@ -89,6 +90,7 @@ class CheckpointManager:
         self.every = argument_checks.integer("every", every, 1)
         self.retention = Retention(keep, keep_every, keep_best)
         self.retention.check()
+        prepare()
         self.background = background
         self.bandwidth = bandwidth
         self.timeout = timeout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from ckptmap.core.formatting import human
@@ -130,6 +130,16 @@ class StateReport(ShortRepr):
         return found
 
 
+RESTORED = ("loaded", "copied", "settings")
+"""Fields of a StateReport that name what is as it was when it was saved. All others name what is not."""
+NO_CHANGES = (
+    "loaded", "encoded", "tied", "state", "streams", "inexact", "step", "extra", "extra_per_rank",
+    "gradients", "skipped", "names", "renamed", "source", "rounding",
+    "peak_host_nbytes", "peak_device_nbytes",
+)  # fmt: skip
+"""Likewise of a LoadReport. What `inexact`, `names` and `renamed` tell is decided before the load."""
+
+
 @dataclass(frozen=True, repr=False)
 class LoadReport(ShortRepr):
     """The result of `ckptmap.load`, for this rank.
@@ -188,6 +198,15 @@ class LoadReport(ShortRepr):
     gradients: tuple[str, ...] = ()
     source: SourceCheck = field(default_factory=SourceCheck)
     rounding: str = ""
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What the load left out or changed, by the name of the list that tells of it; empty: nothing."""
+        lists = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in NO_CHANGES}
+        if self.state is not None:
+            of_state = (f.name for f in fields(self.state) if f.name not in RESTORED)
+            lists |= {f"optimizer, {name}": getattr(self.state, name) for name in of_state}
+        return tuple(f"{name}: {listed(items)}" for name, items in lists.items() if items)
 
     def to_json(self) -> dict[str, object]:
         """Return one JSON document, `"schema": 1`. Of `extra` and `extra_per_rank` it has the names: their

@@ -20,6 +20,9 @@ class AnyOptimizer(OptimizerFamily):
 
     name = "other"
 
+    def entries(self, state: Mapping[str, object]) -> dict[str, object]:
+        return dict(state)  # None too: it is a value that the optimizer may ask for
+
     def needs(self, part: OptimizerParam) -> tuple[str, ...]:
         import torch
 
@@ -69,18 +72,19 @@ class AnyOptimizer(OptimizerFamily):
 
         probe = torch.nn.Parameter(torch.zeros(_probe_shape(part), dtype=part.param.dtype))
         probe.grad = torch.zeros_like(probe)
-        twin = copy.copy(part.optimizer)
-        twin.state = defaultdict(dict)
-        twin.param_groups = [{**part.group, "params": [probe]}]
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(twin, hooks, OrderedDict())
         rng_state = torch.get_rng_state()
         try:
+            twin = copy.copy(part.optimizer)
+            twin.state = defaultdict(dict)
+            twin.param_groups = [{**part.group, "params": [probe]}]
+            for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                setattr(twin, hooks, OrderedDict())
             type(twin).step(twin)
         except Exception as error:
+            kind = type(part.optimizer).__name__
             raise LoadError(
                 "CKM508",
-                f"optimizer: {type(twin).__name__} is unknown, and a trial step failed: {error}",
+                f"optimizer: {kind} is unknown, and a trial step failed: {error}",
                 "load the model alone, and the optimizer with its own load_state_dict",
             ) from error
         finally:

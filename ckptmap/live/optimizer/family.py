@@ -109,6 +109,8 @@ class OptimizerParam:
     group: ParamGroup
     param: torch.Tensor
     model: torch.Tensor
+    is_elsewhere: bool = False
+    """Does another rank step it, and keep its state?"""
 
     @property
     def state(self) -> Mapping[str, object]:
@@ -125,6 +127,8 @@ class OptimizerFamily:
     """Can the optimizer step with moments of another dtype than the parameter's?"""
     moments: tuple[str, ...] = ()
     """Canonical names of the moments that the optimizer needs."""
+    counts_steps = True
+    """Does it keep the count of steps of each parameter?"""
     scratch: tuple[str, ...] = ()
     """Entries that each step computes anew, so that they need not be loaded."""
 

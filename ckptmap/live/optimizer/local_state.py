@@ -17,6 +17,7 @@ from ckptmap.errors import LoadError
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import stored_form
 from ckptmap.live.model.live_tensor import LiveTensor, cut, is_dtensor, local_boxes
+from ckptmap.live.model.plain_values import has_plain_classes, simplified
 from ckptmap.live.model.tensor_reader import window
 from ckptmap.live.model.tuples import holds_tensor
 from ckptmap.live.optimizer.family import Codes, Moment, OptimizerParam, codes_of, local_of
@@ -78,6 +79,8 @@ class LocalState:
     """Settings of this rank that an exact continuation depends on."""
     notes: list[str] = field(default_factory=list)
     """What is not saved, for the caller."""
+    simplified: list[str] = field(default_factory=list)
+    """Plain values of optimizer state that are stored as values of a simpler class."""
     placements: dict[str, dict[str, object]] = field(default_factory=dict)
     """How optimizer state is placed (see `state_placement`)."""
 
@@ -236,7 +239,9 @@ def _hold_entry(state: LocalState, owner: ParamOwner, name: str, value: object) 
         _hold_codes(state, owner, name, codes)
     elif not isinstance(value, torch.Tensor):
         _refuse_nested(owner, name, value)
-        state.values |= {path: value for path in _paths(owner, name)}
+        if not has_plain_classes(value):
+            state.simplified.append(f"{owner.fqn}.{name}")
+        state.values |= {path: simplified(value) for path in _paths(owner, name)}
     elif _is_like_param(owner, value):
         for target, views in owner.windows(local_of(value)):
             pieces = [LocalShard(box, view) for box, view in views]

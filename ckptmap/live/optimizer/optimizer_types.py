@@ -36,6 +36,13 @@ class OffloadedOptimizer(Protocol):
     """Parameter of the model -> its copy in host memory."""
 
 
+class PartitionedOptimizer(LiveOptimizer, Protocol):
+    """torch's ZeroRedundancyOptimizer."""
+
+    optim: LiveOptimizer
+    """The optimizer of the parameters that this rank steps."""
+
+
 class Scheduler(Protocol):
     """A learning-rate scheduler of any library."""
 

@@ -13,6 +13,7 @@ from ckptmap.errors import LoadError
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.optimizer.algorithms import algorithm, by_live_names, settings_without_live_name
 from ckptmap.live.optimizer.family import OptimizerParam
+from ckptmap.live.optimizer.group_objects import is_object
 from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.live.optimizer.several_optimizers import SeveralSchedulers
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -41,9 +42,12 @@ class ParamGroups:
         stored: Sequence[StoredGroup],
         state: Mapping[str, Mapping[str, object]],
         empty: Sequence[ParamGroup] = (),
+        of_same_class: Callable[[OptimizerParam], bool] = lambda part: False,
     ) -> None:
         """`state` is the checkpoint's by FQN: its entries identify the algorithm of a group. `empty` are
-        the live groups without parameters."""
+        the live groups without parameters. `of_same_class` tells whether the class of a parameter's
+        optimizer saved it."""
+        self._of_same_class = of_same_class
         self._state = state
         self.settings: list[str] = []
         self.choices: list[str] = []
@@ -90,13 +94,18 @@ class ParamGroups:
         part = members[0].part
         live = part.group
         kinds = {self._kind(group) for group in stored_groups.values()}
-        if kinds != {self._live_kind(part, stored_groups.values())}:
-            self.settings.append(
+        is_same = self._of_same_class(part)
+        if not is_same and kinds != {self._live_kind(part, stored_groups.values())}:
+            self._keep(
                 f"group {number}: kept as is, the checkpoint's are those of {', '.join(sorted(kinds))}"
             )
             return
-        (kind,) = kinds
-        self._take(number, kind, live, [*stored_groups.values()])
+        self._take(number, min(kinds), live, [*stored_groups.values()])
+
+    def _keep(self, text: str) -> None:
+        """Report settings that are not the checkpoint's."""
+        self.settings.append(text)
+        self.inexact.append(text)
 
     def _match_empty(
         self, first: int, live: Sequence[ParamGroup], stored: Sequence[StoredGroup]
@@ -105,18 +114,14 @@ class ParamGroups:
         `first` is the number of the first one in texts."""
         if len(live) != len(stored):
             have = f"the checkpoint has {len(stored)}, the optimizer {len(live)}"
-            self.settings.append(f"groups without parameters: kept as they are, {have}")
-            self.inexact.append(self.settings[-1])
+            self._keep(f"groups without parameters: kept as they are, {have}")
             return
         for number, (group, saved) in enumerate(zip(live, stored, strict=True), first):
             kind, was = algorithm(group), algorithm(saved)
             if kind == was:
                 self._take(number, kind, group, [saved])
             else:
-                self.settings.append(
-                    f"group {number}: kept as is, the checkpoint's is that of {was}"
-                )
-                self.inexact.append(self.settings[-1])
+                self._keep(f"group {number}: kept as is, the checkpoint's is that of {was}")
 
     def _take(
         self, number: int, kind: str, live: ParamGroup, stored: Sequence[StoredGroup]
@@ -125,9 +130,13 @@ class ParamGroups:
         self.inexact += _forms(number, live, stored)
         stored_values = [{k: plain(v) for k, v in g.items() if k not in NAMES} for g in stored]
         values = [by_live_names(kind, group, live) for group in stored_values]
-        self.settings += [
-            f"group {number} {text}"
-            for text in settings_without_live_name(kind, stored_values[0], live)
+        for text in settings_without_live_name(kind, stored_values[0], live):
+            self._keep(f"group {number} {text}")
+        known = {key for group in values for key in group}
+        self.inexact += [
+            f"group {number} {key}: is {plain(live[key])}, was not there"
+            for key in live
+            if not (key in known or key in NAMES or key in CHOICES or is_object(live[key]))
         ]
         for key, value in values[0].items():
             other_values = [values_of_other.get(key) for values_of_other in values[1:]]
@@ -135,10 +144,9 @@ class ParamGroups:
                 self._setting(f"group {number} {key}", live, key, value)
             elif key in live:
                 all_values = ", ".join(map(str, [value, *other_values]))
-                self.settings.append(
+                self._keep(
                     f"group {number} {key}: its parameters had {all_values}; kept {plain(live[key])}"
                 )
-                self.inexact.append(self.settings[-1])
 
     def _note_unlisted(self, number: int, members: Sequence[ParamOwner]) -> None:
         """Report parameters with state whose group was not saved: under pipeline parallelism DCP keeps
@@ -147,11 +155,10 @@ class ParamGroups:
                  if any(self._state.get(name) for name in target.known)
                  and not any(name in self._group_of for name in target.known)]  # fmt: skip
         if names:
-            self.settings.append(
+            self._keep(
                 f"group {number}: what was set for {len(names)} of its parameters is not in the"
                 f" checkpoint: {listed(names)}"
             )
-            self.inexact.append(self.settings[-1])
 
     def _kind(self, group: Mapping[str, object]) -> str:
         return algorithm(group, self._state_names(group))
@@ -179,8 +186,12 @@ class ParamGroups:
                 self.inexact.append(f"{title}: was {value}, is not there")
             return
         if isinstance(plain(live[key]), list | tuple) != isinstance(value, list | tuple):
-            return  # another hyper-parameter of the same name
+            # Another hyper-parameter of the same name, or one that may be either.
+            self.inexact.append(f"{title}: was {value}, is {plain(live[key])}")
+            return
         value_to_set = in_live_type(live[key], value)
+        if _as_lists(plain(value_to_set)) != _as_lists(value):
+            self.inexact.append(f"{title}: was {value}, is {plain(value_to_set)}")
         if plain(live[key]) != plain(value_to_set):
             self.settings.append(f"{title}: was {plain(live[key])} here, now {plain(value_to_set)}")
         self._setters.append(lambda: self._put(live, key, value_to_set))
@@ -239,6 +250,13 @@ def plain(value: object) -> object:
     return value
 
 
+def _as_lists(value: object) -> object:
+    """Return a value with lists for its tuples: a tuple that holds tensors is stored as a list."""
+    if isinstance(value, Mapping):
+        return {key: _as_lists(item) for key, item in value.items()}
+    return [*map(_as_lists, value)] if isinstance(value, list | tuple) else value
+
+
 def _shortest(number: float) -> float:
     """Return the shortest decimal that rounds to this float32: 0.001, where `item` returns
     0.0010000000474974513."""
@@ -251,20 +269,21 @@ def _shortest(number: float) -> float:
     return number
 
 
-def in_live_type(live: object, stored: object) -> object:
-    """Return the checkpoint's value in the type of the live one."""
+def in_live_type(live: object, stored: object, padded: bool = True) -> object:
+    """Return the checkpoint's value in the type of the live one. A list has as many items as the live one,
+    as betas of another optimizer of the same algorithm must have, unless `padded` is False."""
     import torch
 
     value: Any = plain(stored)
     if isinstance(live, torch.Tensor) and not isinstance(value, list | tuple):
         return torch.full_like(live, float(value))
     if isinstance(live, list | tuple) and isinstance(value, list | tuple):
-        padded = [*value, *live[len(value) :]][: len(live)] if live else value
-        items = [in_live_type(a, b) for a, b in zip(live, padded, strict=False)]
-        items += list(value[len(items) :]) if not live else []
+        wanted = [*value, *live[len(value) :]][: len(live)] if live and padded else value
+        items = [in_live_type(a, b, padded) for a, b in zip(live, wanted, strict=False)]
+        items += wanted[len(items) :]
         return type(live)(items)
     if isinstance(live, Mapping) and isinstance(value, Mapping):
-        entries = {key: in_live_type(live.get(key), item) for key, item in value.items()}
+        entries = {key: in_live_type(live.get(key), item, padded) for key, item in value.items()}
         kind: Any = type(live)  # a Counter stays one
         return kind(entries)
     return value
@@ -307,7 +326,7 @@ def load_scheduler(scheduler: Scheduler, state: Mapping[str, object]) -> None:
 
     Raises LoadError CKM508 where it is another scheduler's."""
     live = scheduler.state_dict()
-    new_state = {key: in_live_type(live.get(key), value) for key, value in state.items()}
+    new_state = {k: in_live_type(live.get(k), value, padded=False) for k, value in state.items()}
     strange = _not_in_both(scheduler, state)
     try:
         scheduler.load_state_dict(new_state)

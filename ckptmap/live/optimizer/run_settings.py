@@ -16,7 +16,7 @@ from ckptmap.live.model.live_form import live_forms, logical_info
 from ckptmap.live.model.live_tensor import LiveTensor, device_for, fallback_device, is_dtensor
 from ckptmap.live.optimizer import gradients, group_objects
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
-from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, is_offloaded, unwrapped
+from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, unwrapped
 from ckptmap.live.rounding import record as rounding
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 Settings: TypeAlias = dict[str, Any]
 """Settings of a run by name: plain values, and dicts of them."""
 
-VERSION = 1
+VERSION = 2
+ALL_ENTRIES = 2
+"""Version since which an entry of optimizer state that is not in a checkpoint was not there."""
 KEY = "ckptmap"
 """Key of the settings among the extra values."""
 PLACEMENTS = "placements"
@@ -36,6 +38,16 @@ BY_NAME = {"compile": "modules", "gradients": "parameters that are trained"}
 """Settings of which one entry goes by names."""
 WITHOUT = "gradients_left_out"
 """Setting that says which gradients of an accumulation were not saved."""
+STATE_ON_CPU = "state_on_cpu"
+"""Setting of an optimizer: names of its entries on the CPU beside parameters on another device."""
+SCHEDULER = "scheduler"
+"""Setting that has the class of the scheduler, and of those inside of it."""
+UNSAVED = "optimizer_state_left_out"
+"""Setting that says what an optimizer keeps that is not saved."""
+UNLIKE = "unlike_values"
+"""Setting that names plain values of optimizer state that differ between ranks."""
+FORMS = "plain_forms"
+"""Setting that names plain values of optimizer state that were saved as a value of a simpler class."""
 PER_RANK = "per_rank"
 """Key of the caller's values of each rank among the extra values."""
 
@@ -78,23 +90,44 @@ def describe_optimizer(optimizer: object) -> dict[str, object]:
     inner = inner_optimizers(outer)
     first = inner[0]
     family = family_of(first)
-    cls = type(outer)
     settings = {
-        "class": cls.__name__,
-        "module": cls.__module__,
+        **class_of(outer),
         "flags": family.flags(first) | _objects(inner),
         "rounds": any(
             family_of(inner_optimizer).rounds(inner_optimizer) for inner_optimizer in inner
         ),
     }
-    if is_offloaded(outer):
-        settings["inner"] = type(first).__name__
+    if on_cpu := _entries_on_cpu(inner):
+        settings[STATE_ON_CPU] = on_cpu
     if (installed := rounding.record_of(first)) is not None:
         settings["rounding"] = rounding.described(installed)
-    library = cls.__module__.split(".")[0]
+    library = type(outer).__module__.split(".")[0]
     if library != "torch":
         settings["library"] = f"{library} {_version(library)}"
     return settings
+
+
+def class_of(optimizer: LiveOptimizer) -> dict[str, object]:
+    """Return what tells the class of an `unwrapped` optimizer."""
+    cls, inner = type(optimizer), inner_optimizers(optimizer)[0]
+    found: dict[str, object] = {"class": cls.__name__, "module": cls.__module__}
+    return {**found, "inner": type(inner).__name__} if inner is not optimizer else found
+
+
+def _entries_on_cpu(optimizers: Sequence[LiveOptimizer]) -> list[str]:
+    """Return the names of state on the CPU beside a parameter on another device, such as step counts."""
+    import torch
+
+    states = (pair for one in optimizers for pair in one.state.items())
+    return sorted(
+        {
+            str(name)
+            for param, state in states
+            if isinstance(param, torch.Tensor) and param.device.type != "cpu"
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu"
+        }
+    )
 
 
 def _objects(optimizers: Sequence[LiveOptimizer]) -> dict[str, object]:

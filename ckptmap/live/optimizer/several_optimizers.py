@@ -51,3 +51,13 @@ def check_scheduler(scheduler: object, method: str) -> None:
         return
     for one in scheduler.values():
         argument_checks.scheduler(one, method)
+
+
+def scheduler_classes(scheduler: object) -> dict[str, object] | list[object]:
+    """Return the class of a scheduler, and of those inside of it, as plain values: states of two classes may
+    have the same names. Of several by name, return those of each."""
+    if isinstance(scheduler, SeveralSchedulers):
+        return {name: scheduler_classes(one) for name, one in scheduler.by_name.items()}
+    inner = getattr(scheduler, "_schedulers", None)
+    inside = inner if isinstance(inner, list | tuple) else ()
+    return [type(scheduler).__name__, *map(scheduler_classes, inside)]

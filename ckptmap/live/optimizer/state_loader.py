@@ -17,6 +17,7 @@ from ckptmap.live.model.live_tensor import cut, is_dtensor, local_boxes
 from ckptmap.live.model.load_report import CastTensor, Recoded
 from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.live.optimizer import state_placement
+from ckptmap.live.optimizer.as_saved import AsSaved
 from ckptmap.live.optimizer.code_blocks import code_places, encode, relative_error, values_of_span
 from ckptmap.live.optimizer.family import STEP, Codes, Moment, codes_of, local_of
 from ckptmap.live.optimizer.flat_lowbit import FlatCodes, fill_entry
@@ -106,7 +107,7 @@ class StateLoader:
     def _entry(self, name: str, live: object, reader: TensorReader) -> object:
         import torch
 
-        if name == STEP:
+        if name == STEP and not isinstance(self.owner.part.family, AsSaved):
             return step_like(live, step_of(self.lead) or 0)
         if not isinstance(live, torch.Tensor | Codes):
             return live

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -14,6 +15,8 @@ from ckptmap.live.model.load_report import StateReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer import flat_lowbit, lbfgs, state_placement
+from ckptmap.live.optimizer.as_saved import AsSaved, SavedClasses
+from ckptmap.live.optimizer.family import STEP
 from ckptmap.live.optimizer.local_state import ParamOwner, owners
 from ckptmap.live.optimizer.param_groups import ParamGroups
 from ckptmap.live.optimizer.param_order_check import refuse_other_order
@@ -110,7 +113,7 @@ class StateMatcher:
         self._checkpoint = checkpoint
         self._optimizer = unwrapped(optimizer)
         self._owners = owners(self._optimizer, targets)
-        self._tensors, self._values = checkpoint.optimizer, checkpoint.optimizer_values
+        self._tensors, self._values = checkpoint.optimizer, checkpoint.optimizer_nested_values
         encodings = (lazy.encoding_ for state in self._tensors.values() for lazy in state.values())
         schemes = frozenset(e.name for e in encodings if isinstance(e, LowBit))
         self._targets = targets
@@ -120,6 +123,7 @@ class StateMatcher:
         self._exact = flat_lowbit.saved_entries(checkpoint, targets, *place) if flat else None
         self._used_exact: set[str] = set()
         self._placements = state_placement.recorded(checkpoint)
+        self._classes = SavedClasses(checkpoint, self._optimizer)
         self._plan = StatePlan()
 
     def plan(self) -> StatePlan:
@@ -129,7 +133,7 @@ class StateMatcher:
         refuse_other_order(self._checkpoint, self._owners, self._targets)
         stored = self._checkpoint.optimizer_groups
         empty = [group for group in groups_of(self._optimizer) if not group["params"]]
-        groups = ParamGroups(self._owners, stored, self._tensors, empty)
+        groups = ParamGroups(self._owners, stored, self._tensors, empty, self._classes.is_same)
         grouped_fqns = {fqn for group in stored for fqn in group["params"]}
         used: set[str] = set()
         # First, since amsgrad and momentum decide which entries the state of a parameter has.
@@ -140,6 +144,7 @@ class StateMatcher:
             family = owner.part.family
             sources = [family.named(self._source(target, used)) for target, _ in owner.members]
             self._decide(owner, sources, groups, grouped_fqns)
+        plan.steps.append(lambda reader: self._classes.restore_keys())
         vectors = lbfgs.Loading(self._checkpoint, self._owners)
         plan.steps.append(lambda reader: plan.notes.loaded.extend(vectors.run()))
         plan.missing += vectors.lacking
@@ -191,8 +196,17 @@ class StateMatcher:
         if not any(sources):
             plan.steps.append(lambda reader: _forget(owner))
             return
-        if owner.is_flat and not owner.part.param.numel():
+        if owner.part.is_elsewhere or (owner.is_flat and not owner.part.param.numel()):
             return  # all of it is on other ranks: this rank does not step it
+        as_built, (owner, sources, beside, extra) = owner, self._classes.of_param(owner, sources)
+        if isinstance(owner.part.family, AsSaved):
+            self._note_other_shapes(as_built, sources)
+        placed = state_placement.of_param(self._placements, owner)
+        if beside is not None:
+            loader = StateLoader(beside, extra, self._policy, plan.notes, placements=placed)
+            if not any(sources) and not owner.part.family.needs(owner.part):
+                plan.steps += [lambda reader: _forget(owner), loader]
+                return
         betas = groups.betas(owner)
         reason = self._unfit(owner, sources, betas) or groups.why_momentum_differs(owner)
         if reason:
@@ -202,11 +216,17 @@ class StateMatcher:
             return
         _require_replicas(owner, sources)
         self._foresee(owner, sources)
+        plan.lossy += [
+            f"{owner.fqn}.{name}: placed in a way that is not recorded"
+            for name, how in placed.items()
+            if how == state_placement.UNKNOWN
+        ]
         exact = self._exact_entries_of(owner)
-        placed = state_placement.of_param(self._placements, owner)
         plan.steps.append(
             StateLoader(owner, sources, self._policy, plan.notes, betas, exact, placed)
         )
+        if beside is not None:
+            plan.steps.append(loader)
 
     def _exact_entries_of(self, owner: ParamOwner) -> Mapping[str, flat_lowbit.FlatCodes]:
         exact = (self._exact or {}).get(owner.fqn, {}) if owner.is_flat else {}
@@ -225,12 +245,31 @@ class StateMatcher:
                 if not isinstance(lazy, LazyTensor):
                     kind = type(owner.part.optimizer).__name__
                     return f"{kind} needs {name}, the checkpoint has {', '.join(source)}"
-                if family.like_param(owner.part, name) and lazy.shape != tuple(target.tensor.shape):
-                    shape = list(target.tensor.shape)
-                    self._plan.mismatched.append(
-                        f"{target.fqn}.{name}: model {shape}, checkpoint {list(lazy.shape)}"
-                    )
+                self._note_shapes(owner, target, source, {name: origin})
         return ""
+
+    def _note_other_shapes(self, owner: ParamOwner, sources: Sequence[Source]) -> None:
+        """Note the shapes of entries that are like the parameter in a trial step, where one can be made, and
+        of another shape in the checkpoint."""
+        with suppress(LoadError):
+            for (target, _), source in zip(owner.members, sources, strict=True):
+                names = owner.part.family.needs(owner.part) if source else ()
+                self._note_shapes(owner, target, source, {name: name for name in names})
+
+    def _note_shapes(
+        self, owner: ParamOwner, target: LiveTensor, source: Source, origins: Mapping[str, str]
+    ) -> None:
+        """Note the entries that must have the parameter's shape and have another; each is read from the entry
+        that `origins` names."""
+        shape = tuple(target.tensor.shape)
+        for name, origin in origins.items():
+            lazy = source.get(origin)
+            if not isinstance(lazy, LazyTensor) or lazy.shape == shape:
+                continue
+            if owner.part.family.like_param(owner.part, name):
+                self._plan.mismatched.append(
+                    f"{target.fqn}.{name}: model {list(shape)}, checkpoint {list(lazy.shape)}"
+                )
 
     def _foresee(self, owner: ParamOwner, sources: Sequence[Source]) -> None:
         """Note the entries that will not be the same bits, as far as headers show."""
@@ -240,6 +279,8 @@ class StateMatcher:
             if not source:
                 self._plan.lossy.append(f"{target.fqn}: state begins anew")
                 continue
+            unused = self._unused(owner, source)
+            self._plan.lossy += [f"{target.fqn}.{name}: not loaded" for name in unused]
             for name in family.needs(owner.part):
                 lazy = source.get(name)
                 dtype = str(family.dtype_of(owner.part, name)).removeprefix("torch.")
@@ -249,6 +290,21 @@ class StateMatcher:
                     self._plan.other_blocks.append(f"{target.fqn}.{name}")
                 elif not family.mixed and (lazy.encoding != "dense" or lazy.dtype != dtype):
                     self._plan.lossy.append(f"{target.fqn}.{name}: {lazy.dtype} becomes {dtype}")
+
+    def _unused(self, owner: ParamOwner, source: Source) -> list[str]:
+        """Return the entries that the optimizer has no place for."""
+        family = owner.part.family
+        if isinstance(family, AsSaved):
+            return []
+        used = {*family.needs(owner.part), *family.scratch}
+        if family.counts_steps:
+            used.add(STEP)
+        plain = family.name == "other"  # it takes plain values of the names that a trial step shows
+        return [
+            name
+            for name, value in source.items()
+            if name not in used and (isinstance(value, LazyTensor) or not plain)
+        ]
 
     def _foresee_shared(self, owner: ParamOwner, sources: Sequence[Source]) -> None:
         """Note step counts that differ between the tensors of a flat parameter, which counts once."""

@@ -5,9 +5,10 @@
     whole         a plain tensor: every rank has all of it
     param         a DTensor with the placements of the parameter
     ["R", "S0"]   a DTensor with these placements, Replicate and Shard(0), on the parameter's mesh
+    unknown       a DTensor placed otherwise, which comes back as the live optimizer would place it
 
 Shapes do not tell: a square matrix has preconditioners of its own shape, which every rank needs whole.
-Recorded for parameters that are DTensors, of optimizers of no family that ckptmap knows.
+Recorded for parameters that are DTensors, of the entries that no family of ckptmap knows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from ckptmap.core.state_paths import nest
 from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.optimizer import run_settings
+from ckptmap.live.optimizer.family import STEP
 from ckptmap.live.optimizer.local_state import ParamOwner
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-WHOLE, LIKE_PARAM = "whole", "param"
+WHOLE, LIKE_PARAM, UNKNOWN = "whole", "param", "unknown"
 
 Placements: TypeAlias = Mapping[str, Mapping[str, object]]
 """FQN -> name of the entry -> its placement."""
@@ -39,12 +41,16 @@ def described(owners: Sequence[ParamOwner]) -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
     for owner in owners:
         part = owner.part
-        if part.family.name != "other" or not is_dtensor(part.param):
+        if not is_dtensor(part.param):
             continue
-        entries = part.family.entries(part.state).items()
+        own = () if part.family.name == "other" else {STEP, *part.family.needs(part)}
         known: dict[str, object] = {
-            name: of for name, value in entries if (of := _placement(value, part.param))
+            name: of
+            for name, value in part.family.entries(part.state).items()
+            if name not in own and (of := _placement(value, part.param))
         }
+        if not known:
+            continue
         for target, _ in owner.members:
             found.update({fqn: known for fqn in target.names})
     return found
@@ -89,7 +95,7 @@ def placed(
 
 
 def _placement(value: object, param: torch.Tensor) -> str | list[str] | None:
-    """Return how an entry is placed; None: it is no tensor, or no name is known for its placement."""
+    """Return how an entry is placed; None: it is no tensor."""
     import torch
 
     assert is_dtensor(param)
@@ -98,11 +104,11 @@ def _placement(value: object, param: torch.Tensor) -> str | list[str] | None:
     if not is_dtensor(value):
         return WHOLE
     if value.device_mesh != param.device_mesh:
-        return None
+        return UNKNOWN
     if value.placements == param.placements:
         return LIKE_PARAM
     names = [_name(one) for one in value.placements]
-    return names if all(names) else None
+    return names if all(names) else UNKNOWN
 
 
 def _name(placement: Placement) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ Source = Mapping[str, Any]
 def step_of(source: Source) -> float | None:
     """Return the count of steps; None: the state has none."""
     step = source.get(STEP)
-    value = step.read() if isinstance(step, LazyTensor) else step
-    return None if value is None else float(value)
+    if isinstance(step, LazyTensor):
+        return float(step.read()) if math.prod(step.shape) == 1 else None
+    return float(step) if isinstance(step, int | float) else None
 
 
 def most_stepped(sources: Sequence[Source]) -> Source:
@@ -31,7 +33,7 @@ def most_stepped(sources: Sequence[Source]) -> Source:
     stepped = [source for source in sources if source]
     if len(stepped) == 1:
         return stepped[0]
-    return max(stepped, key=lambda source: step_of(source) or 0)
+    return max(stepped, key=lambda source: step_of(source) or 0, default={})
 
 
 def step_like(live: object, number: float) -> torch.Tensor | int:

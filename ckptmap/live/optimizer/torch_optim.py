@@ -47,6 +47,8 @@ class TorchAdam(OptimizerFamily):
 class TorchSgd(OptimizerFamily):
     """torch.optim.SGD: one moment, where it has momentum."""
 
+    counts_steps = False
+
     def needs(self, part: OptimizerParam) -> tuple[str, ...]:
         return ("momentum_buffer",) if part.group.get("momentum") else ()
 

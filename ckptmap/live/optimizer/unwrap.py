@@ -17,24 +17,31 @@ if TYPE_CHECKING:
         LiveOptimizer,
         OffloadedOptimizer,
         ParamGroup,
+        PartitionedOptimizer,
     )
 
 
 def unwrapped(optimizer: object) -> Any:
     """Return the optimizer inside of the wrappers of accelerate and other frameworks; of several by
     name, or in a container such as torchtitan's, each of them."""
-    import torch
-
-    several = _several(optimizer)
+    several = several_of(optimizer)
     if several:
         return SeveralOptimizers({name: unwrapped(one) for name, one in several.items()})
+    return [*layers_of(optimizer)][-1]
+
+
+def layers_of(optimizer: object) -> Iterator[Any]:
+    """Yield an optimizer, or the wrappers around it from the outer one on and the optimizer last."""
+    import torch
+
+    yield optimizer
     inner = getattr(optimizer, "optimizer", None)
     while isinstance(inner, torch.optim.Optimizer):
-        optimizer, inner = inner, getattr(inner, "optimizer", None)
-    return optimizer
+        yield inner
+        inner = getattr(inner, "optimizer", None)
 
 
-def _several(optimizer: object) -> Mapping[str, object]:
+def several_of(optimizer: object) -> Mapping[str, object]:
     """Return the optimizers of a dict or of a container by name; empty where it is one optimizer."""
     import torch
 
@@ -67,8 +74,17 @@ def is_offloaded(optimizer: object) -> TypeGuard[OffloadedOptimizer]:
     return is_a(optimizer, "torchao", "CPUOffloadOptimizer")
 
 
+def is_partitioned(optimizer: object) -> TypeGuard[PartitionedOptimizer]:
+    """Return whether this is torch's ZeroRedundancyOptimizer, whose ranks step some of its parameters each,
+    by an optimizer inside of it."""
+    return is_a(optimizer, "torch.distributed.optim", "ZeroRedundancyOptimizer")
+
+
 def inner_optimizers(optimizer: LiveOptimizer) -> list[LiveOptimizer]:
-    """Return the optimizers that keep the state: itself, or those inside of CPUOffloadOptimizer."""
+    """Return the optimizers that keep the state: itself, or those inside of CPUOffloadOptimizer or
+    ZeroRedundancyOptimizer."""
+    if is_partitioned(optimizer):
+        return [optimizer.optim]
     if not is_offloaded(optimizer):
         return [optimizer]
     inner = [*optimizer.optim_dict.values()]
@@ -83,8 +99,13 @@ def groups_of(optimizer: object) -> Iterator[ParamGroup]:
     """Yield every parameter group of an optimizer in order, also one without parameters; of several, one by
     one."""
     for one in each_of(optimizer):
-        for inner in inner_optimizers(one) if _is_optimizer(one) else ():
-            yield from inner.param_groups
+        for holder in _holders_of_groups(one) if _is_optimizer(one) else ():
+            yield from holder.param_groups
+
+
+def _holders_of_groups(optimizer: LiveOptimizer) -> list[LiveOptimizer]:
+    """Return the optimizers whose groups are set and hold all parameters."""
+    return [optimizer] if is_partitioned(optimizer) else inner_optimizers(optimizer)
 
 
 def parts_of(optimizer: object) -> Iterator[OptimizerParam]:
@@ -100,6 +121,9 @@ def _parts_of_one(optimizer: object) -> Iterator[OptimizerParam]:
             f"{type(optimizer).__name__} is no torch.optim.Optimizer",
             "pass the optimizer itself",
         )
+    if is_partitioned(optimizer):
+        yield from _parts_of_partitioned(optimizer)
+        return
     inner_ones = inner_optimizers(optimizer)
     copies: dict[int, torch.Tensor] = {}
     if is_offloaded(optimizer):
@@ -109,3 +133,14 @@ def _parts_of_one(optimizer: object) -> Iterator[OptimizerParam]:
         for group in inner.param_groups:
             for param in group["params"]:
                 yield OptimizerParam(inner, family, group, param, copies.get(id(param), param))
+
+
+def _parts_of_partitioned(optimizer: PartitionedOptimizer) -> Iterator[OptimizerParam]:
+    """Yield all parameters; the optimizer inside has those of this rank, and takes over the outer groups'
+    settings at each step."""
+    inner = optimizer.optim
+    family = family_of(inner)
+    own = {id(param) for group in inner.param_groups for param in group["params"]}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            yield OptimizerParam(inner, family, group, param, param, id(param) not in own)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint import base_record
 from ckptmap.core import argument_checks
@@ -32,10 +32,19 @@ from ckptmap.live.model import (
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import listed
+from ckptmap.live.model.plain_values import simplified
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.model.tuples import holds_tensor
-from ckptmap.live.optimizer import flat_lowbit, gradients, lbfgs, run_settings, state_placement
+from ckptmap.live.optimizer import (
+    beside_params,
+    flat_lowbit,
+    gradients,
+    lbfgs,
+    run_settings,
+    state_placement,
+)
 from ckptmap.live.optimizer.local_state import (
+    STATE,
     LocalShard,
     LocalState,
     LocalTensor,
@@ -44,7 +53,11 @@ from ckptmap.live.optimizer.local_state import (
     info_of,
     owners,
 )
-from ckptmap.live.optimizer.several_optimizers import check_scheduler, one_scheduler
+from ckptmap.live.optimizer.several_optimizers import (
+    check_scheduler,
+    one_scheduler,
+    scheduler_classes,
+)
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.options import SaveOptions
 from ckptmap.live.rounding import record as rounding
@@ -72,7 +85,7 @@ OWN_NAMES = frozenset(
     {
         run_settings.KEY, rng_state.KEY, flat_lowbit.KEY, module_extra_state.KEY, "scheduler",
         run_settings.PER_RANK, gradients.PENDING, stateful.KEY,
-        lbfgs.KEY, tuples.KEY, integer_keys.KEY,
+        lbfgs.KEY, tuples.KEY, integer_keys.KEY, beside_params.KEY,
     }
 )  # fmt: skip
 """Names among the extra values that ckptmap uses itself."""
@@ -217,19 +230,23 @@ def _share(
     the names of the buffers that differ between ranks. Raises RunError CKM509 where replicas do."""
     everything = peers.all((held.values, held.records))
     settings_of = peers.all(
-        (held.settings["layout"], bool(held.decoded), replicas, held.placements)
+        (held.settings["layout"], bool(held.decoded), replicas, held.placements, held.simplified)
     )
     rounding.require_one_seed(peers.all(rounding.seeds(held.settings)))
-    if any(wanted == "check" for _, _, wanted, _ in settings_of):
+    if any(wanted == "check" for _, _, wanted, *_ in settings_of):
         require_alike(held, offers, peers)
     with peers.together():
         drifted = [] if _broadcasts_buffers(model) else drifted_buffers(offers)
         described = {
             **held.settings,
             "layout": [layout for layout, *_ in settings_of],
-            "decoded": any(decoded for _, decoded, _, _ in settings_of),
-            run_settings.PLACEMENTS: {k: v for *_, some in settings_of for k, v in some.items()},
+            "decoded": any(decoded for _, decoded, *_ in settings_of),
+            run_settings.PLACEMENTS: {k: v for *_, some, _ in settings_of for k, v in some.items()},
+            run_settings.FORMS: list(
+                dict.fromkeys(name for *_, some in settings_of for name in some)
+            ),
             "buffers": drifted,
+            run_settings.UNLIKE: _unlike([values for values, _ in everything]),
         }
         _values(held, ("extra", run_settings.KEY), described)
         for values, records in reversed(everything):
@@ -253,6 +270,18 @@ def _lost(buffers: Sequence[str]) -> tuple[str, ...]:
     )
 
 
+def _unlike(values_of: Sequence[Mapping[Path, object]]) -> list[str]:
+    """Return the names of the plain values of optimizer state that differ between ranks."""
+    first: dict[Path, object] = {}
+    differing = {
+        ".".join(map(str, path[2:])): None
+        for values in values_of
+        for path, value in values.items()
+        if path[: len(STATE)] == STATE and repr(first.setdefault(path, value)) != repr(value)
+    }
+    return [*differing]
+
+
 def _ordered(values: Mapping[Path, object]) -> dict[Path, object]:
     return {path: values[path] for path in sorted(values, key=lambda path: tuple(map(str, path)))}
 
@@ -271,6 +300,7 @@ def _held(
     run_scheduler = one_scheduler(scheduler)
     extra = extra_values.shared(options.step, options.extra, OWN_NAMES)
     per_rank = argument_checks.extra(options.extra_per_rank, (), "extra_per_rank")
+    left_out = beside_params.unsaved(optimizer, (options.stateful or {}).values())
     optimizer = None if optimizer is None else unwrapped(optimizer)
     mine = [] if optimizer is None else owners(optimizer, targets)
     held.settings = run_settings.describe(model, optimizer, targets, peers.world)
@@ -285,10 +315,18 @@ def _held(
         held.placements = state_placement.described(mine)
         for fqn, kept in flat_lowbit.exact_entries(mine).items():
             _values(held, (*_rank_path(flat_lowbit.KEY, peers), fqn), kept, private=True)
+        if left_out:
+            held.settings[run_settings.UNSAVED] = left_out
+        if keys := beside_params.held(optimizer):
+            _values(held, _rank_path(beside_params.KEY, peers), keys, private=True)
         vectors = lbfgs.held(mine)
         if peers.rank == 0:
             _values(held, ("optimizer", "param_groups"), group_values.groups(mine, optimizer))
             held.notes += group_values.notes(mine)
+            held.notes += [
+                f"optimizer: {text}, which is not saved; save it as stateful={{NAME: optimizer}}"
+                for text in left_out
+            ]
             for fqn, of_all in vectors.items():
                 _values(held, ("extra", lbfgs.KEY, fqn), of_all)
     _values(held, _rank_path(rng_state.KEY, peers), random_state, private=True)
@@ -298,6 +336,7 @@ def _held(
         for key, value in states.items():
             _values(held, ("extra", module_extra_state.KEY, key), value)
         if run_scheduler is not None:
+            held.settings[run_settings.SCHEDULER] = scheduler_classes(run_scheduler)
             _values(held, ("extra", "scheduler"), run_scheduler.state_dict())
         for key, value in extra.items():
             _values(held, ("extra", key), value)
@@ -342,7 +381,7 @@ def _values(held: LocalState, path: Path, value: object, private: bool = False) 
         info = info_of(whole.shape, whole)
         held.holdings.append(LocalTensor(path, info, [piece], True if private else None))
     elif not holds_tensor(value):
-        held.values[path] = plain(value)
+        held.values[path] = simplified(value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _values(held, (*path, key), item, private)
@@ -355,18 +394,3 @@ def _values(held: LocalState, path: Path, value: object, private: bool = False) 
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             _values(held, (*path, ListIndex(number)), item, private)
-
-
-def plain(value: object) -> object:
-    """Return a nested value with Python's own types in place of subclasses: Counter -> dict,
-    TorchVersion -> str.
-
-    Anything else stays as it is, and the writer refuses it by name.
-    """
-    if isinstance(value, Mapping):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [plain(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    kinds: tuple[Any, ...] = (bool, int, float, str, bytes)
-    return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
