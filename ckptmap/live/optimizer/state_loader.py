@@ -230,7 +230,10 @@ class StateLoader:
                 (reader.dense if lazy.encoding == "dense" else reader.decoded)(lazy, box, view)
                 if factor is not None:
                     view.mul_(factor)
-            self._note(title, lazy, str(local.dtype).removeprefix("torch."), factor)
+            if boxes:
+                self._note(title, lazy, str(local.dtype).removeprefix("torch."), factor)
+            else:  # this rank has none of its values, and so none that were cast
+                self.notes.loaded.append(title)
 
     def _note(self, title: str, lazy: LazyTensor, dtype: str, factor: float | None) -> None:
         notes = self.notes

@@ -146,10 +146,14 @@ def test_what_only_the_load_shows_is_refused_after_it(
     """The last check does not rely on the first: an entry that a loader leaves out is told of."""
     ckptmap.load(saved, *made(), exact=True)
 
-    def leaves_one(self: StateLoader, reader: Any) -> None:
-        self.notes.left.append(f"{self.owner.fqn}.extra")
+    read = StateLoader.read
 
-    monkeypatch.setattr(StateLoader, "_load", leaves_one)
+    def leaves_one(self: StateLoader, reader: Any) -> Callable[[], None]:
+        install = read(self, reader)
+        self.notes.left.append(f"{self.owner.fqn}.extra")
+        return install
+
+    monkeypatch.setattr(StateLoader, "read", leaves_one)
     with pytest.raises(
         LoadError, match=r"was not exact.*optimizer, left: 0\.weight\.extra"
     ) as late:
