@@ -3,8 +3,7 @@
     anonymous memory of huge pages -> touched by several threads -> cudaHostRegister
 
 `cudaHostAlloc`, by which torch makes pinned memory, asks the system for one page after the other in one
-thread, and threads wait for each other in it: 2.6 GB/s on the machine of `benchmarks/RESULTS_PARTS.md`,
-where this takes 4.7 GB/s in one call and more in several. torch shares the state dicts of its own
+thread: 2.6 GB/s on the machine of `benchmarks/RESULTS_PARTS.md`, where this gives 4.4 GB/s. torch shares the state dicts of its own
 checkpoints so (torch 2.13, torch/distributed/_state_dict_utils.py, `_create_cpu_state_dict`).
 """
 
