@@ -128,7 +128,8 @@ def staged(
         looks = len(runs) if look else 0
         for turn, (start, end) in enumerate(runs * 2 if look else runs):
             place = places[turn % DEPTH][: end - start]
-            way.upload(place, flat[start:end], free[turn % DEPTH])
+            with way.uploading(free[turn % DEPTH]):
+                way.upload(place, flat[start:end])
             if turn < looks:
                 look(place)
             else:

@@ -6,6 +6,10 @@
 The host never waits for the whole device: it waits for the copy out of one block before it fills that block
 again. A thread has one `Lanes` for each device, with its streams and blocks, and uses it for every tensor.
 
+Nearly every call of torch gives up Python's global lock and takes it back. With 16 threads that read, each
+of these calls waits for the others: 12 a block kept a GPU's link at a quarter of its rate (see "On a
+GPU" in `benchmarks/RESULTS_PARTS.md`). So the loop over blocks in `fill_tensor` makes as few as it can.
+
 safetensors 0.9 (a release candidate in November 2026) brings `safe_open.prefetch`, which reads a file into
 memory of a GPU by threads of its own. It is not used: what it reads passes no code that compares checksums,
 the device memory that it takes has no bound, and a tensor comes whole or as planned ahead. `make gpu` (step
@@ -18,7 +22,10 @@ more would take twice the memory.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from ckptmap.storage.box_reader import fill, row_major_boxes
 from ckptmap.storage.files import Files
@@ -58,11 +65,17 @@ class Blocks:
         turn = self.next_turn(nbytes)
         if turn != self.turn:
             self.turn, self._used = turn, 0
-            if self._ends[turn] is not None:
-                self._ends[turn].synchronize()
-        place = self._blocks[turn].narrow(0, self._used, nbytes)
+            end = self._ends[turn]
+            if end is not None and not end.query():
+                end.synchronize()
+        whole, start = self._blocks[turn], self._used
         self._used += -(-nbytes // _ALIGN) * _ALIGN
-        return place
+        return whole if nbytes == self.nbytes else whole.narrow(0, start, nbytes)
+
+    @property
+    def end(self) -> Any:
+        """The event at whose end what was taken before in this block may be overwritten; None: there is none."""
+        return self._ends[self.turn]
 
     def used_until(self, end: object) -> None:
         """State the event at whose end what was taken last may be overwritten."""
@@ -88,17 +101,29 @@ class Lanes:
             held = self._blocks[direction] = Blocks(self.block_nbytes)
         return held
 
-    def upload(self, there: torch.Tensor, here: torch.Tensor, free: object) -> object:
-        """Copy `here` to the device after the event `free`; return the event of the copy's end.
+    @contextmanager
+    def uploading(self, free: object) -> Iterator[None]:
+        """Let `upload` inside the `with` block copy after the event `free`.
 
-        Kernels that are launched from now on wait for that event.
+        Kernels that are launched after the block wait for its copies. No kernel and no new tensor of the
+        device may be inside it.
         """
+        current = self._streams.current_stream(self.device)
+        self._side.wait_event(free)
         with self._streams.stream(self._side):
-            self._side.wait_event(free)
-            there.copy_(here, non_blocking=True)
-            gone = self._streams.Event()
-            gone.record(self._side)
-        self._streams.current_stream(self.device).wait_event(gone)
+            try:
+                yield
+            finally:
+                current.wait_stream(self._side)
+
+    def upload(self, there: torch.Tensor, here: torch.Tensor, again: Any = None) -> object:
+        """Copy `here` to the device, inside `uploading`; return the event of the copy's end.
+
+        again  an event of an earlier copy: who waits for it waits for this copy, too
+        """
+        there.copy_(here, non_blocking=True)
+        gone = self._streams.Event() if again is None else again
+        gone.record(self._side)
         return gone
 
     def download(self, here: torch.Tensor, there: torch.Tensor) -> object:
@@ -146,10 +171,12 @@ def bound_blocks(device: str | torch.device, budget: int, directions: int = 2) -
     return DEPTH * way.block_nbytes
 
 
-@runtime_checkable
-class HoldsValues(Protocol):
+class HoldsValues(StoredTensor):
     """A stored tensor whose values are tensors in memory, perhaps on a device."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def copy_into(self, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (box.sizes, any device) with a box of the values, without a way through the host."""
 
@@ -177,12 +204,14 @@ def fill_tensor(
         fill(files, stored, box, tensor_bytes(here))
         out.copy_(here)
         return
-    blocks, flat, start = way.blocks("up"), out.view(-1), 0
-    free = way.mark() if free is None else free
-    for part in row_major_boxes(box, blocks.nbytes // out.element_size()):
-        if not part.numel:
-            continue
-        place = blocks.take(part.numel * out.element_size()).view(out.dtype)
-        fill(files, stored, part, tensor_bytes(place))
-        blocks.used_until(way.upload(flat.narrow(0, start, part.numel), place, free))
-        start += part.numel
+    blocks = way.blocks("up")
+    parts = [
+        part for part in row_major_boxes(box, blocks.nbytes // out.element_size()) if part.numel
+    ]
+    flat = out.view(-1).view(torch.uint8)
+    places = flat.split([part.numel * out.element_size() for part in parts])
+    with way.uploading(way.mark() if free is None else free):
+        for part, there in zip(parts, places, strict=True):
+            here = blocks.take(there.nbytes)
+            fill(files, stored, part, tensor_bytes(here))
+            blocks.used_until(way.upload(there, here, blocks.end))

@@ -279,7 +279,7 @@ def test_values_are_staged_as_a_conversion_does(
     info, w = TensorInfo((128, 160), "bfloat16"), weight(160, "bfloat16")[:128]
     encoding = encoders.encodings(info)[name]
     monkeypatch.setattr(
-        Late, "upload", lambda self, there, here, free: self.uploads.append(there.copy_(here))
+        Late, "upload", lambda self, there, here: self.uploads.append(there.copy_(here))
     )
     rates.staged(encoding, info, w, "cpu")()
     assert [len(there) for there in way.uploads] == [4096] * 5 * times

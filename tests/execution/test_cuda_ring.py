@@ -108,7 +108,7 @@ def test_a_block_is_filled_anew_when_its_copies_have_gone(monkeypatch: pytest.Mo
     for turn in range(9):
         place = blocks.take(96)
         place.fill_(turn)
-        blocks.used_until(way.upload(torch.empty_like(place), place, Event()))
+        blocks.used_until(way.upload(torch.empty_like(place), place))
     assert [gone.waited for _, _, gone in way.uploads] == [True] * 6 + [False] * 3
     assert len({here.data_ptr() for _, here, _ in way.uploads}) == 4, "two places in each block"
     assert blocks.take(256).numel() == 256
@@ -181,11 +181,11 @@ def test_a_conversion_by_a_device_that_takes_its_time_is_the_same(
     ckptmap.convert(source, tmp_path / "found", to=to, world_size=1)
     assert max(len(way.uploads) for way in used) > DEPTH
     if to == "full-fp32":
-        sent = {str(here.dtype) for way in used for _, here, _ in way.uploads}
-        assert {"torch.uint8", "torch.int8"} <= sent, "codes and scales are decoded on the device"
-        assert (
-            sum(here.nbytes for way in used for _, here, _ in way.uploads) < source.stat().st_size
-        )
+        sent = sum(here.nbytes for way in used for _, here, _ in way.uploads)
+        with ckptmap.open(source) as encoded:
+            parts = [lazy.nbytes for lazy in encoded.values() if lazy.encoding != "dense"]
+        # A feed may end inside a block of scales, which comes with both.
+        assert len(parts) == 2 and sum(parts) <= sent < 1.1 * sum(parts), "decoded on the device"
     with ckptmap.open(tmp_path / "expected") as a, ckptmap.open(tmp_path / "found") as b:
         assert a.keys() == b.keys()
         for fqn, lazy in a.items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,9 @@ class Event:
 
     def __init__(self, done: Any = None) -> None:
         self.waited, self._done = False, done
+
+    def query(self) -> bool:
+        return self.waited
 
     def synchronize(self) -> None:
         if self._done is not None and not self.waited:
@@ -37,8 +41,12 @@ class Late(Lanes):
         self.uploads: list[tuple[torch.Tensor, torch.Tensor, Event]] = []
         self.marks = 0
 
-    def upload(self, there: torch.Tensor, here: torch.Tensor, free: Any) -> Any:
+    @contextmanager
+    def uploading(self, free: Any) -> Iterator[None]:
         assert isinstance(free, Event)
+        yield
+
+    def upload(self, there: torch.Tensor, here: torch.Tensor, again: Any = None) -> Any:
         low, high = here.data_ptr(), here.data_ptr() + here.nbytes
         for _, _, gone in [up for up in self.uploads if low <= up[1].data_ptr() < high]:
             assert gone.waited, "a place was filled anew before its copy had gone"
@@ -69,13 +77,18 @@ class Still(Lanes):
         self._blocks = {}
         self.block_nbytes = BLOCK_NBYTES
 
-    def upload(self, there: torch.Tensor, here: torch.Tensor, free: Any) -> Any:
+    @contextmanager
+    def uploading(self, free: Any) -> Iterator[None]:
+        assert isinstance(free, Event)
+        yield
+
+    def upload(self, there: torch.Tensor, here: torch.Tensor, again: Any = None) -> Any:
         assert (there.device.type, here.device.type) == (self.device.type, "cpu")
         assert (there.shape, there.dtype) == (here.shape, here.dtype)
         return Event()
 
     def download(self, here: torch.Tensor, there: torch.Tensor) -> Any:
-        return self.upload(there, here, None)
+        return self.upload(there, here)
 
     def mark(self) -> Any:
         return Event()

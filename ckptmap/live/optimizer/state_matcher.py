@@ -308,6 +308,8 @@ class StateMatcher:
 
     def _foresee_shared(self, owner: ParamOwner, sources: Sequence[Source]) -> None:
         """Note step counts that differ between the tensors of a flat parameter, which counts once."""
+        if len(sources) < 2:
+            return  # no count is read here
         counts = sorted({number for number in map(step_of, sources) if number is not None})
         if len(counts) > 1:
             counts_text = ", ".join(f"{number:g}" for number in counts)

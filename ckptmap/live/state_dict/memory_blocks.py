@@ -15,6 +15,7 @@ from ckptmap.errors import RunError, SourceError
 from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.storage.box_reader import fill
+from ckptmap.storage.device_copies import HoldsValues
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.tensor_bytes import tensor_bytes
@@ -142,7 +143,7 @@ def _span(values: torch.Tensor, offset: int, nbytes: int) -> memoryview:
     return tensor_bytes(flat[offset : offset + nbytes].cpu())
 
 
-class LiveStored(StoredTensor):
+class LiveStored(HoldsValues):
     """The stored tensor at `path`; the blocks that this rank has can be read."""
 
     __slots__ = ("memory", "path")
