@@ -150,7 +150,8 @@ class LoadPlan:
         """Run every step. An error says which tensors have the checkpoint's values by then."""
         done = 0
         try:
-            for _ in reader.run_all(self.steps):
+            sizes = (target.local.nbytes for target in self.targets)
+            for _ in reader.run_all(self.steps, sizes):
                 done += 1
         except Exception as error:
             loaded, now = [t.fqn for t in self.targets[:done]], self.targets[done].fqn

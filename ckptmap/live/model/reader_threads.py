@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptmap.storage import device_copies
 from ckptmap.storage.pinned_memory import copies_pinned
 from ckptmap.storage.process_guards import one_torch_thread
 
@@ -38,31 +39,49 @@ class ReaderThreads:
     """Threads that keep their pinned blocks from one call of `in_order` to the next, until `close`.
 
     They work as the thread that made this one would: without gradients, on its streams of `devices`.
+
+    block_nbytes  bytes of the blocks that are made for all threads now; 0: each makes its own when it needs them
     """
 
-    def __init__(self, count: int, devices: Sequence[torch.device]) -> None:
+    def __init__(self, count: int, devices: Sequence[torch.device], block_nbytes: int = 0) -> None:
         self.count = count
         streams = [_module(device).current_stream(device) for device in devices]
+        lent = {
+            device: device_copies.one_memory(count, block_nbytes)
+            for device in devices
+            if block_nbytes and copies_pinned(device)
+        }
 
         def begin() -> None:
             for device, stream in zip(devices, streams, strict=True):
                 _module(device).set_stream(stream)
+            for device, blocks in lent.items():
+                way = device_copies.lanes(device)
+                assert way is not None
+                way.lend("up", blocks.pop())
 
         self._pool = ThreadPoolExecutor(count, "ckptmap-load", begin)
 
-    def in_order(self, jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
+    def in_order(self, jobs: Sequence[Callable[[], T]], nbytes: Sequence[int] = ()) -> Iterator[T]:
         """Yield what each job returns, in their order.
 
         A job that raises ends the iteration with its error, and jobs that have not begun never run.
+
+        nbytes  the bytes that each moves: jobs begin with the largest, so that all threads end together
         """
+        first = (
+            sorted(range(len(jobs)), key=nbytes.__getitem__, reverse=True)
+            if nbytes
+            else range(len(jobs))
+        )
         # The threads use the cores; those of torch would come on top of them, in each.
         with one_torch_thread(True):
-            begun = [self._pool.submit(_without_gradients, job) for job in jobs]
+            begun = {at: self._pool.submit(_without_gradients, jobs[at]) for at in first}
             try:
-                for future in begun:
-                    yield future.result()
+                for at in range(len(jobs)):
+                    yield begun[at].result()
             finally:
-                for future in begun:
+                for future in begun.values():
                     future.cancel()
 
     def close(self) -> None:

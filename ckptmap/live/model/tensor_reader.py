@@ -6,7 +6,7 @@ of this one runs (see `storage.device_copies`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -17,6 +17,7 @@ from ckptmap.live.model.reader_threads import ReaderThreads, count_for
 from ckptmap.quantization.blockwise.chunks import smaller
 from ckptmap.storage import device_copies
 from ckptmap.storage.box_reader import row_major_boxes
+from ckptmap.storage.device_copies import DEPTH
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.tensor_bytes import tensor_bytes
@@ -54,19 +55,25 @@ class TensorReader:
         """
         return with_smaller_feeds(self._feed_size, None, lambda: step(self), hint=OF_A_LOAD)
 
-    def run_all(self, steps: Sequence[Callable[[TensorReader], T]]) -> Iterator[T]:
+    def run_all(
+        self, steps: Sequence[Callable[[TensorReader], T]], nbytes: Iterable[int]
+    ) -> Iterator[T]:
         """Run steps that fill different tensors; yield what each returns, in their order.
 
         Threads run them side by side where the tensors are on a device. Raises as `run` does; steps after the
         one that failed may have run by then, or in part.
+
+        nbytes  the bytes that each fills, taken only where there are several threads
         """
         if self.threads == 1:
             yield from map(self.run, steps)
             return
+        each, sizes = self._share(), list(nbytes)
         if self._pool is None:
-            self._pool = ReaderThreads(self.threads, self.devices)
-        each = self._share()
-        yield from self._pool.in_order([partial(each.run, step) for step in steps])
+            block = device_copies.block_nbytes(each.max_memory, 1)
+            pays = sum(sizes) >= self.threads * DEPTH * block
+            self._pool = ReaderThreads(self.threads, self.devices, block if pays else 0)
+        yield from self._pool.in_order([partial(each.run, step) for step in steps], sizes)
 
     def close(self) -> None:
         """End the threads that `run_all` has started. Returns when they have ended."""

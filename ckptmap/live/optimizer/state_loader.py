@@ -82,6 +82,11 @@ class StateLoader:
         self.placements = placements or {}
         self.lead = most_stepped(sources)
 
+    @property
+    def param_nbytes(self) -> int:
+        """The bytes of the parameter on this rank, to which its state is in proportion."""
+        return sum(target.local.nbytes for target, _ in self.owner.members)
+
     def __call__(self, reader: TensorReader) -> None:
         """Fill the parameter's state."""
         self.read(reader)()

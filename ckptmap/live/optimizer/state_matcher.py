@@ -82,7 +82,8 @@ class StatePlan:
                         reader.run(step)
                     continue
                 loaders = [step for step in steps if isinstance(step, StateLoader)]
-                for install in reader.run_all([loader.read for loader in loaders]):
+                sizes = (loader.param_nbytes for loader in loaders)
+                for install in reader.run_all([loader.read for loader in loaders], sizes):
                     install()
         except Exception as error:
             loaded = f"{len(self.notes.loaded)} entries of the optimizer's state"

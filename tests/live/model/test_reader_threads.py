@@ -17,7 +17,9 @@ from torch import nn
 import ckptmap
 from ckptmap.errors import CkptmapError, SourceError
 from ckptmap.live.model import reader_threads, tensor_reader
+from ckptmap.storage import device_copies
 from ckptmap.storage.files import Files
+from tests.support.late_device import one_late_a_thread
 
 CPU = torch.device("cpu")
 
@@ -42,6 +44,47 @@ def test_results_come_in_order_from_several_threads() -> None:
     jobs = [lambda number=number: job(number) for number in range(30)]
     assert list(in_order(jobs, 3)) == list(range(30))
     assert len(seen) == 3 and torch.is_grad_enabled() and torch.get_num_threads() == before
+
+
+def test_jobs_begin_with_the_largest_and_results_stay_in_order() -> None:
+    begun: list[int] = []
+    jobs = [lambda number=number: begun.append(number) or number for number in range(5)]
+    with closing(reader_threads.ReaderThreads(1, ())) as threads:
+        assert list(threads.in_order(jobs, [3, 9, 1, 9, 5])) == list(range(5))
+    assert begun == [1, 3, 4, 0, 2]
+
+
+@pytest.mark.parametrize("sizes", [[10 << 20, 22 << 20], [1 << 20, 2 << 20]])
+def test_blocks_of_all_threads_are_one_memory_where_there_is_much_to_read(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    ways = one_late_a_thread(monkeypatch)
+    new = device_copies.lasting_memory
+    monkeypatch.setattr(device_copies, "lasting_memory", lambda n: made.append(n) or new(n))
+    monkeypatch.setattr(reader_threads, "copies_pinned", lambda device: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Streams)
+    reader = tensor_reader.TensorReader(Files(), 32 << 20, [CPU])
+    monkeypatch.setattr(reader, "threads", 2)
+    together = threading.Barrier(2, timeout=60)
+
+    def step(its: tensor_reader.TensorReader) -> int:
+        together.wait()
+        device_copies.bound_blocks(CPU, its.max_memory, directions=1)
+        way = device_copies.lanes(CPU)
+        assert way is not None and its.max_memory == 16 << 20
+        return way.blocks("up").take(4096).data_ptr()
+
+    with closing(reader):
+        places = list(reader.run_all([step, step], sizes))
+    block = 8 << 20
+    one = sum(sizes) >= 32 << 20
+    assert made == ([32 << 20] if one else [block] * 4) and len(ways) == 2
+    assert not one or abs(places[0] - places[1]) == 2 * block
+
+
+class Streams:
+    current_stream = set_stream = staticmethod(lambda stream: stream)
 
 
 def test_an_error_ends_it_and_what_has_not_begun_never_runs() -> None:
