@@ -9,6 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 import ckptmap
+from ckptmap.errors import SourceError
+from ckptmap.quantization.compressed_tensors.microscaled import CtNvfp4
+from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
+from ckptmap.quantization.torchao.microscaled_encodings import AoNvfp4
+from ckptmap.tensors import Box, TensorInfo
 from tests.quantization.test_modelopt import write as modelopt
 from tests.support.bnb_cases import same
 from tests.support.int8_models import QUERY, dense, llama
@@ -70,3 +75,34 @@ def test_merged_into_itself(form: str, base: Path, tmp_path: Path) -> None:
         if not torch.equal(value.view(-1).view(torch.uint8), after[key].view(-1).view(torch.uint8))
     }
     assert changed == {"q_proj", "down_proj"}
+
+
+OVERALLS = [1.0, 0.0, 3e38, 1e-45, 2.0**-120, float("inf"), float("nan")]
+
+
+@pytest.mark.parametrize("encoding", [CtNvfp4(), AoNvfp4()], ids=["divides", "multiplies"])
+@pytest.mark.parametrize("overall", OVERALLS)
+def test_extremes_tell_whether_every_scale_is_finite(encoding: Nvfp4, overall: float) -> None:
+    """On a device no scale is looked at: what the host accepts must be what it accepts scale by scale."""
+    maker = torch.Generator().manual_seed(3)
+    grid = Box.whole((4, 8))
+    bounds = ((0, 1), (0, 3), (1, 3), (1, 127), (0, 127), (120, 128), (126, 128))
+    seen = set()
+    for low, high in bounds:
+        scale = torch.randint(low, high, (4, 8), generator=maker, dtype=torch.uint8)
+        scale |= torch.randint(0, 2, (4, 8), generator=maker, dtype=torch.uint8) << 7
+        whole = torch.tensor(overall)
+        parts = {"scale": scale.view(torch.float8_e4m3fn), encoding.global_part: whole}
+        wide = parts["scale"].float()
+        factors = wide / whole if encoding.divides else wide * whole
+        info = TensorInfo((4, 128), "bfloat16")
+        seen.add(finite := bool(factors.isfinite().all()))
+        if finite:
+            assert torch.equal(encoding.decoded_scales(info, parts, grid), factors)
+            there = encoding.sent_scales(info, parts, grid, torch.device("meta"))
+            assert there.is_meta and there.shape == (4, 8)
+            continue
+        for device in ("cpu", "meta"):
+            with pytest.raises(SourceError, match="expected finite scales"):
+                encoding.sent_scales(info, parts, grid, torch.device(device))
+    assert seen == {True, False} or overall in (0.0, float("inf")) or overall != overall

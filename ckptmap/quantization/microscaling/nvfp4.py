@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoder
+from ckptmap.quantization.blockwise.chunks import sent_behind
 from ckptmap.quantization.microscaling.nvfp4_encoder import (
     BLOCK,
     CompressedTensorsRule,
@@ -68,18 +69,54 @@ class Nvfp4(PackedFp4):
     def decoded_scales(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], grid: Box
     ) -> torch.Tensor:
+        if parts["scale"].is_cpu:
+            self._require_finite(parts, grid)
+        return self._factors(parts["scale"].view(grid.sizes), self.overall(parts, grid))
+
+    def sent_scales(
+        self,
+        info: TensorInfo,
+        parts: Mapping[str, torch.Tensor],
+        grid: Box,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Send the stored scales, and compute there: a stored one has one byte, a factor four."""
+        if device.type == "cpu":
+            return self.decoded_scales(info, parts, grid)
+        try:
+            self._require_finite(parts, grid)
+        except SourceError:  # padding between the scales may hold anything: look at them alone
+            return super().sent_scales(info, parts, grid, device)
+        there = {
+            name: sent_behind(parts[name], device) for name in self.host_parts if name in parts
+        }
+        return self.decoded_scales(info, there, grid)
+
+    def _factors(self, scale: torch.Tensor, overall: torch.Tensor) -> torch.Tensor:
         import torch
 
-        scale = parts["scale"].to(torch.float32).view(grid.sizes)
-        overall = self.overall(parts, grid)
-        factors = scale / overall if self.divides else scale * overall
-        if factors.is_cpu and not bool(factors.isfinite().all()):
+        wide = scale.to(torch.float32)
+        return wide / overall if self.divides else wide * overall
+
+    def _require_finite(self, parts: Mapping[str, torch.Tensor], grid: Box) -> None:
+        """Raise SourceError CKM115 where a factor is not finite.
+
+        The factors of the least and of the largest scale tell it for all between. The largest number of the
+        bits of a float8 is NaN.
+        """
+        import torch
+
+        scale = parts["scale"]
+        if scale.dtype == torch.float8_e4m3fn and scale.numel():
+            magnitude = scale.view(torch.uint8).bitwise_and(0x7F)
+            ends = (most((-2, -1), keepdim=True) for most in (magnitude.amin, magnitude.amax))
+            scale = torch.stack(list(ends)).view(scale.dtype)
+        if not bool(self._factors(scale, self.overall(parts, grid)).isfinite().all()):
             raise SourceError(
                 "CKM115",
                 f"scale or {self.global_part}: expected finite scales, found NaN or infinity",
                 "it was quantized from values that were not finite, or it is damaged: copy it again",
             )
-        return factors
 
     def rule(self) -> Nvfp4Rule:
         """Return the rule by which values become scales and codes."""

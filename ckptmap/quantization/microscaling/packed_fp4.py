@@ -139,6 +139,16 @@ class PackedFp4:
         """Return the scales of a box of the grid in fp32, in its shape. Raise SourceError CKM115."""
         return powers(parts["scale"], "scale").view(grid.sizes)
 
+    def sent_scales(
+        self,
+        info: TensorInfo,
+        parts: Mapping[str, torch.Tensor],
+        grid: Box,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Return `decoded_scales` on a device, of parts on the CPU. Raise SourceError CKM115."""
+        return sent_behind(self.decoded_scales(info, parts, grid), device)
+
     @property
     def host_parts(self) -> Collection[str]:
         """The scales, which are checked before they are sent to a device."""
@@ -159,7 +169,7 @@ class PackedFp4:
         if not box.numel:
             return
         grid = self.grid_box(box)
-        scale = sent_behind(self.decoded_scales(info, parts, grid), out.device)
+        scale = self.sent_scales(info, parts, grid, out.device)
         if self.exact_in(out.dtype):
             scale = scale.to(out.dtype)
         codes = parts["packed"].view(torch.uint8).reshape(*grid.sizes, self.block // 2)
