@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LEAST_NBYTES = 4 << 20
 """Smaller memory comes from torch's allocator, which keeps what is given back."""
-PIECE_NBYTES = 32 << 20
+PIECE_NBYTES = 16 << 20
 """Bytes that a thread touches at a time."""
 MOST_THREADS = 16
 
