@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 MOST = 16
-LEAST_NBYTES = 4 << 20
-"""Bytes of buffers that a thread needs: with less, each copy costs more than the bytes it moves."""
+LEAST_NBYTES = 16 << 20
+"""Bytes of buffers that a thread needs: with smaller blocks, threads wait for each other more than for the bytes."""
+LEAST_WORK = 128 << 20
+"""Bytes that a thread must have to fill: it costs a millisecond or two to give it buffers and take them back."""
 
 T = TypeVar("T")
 
@@ -35,12 +37,21 @@ def count_for(devices: Sequence[torch.device], max_memory: int) -> int:
     return max(1, min(MOST, cores, max_memory // LEAST_NBYTES))
 
 
+def that_pay(count: int, nbytes: Sequence[int]) -> int:
+    """Return how many of `count` threads have enough to do where tensors of `nbytes` each are filled.
+
+    More than all bytes by the largest would wait for the one that fills the largest.
+    """
+    total, largest = sum(nbytes), max(nbytes, default=0)
+    return max(1, min(count, total // LEAST_WORK, total // max(1, largest)))
+
+
 class ReaderThreads:
     """Threads that keep their pinned blocks from one call of `in_order` to the next, until `close`.
 
     They work as the thread that made this one would: without gradients, on its streams of `devices`.
 
-    block_nbytes  bytes of the blocks that are made for all threads now; 0: each makes its own when it needs them
+    block_nbytes  bytes of the blocks that are made for all threads; others are made where a thread needs them
     """
 
     def __init__(self, count: int, devices: Sequence[torch.device], block_nbytes: int = 0) -> None:
@@ -49,7 +60,7 @@ class ReaderThreads:
         lent = {
             device: device_copies.one_memory(count, block_nbytes)
             for device in devices
-            if block_nbytes and copies_pinned(device)
+            if copies_pinned(device)
         }
 
         def begin() -> None:

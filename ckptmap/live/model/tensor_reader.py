@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptmap.execution.smaller_feeds import OF_A_LOAD, FeedSize, with_smaller_feeds
 from ckptmap.live.model.load_report import Meter
-from ckptmap.live.model.reader_threads import ReaderThreads, count_for
+from ckptmap.live.model.reader_threads import ReaderThreads, count_for, that_pay
 from ckptmap.quantization.blockwise.chunks import smaller
 from ckptmap.storage import device_copies
 from ckptmap.storage.box_reader import row_major_boxes
-from ckptmap.storage.device_copies import DEPTH
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.tensor_bytes import tensor_bytes
@@ -65,14 +64,15 @@ class TensorReader:
 
         nbytes  the bytes that each fills, taken only where there are several threads
         """
-        if self.threads == 1:
+        sizes = list(nbytes) if self.threads > 1 else []
+        count = that_pay(self.threads, sizes)
+        if self._pool is None and count == 1:
             yield from map(self.run, steps)
             return
-        each, sizes = self._share(), list(nbytes)
+        each = self._share()
         if self._pool is None:
             block = device_copies.block_nbytes(each.max_memory, 1)
-            pays = sum(sizes) >= self.threads * DEPTH * block
-            self._pool = ReaderThreads(self.threads, self.devices, block if pays else 0)
+            self._pool = ReaderThreads(count, self.devices, block)
         yield from self._pool.in_order([partial(each.run, step) for step in steps], sizes)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def in_order(jobs: list[Any], count: int, devices: tuple[torch.device, ...] = ()) -> Iterator[Any]:
-    with closing(reader_threads.ReaderThreads(count, devices)) as threads:
+    with closing(reader_threads.ReaderThreads(count, devices, 4096)) as threads:
         yield from threads.in_order(jobs)
 
 
@@ -49,15 +49,20 @@ def test_results_come_in_order_from_several_threads() -> None:
 def test_jobs_begin_with_the_largest_and_results_stay_in_order() -> None:
     begun: list[int] = []
     jobs = [lambda number=number: begun.append(number) or number for number in range(5)]
-    with closing(reader_threads.ReaderThreads(1, ())) as threads:
+    with closing(reader_threads.ReaderThreads(1, (), 4096)) as threads:
         assert list(threads.in_order(jobs, [3, 9, 1, 9, 5])) == list(range(5))
     assert begun == [1, 3, 4, 0, 2]
 
 
-@pytest.mark.parametrize("sizes", [[10 << 20, 22 << 20], [1 << 20, 2 << 20]])
-def test_blocks_of_all_threads_are_one_memory_where_there_is_much_to_read(
-    sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_threads_as_have_enough_to_do() -> None:
+    mib = 1 << 20
+    assert reader_threads.that_pay(16, [256 * mib] * 16) == 16
+    assert reader_threads.that_pay(16, [256 * mib] * 4 + [1 << 14] * 8) == 4, "no more than tensors"
+    assert reader_threads.that_pay(16, [mib] * 1024) == 8
+    assert reader_threads.that_pay(16, [mib] * 100) == reader_threads.that_pay(16, []) == 1
+
+
+def test_blocks_of_all_threads_are_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     ways = one_late_a_thread(monkeypatch)
     new = device_copies.lasting_memory
@@ -76,11 +81,9 @@ def test_blocks_of_all_threads_are_one_memory_where_there_is_much_to_read(
         return way.blocks("up").take(4096).data_ptr()
 
     with closing(reader):
-        places = list(reader.run_all([step, step], sizes))
-    block = 8 << 20
-    one = sum(sizes) >= 32 << 20
-    assert made == ([32 << 20] if one else [block] * 4) and len(ways) == 2
-    assert not one or abs(places[0] - places[1]) == 2 * block
+        places = list(reader.run_all([step, step], [128 << 20, 128 << 20]))
+    assert made == [32 << 20] and len(ways) == 2
+    assert abs(places[0] - places[1]) == 16 << 20
 
 
 class Streams:
@@ -125,7 +128,7 @@ def test_a_device_has_several_threads_and_a_cpu_one(monkeypatch: pytest.MonkeyPa
     device = [torch.device("cuda", 0)]
     assert reader_threads.count_for([], 1 << 30) == reader_threads.count_for([CPU], 1 << 30) == 1
     assert reader_threads.count_for(device, 256 << 20) == reader_threads.MOST
-    assert reader_threads.count_for(device, 12 << 20) == 3
+    assert reader_threads.count_for(device, 48 << 20) == 3
     assert reader_threads.count_for(device, 1) == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert reader_threads.count_for(device, 256 << 20) == 8
@@ -155,6 +158,15 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 def test_a_load_by_threads_is_that_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = build(1)
     ckptmap.save(tmp_path / "saved", model, optimizer, step=2, background=False)
+    monkeypatch.setattr(reader_threads, "LEAST_WORK", 1)
+    used: set[str] = set()
+    monkeypatch.setattr(
+        reader_threads,
+        "_without_gradients",
+        lambda job, run=reader_threads._without_gradients: (
+            used.add(threading.current_thread().name) or run(job)
+        ),
+    )
     reports, orders = [], []
     for threads in (1, 3):
         monkeypatch.setattr(
@@ -167,7 +179,7 @@ def test_a_load_by_threads_is_that_of_one(tmp_path: Path, monkeypatch: pytest.Mo
         assert wanted.keys() == found.keys()
         assert all(torch.equal(value, found[name]) for name, value in wanted.items())
     assert reports[0].loaded == reports[1].loaded and reports[0].state == reports[1].state
-    assert orders == [True, True]
+    assert orders == [True, True] and len(used) > 1
 
 
 def test_an_error_in_a_thread_tells_what_is_loaded(
@@ -176,6 +188,7 @@ def test_an_error_in_a_thread_tells_what_is_loaded(
     model, _ = build(1)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     monkeypatch.setattr(tensor_reader, "count_for", lambda devices, memory: 3)
+    monkeypatch.setattr(reader_threads, "LEAST_WORK", 1)
     read, count = Files.read_into, [0]
 
     def failing(self: Files, file: str, *rest: Any, **more: Any) -> None:
