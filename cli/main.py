@@ -1,6 +1,6 @@
 """Run `ckptmap COMMAND` and turn every outcome into an exit code.
 
-0 ok · 1 the answer is no · 2 usage, or refused before a byte was written · 3 failed while
+0 ok · 1 the answer is no · 2 usage, or refused, and nothing is left written · 3 failed while
 working, run again to continue · 130 interrupted, likewise. Only the module of the command in use
 is imported, and this package itself never imports torch.
 """
