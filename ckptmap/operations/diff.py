@@ -84,7 +84,11 @@ class DiffReport(ShortRepr):
             f"only in {self.b}: {name}{times}" for name, times, _ in folded_names(self.only_b)
         ]
         lines += [*lines_of(self.changed), *self._settings(), *self._stored_keys()]
-        settings_text = f", {self.same_settings} plain values agree" if self.same_settings else ""
+        settings_text = (
+            f", {counted(self.same_settings, 'plain value', 'agrees', 'agree')}"
+            if self.same_settings
+            else ""
+        )
         agree = f"{counted(self.same, 'tensor')} agree{'s' * (self.same == 1)} in {compared}{settings_text}"
         if self.mended_by:
             lines.append(f"a prefix keeps names apart; without it: {self.mended_by}")

@@ -344,14 +344,14 @@ def _exact(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> st
     differ = difference(mine, source)
     if differ is None:
         return None
-    return f"{differ.count} values are not the source's, the first at {list(differ.index)}"
+    return f"{counted(differ.count, 'value', 'is', 'are')} not the source's, the first at {list(differ.index)}"
 
 
 def _cast(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
     differ = difference(source, mine)
     if differ is None:
         return None
-    return f"{differ.count} values are not the source's cast, the first at {list(differ.index)}"
+    return f"{counted(differ.count, 'value', 'is', 'are')} not the source's cast, the first at {list(differ.index)}"
 
 
 def _quantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:

@@ -143,7 +143,7 @@ def from_model(optimizer: Optimizer, weights: Sequence[Weight]) -> list[list[str
     groups = [[shapes.get(key, {}) for key in group[PARAMS]] for group in optimizer.groups]
     count = sum(map(len, groups))
     if not count or count > len(candidates):
-        return f"the optimizer has {count} parameters, the model {len(candidates)}"
+        return f"the optimizer has {counted(count, 'parameter')}, the model {len(candidates)}"
     from ckptmap.optim.align_order import align_named
 
     aligned = align_named(groups, [weight.info.shape for weight in candidates], names, _all_fit)

@@ -316,6 +316,20 @@ def test_a_refusal_names_every_key_that_is_in_the_way(run: Any, tmp_path: Path) 
     assert done.code == 0, done.err
 
 
+def test_many_keys_of_one_dict_are_left_out_by_the_dict(run: Any, tmp_path: Path) -> None:
+    """One line for each of 40 objects would be a command of 2,000 characters."""
+    objects = {f"cb{i}": argparse.Namespace(i=i) for i in range(40)}
+    entries = {"callbacks": {**objects, "plain": 1}, "args": argparse.Namespace()}
+    torch.save({"model": weights(), **entries}, tmp_path / "in.pt")
+    command = ["convert", tmp_path / "in.pt", tmp_path / "out.pt", "--to", "full"]
+    refused = run(*command)
+    hint = refused.err.partition("hint: ")[2].strip()
+    assert hint == (
+        "leave them behind, and what lies beside 40 of them, with --drop callbacks --drop args"
+    )
+    assert run(*command, *shlex.split(hint.partition(" with ")[2])).code == 0
+
+
 def test_a_saved_plan_is_run_and_refused_once_the_source_changed(
     run: Any, source: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import Difference
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed
-from ckptmap.core.formatting import human
+from ckptmap.core.formatting import counted, human
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.printable import one_line
 from ckptmap.core.signatures import spelled_out
@@ -226,7 +226,7 @@ def _share(nbytes: int, bars: Sequence[tuple[str, int, int]]) -> float:
 def _tiles(contents: Contents) -> Iterator[tuple[str, str, str]]:
     """Yield the figures below the verdict: name, value, and a remark."""
     ckpt, tensors = contents.ckpt, contents.tensors
-    yield "size", human(tensors.nbytes), f"{len(tensors.names):,} tensors"
+    yield "size", human(tensors.nbytes), counted(len(tensors.names), "tensor")
     yield "parameters", _short_count(contents.facts.numel()), f"{contents.facts.numel():,}"
     yield "files", f"{len(ckpt.index.files):,}", f"{contents.shards.imbalance:.2f} imbalance"
     yield "ranks", f"{ckpt.world_size:,}", "that wrote it"
