@@ -24,6 +24,7 @@ from ckptmap.formats.detect import look, refuse_place
 from ckptmap.protocols import Directory, Index, Member, Place
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_json
+from ckptmap.storage.unreadable import unreadable
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, PlainValue, StoredTensor
 
 MAX_DOCUMENT_NBYTES = 256 << 20
@@ -254,9 +255,7 @@ def _document(file: FilePath, mounts: Mounts) -> PlainValue:
         value: PlainValue = read_json(file, mounts, max_nbytes=MAX_DOCUMENT_NBYTES)
         return value
     except OSError as error:
-        raise SourceError(
-            "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"
-        ) from error
+        raise unreadable(file, error) from error
     except ValueError as error:
         raise SourceError(
             "CKM103", f"{file}: cannot be read as JSON: {error}", "copy the checkpoint again"

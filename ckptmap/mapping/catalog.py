@@ -20,6 +20,7 @@ from ckptmap.core.formatting import some
 from ckptmap.errors import PlanError
 from ckptmap.mapping.mapping_file import load_scheme, read_head
 from ckptmap.mapping.rules import HUB, NamingScheme, SchemeHead
+from ckptmap.storage.unreadable import unreadable
 
 VARIABLE = "CKPTMAP_MAPPINGS"
 SUFFIX = ".toml"
@@ -203,6 +204,8 @@ def _head_of(path: str) -> Mapping[str, object]:
         text = Path(path).read_text(encoding="utf-8")
         return tomllib.loads("".join(_head_lines(text)))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        if isinstance(error, PermissionError):
+            raise unreadable(path, error) from error
         raise PlanError(
             "CKM601", f"{path}: is not valid TOML: {error}", "correct that line of the file"
         ) from error

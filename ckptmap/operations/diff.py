@@ -29,6 +29,7 @@ from ckptmap.operations.tensor_change import Measure, TensorChange, change_of, l
 from ckptmap.protocols.progress import COMPARING, READING, Progress
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.unreadable import named_if_unreadable
 from ckptmap.tensors import Path
 
 SHOWN = 20
@@ -160,6 +161,7 @@ def diff(
     log.info("diff %s and %s", *(one_line(str(getattr(x, "shown", x))) for x in (a, b)))
     phases.begin(READING)
     with ExitStack() as stack:
+        stack.enter_context(named_if_unreadable())
         first, second = (
             x if isinstance(x, Checkpoint) else stack.enter_context(open(x)) for x in (a, b)
         )

@@ -46,6 +46,7 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.manifest_file import parse
 from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.storage.resource_limits import SHORT
+from ckptmap.storage.unreadable import named_if_unreadable
 from ckptmap.tensors import FLOATING
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def verify(
         extra = _extra_beside_manifest(Path(path))  # one of them may be why it cannot be read
         problems = [str(error), *map(_does_not_belong, extra)]
         return VerifyReport(str(path), 0, 0, ("structure",), tuple(problems), extra=extra)
-    with ckpt, origins_in_errors(ckpt.files.mounts):
+    with ckpt, origins_in_errors(ckpt.files.mounts), named_if_unreadable():
         document = read_manifest(ckpt)
         problems = check_structure(ckpt, document)
         checks = ["structure"]
@@ -179,7 +180,7 @@ def _compared(
     phases: Phases,
 ) -> tuple[str, list[str], dict[str, float]]:
     """Return the name of the source, the problems, and the errors of quantized tensors by FQN."""
-    with origins_in_errors(source.files.mounts):
+    with origins_in_errors(source.files.mounts), named_if_unreadable():
         source = renamed_like_output(source, document.get("renamed"), _weights(document))
         if base is not None:
             source, _, _ = restored(source, base)

@@ -18,6 +18,7 @@ from ckptmap.core.json_text import parse_json
 from ckptmap.errors import SourceError
 from ckptmap.optim.state import NAMES, PARAMS, SCRATCH, Optimizer
 from ckptmap.sharding.reference_model import is_alphabetical
+from ckptmap.storage.unreadable import unreadable
 from ckptmap.tensors import BUFFERS, FLOATING, TensorInfo
 
 Order = Sequence[Sequence[str]]
@@ -64,6 +65,8 @@ def read_order(path: str | os.PathLike[str]) -> tuple[tuple[str, ...], ...]:
         text = FilePath(path).read_text(encoding="utf-8")
         order = parse_json(text) if text.lstrip().startswith("[") else _lines(text)
     except (OSError, ValueError) as error:
+        if isinstance(error, PermissionError):
+            raise unreadable(path, error) from error
         reason = error.strerror if isinstance(error, OSError) else error
         raise _unreadable(path, str(reason)) from error
     if order and all(isinstance(name, str) for name in order):

@@ -41,6 +41,7 @@ from ckptmap.planning.planner import plan as make_plan
 from ckptmap.setups import parse
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.unreadable import named_if_unreadable
 from ckptmap.version import __version__
 
 ELSEWHERE = ("dtypes", "encodings", "refused", "note", "optimizer")
@@ -92,6 +93,7 @@ def report(
     options = options_from(aims[0] if aims else "", keywords, "report()")
     _require_use(options, values, bool(aims), against is not None)
     with ExitStack() as stack:
+        stack.enter_context(named_if_unreadable())
         ckpt = path if isinstance(path, Checkpoint) else stack.enter_context(_opened(path, options))
         other = against
         if other is not None and not isinstance(other, Checkpoint):
