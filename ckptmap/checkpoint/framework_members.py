@@ -24,7 +24,7 @@ from ckptmap.formats.detect import look, refuse_place
 from ckptmap.protocols import Directory, Index, Member, Place
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_json
-from ckptmap.storage.unreadable import unreadable
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, PlainValue, StoredTensor
 
 MAX_DOCUMENT_NBYTES = 256 << 20

@@ -20,7 +20,7 @@ from ckptmap.core.formatting import some
 from ckptmap.errors import PlanError
 from ckptmap.mapping.mapping_file import load_scheme, read_head
 from ckptmap.mapping.rules import HUB, NamingScheme, SchemeHead
-from ckptmap.storage.unreadable import unreadable
+from ckptmap.storage.resource_limits import unreadable
 
 VARIABLE = "CKPTMAP_MAPPINGS"
 SUFFIX = ".toml"

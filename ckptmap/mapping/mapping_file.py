@@ -27,7 +27,7 @@ from ckptmap.mapping.rules import (
     Term,
     Tie,
 )
-from ckptmap.storage.unreadable import unreadable
+from ckptmap.storage.resource_limits import unreadable
 
 SCHEMA = 1
 MAX_NBYTES = 4 << 20

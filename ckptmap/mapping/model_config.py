@@ -13,7 +13,7 @@ from ckptmap.formats.meta.params_json import PARAMS, read_params
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import locate
 from ckptmap.storage.json_file import read_object
-from ckptmap.storage.unreadable import unreadable
+from ckptmap.storage.resource_limits import unreadable
 
 CONFIG = "config.json"
 MAX_NBYTES = 64 << 20

@@ -29,7 +29,7 @@ from ckptmap.operations.tensor_change import Measure, TensorChange, change_of, l
 from ckptmap.protocols.progress import COMPARING, READING, Progress
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.storage.unreadable import named_if_unreadable
+from ckptmap.storage.resource_limits import named_if_unreadable
 from ckptmap.tensors import Path
 
 SHOWN = 20

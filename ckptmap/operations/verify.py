@@ -45,8 +45,7 @@ from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.manifest_file import parse
 from ckptmap.storage.process_guards import one_torch_thread
-from ckptmap.storage.resource_limits import SHORT
-from ckptmap.storage.unreadable import named_if_unreadable
+from ckptmap.storage.resource_limits import SHORT, named_if_unreadable
 from ckptmap.tensors import FLOATING
 
 if TYPE_CHECKING:

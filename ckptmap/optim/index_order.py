@@ -18,7 +18,7 @@ from ckptmap.core.json_text import parse_json
 from ckptmap.errors import SourceError
 from ckptmap.optim.state import NAMES, PARAMS, SCRATCH, Optimizer
 from ckptmap.sharding.reference_model import is_alphabetical
-from ckptmap.storage.unreadable import unreadable
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import BUFFERS, FLOATING, TensorInfo
 
 Order = Sequence[Sequence[str]]

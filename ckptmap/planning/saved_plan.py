@@ -20,7 +20,7 @@ from ckptmap.errors import PlanError
 from ckptmap.planning.options import Options
 from ckptmap.planning.plan import SCHEMA, Plan
 from ckptmap.planning.planner import plan
-from ckptmap.storage.unreadable import unreadable
+from ckptmap.storage.resource_limits import unreadable
 
 OUTCOME = ("world_size", "steps", "files", "dropped", "tied")
 """Entries of a saved plan that follow from its options, and so cannot be edited."""

@@ -23,7 +23,7 @@ from ckptmap.errors import PlanError
 from ckptmap.protocols import Placement
 from ckptmap.sharding.dtensor_spec import cut_rows
 from ckptmap.sharding.mesh_rank_boxes import boxes_by_rank
-from ckptmap.storage.unreadable import unreadable
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import BUFFERS, FLOATING, PARAMETERS, Box, Leaf, TensorInfo
 
 STYLES: Mapping[str, tuple[int | None, int | None]] = {

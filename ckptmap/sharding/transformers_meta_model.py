@@ -13,7 +13,7 @@ from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_object
 from ckptmap.storage.process_guards import quiet_torchao
-from ckptmap.storage.unreadable import unreadable
+from ckptmap.storage.resource_limits import unreadable
 
 if TYPE_CHECKING:
     from torch import nn

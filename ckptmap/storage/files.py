@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ckptmap.errors import RunError, SourceError
 from ckptmap.protocols.file_systems import FileSystem, Fingerprint, Mounts, require_regular
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.storage.source_sums import SourceCheck, SourceSums
-from ckptmap.storage.unreadable import unreadable
 from ckptmap.tensors import StoredTensor
 
 MAX_OPEN = 2048

@@ -18,7 +18,7 @@ from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.file_records import AGAIN, without_manifest
 from ckptmap.storage.manifest_schema import malformed
 from ckptmap.storage.own_files import MANIFEST
-from ckptmap.storage.unreadable import unreadable
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import StatedSum
 
 SCHEMA = 1

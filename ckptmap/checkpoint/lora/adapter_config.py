@@ -17,7 +17,7 @@ from ckptmap.checkpoint.lora.targets import Targets
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_json
-from ckptmap.storage.unreadable import unreadable
+from ckptmap.storage.resource_limits import unreadable
 
 _NESTED = re.compile(r"\)[*+{]|(?:[*+{].*){5}")
 """A repeated group, or much repetition: what makes a search take time without end, and no module's

@@ -29,8 +29,8 @@ from ckptmap.formats.dcp.metadata_reader import read_metadata
 from ckptmap.formats.dcp.metadata_records import Item, Metadata, TensorEntry, Whole
 from ckptmap.protocols import Index, Place
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.storage.safe_names import inside
-from ckptmap.storage.unreadable import unreadable
 from ckptmap.tensors import (
     Box,
     Chunk,

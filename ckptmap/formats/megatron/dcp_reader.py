@@ -30,7 +30,7 @@ from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.tensor_parallel import unstack
 from ckptmap.storage.files import Files
 from ckptmap.storage.json_file import read_json
-from ckptmap.storage.unreadable import unreadable
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import Cut, Leaf, Path, StoredTensor
 
 _COMMON, _BACKEND = "common.pt", "metadata.json"

@@ -17,7 +17,7 @@ from pathlib import Path
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_object
-from ckptmap.storage.unreadable import unreadable
+from ckptmap.storage.resource_limits import unreadable
 
 PARAMS = "params.json"
 MAX_NBYTES = 1 << 20

@@ -41,7 +41,7 @@ from ckptmap.planning.planner import plan as make_plan
 from ckptmap.setups import parse
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.storage.unreadable import named_if_unreadable
+from ckptmap.storage.resource_limits import named_if_unreadable
 from ckptmap.version import __version__
 
 ELSEWHERE = ("dtypes", "encodings", "refused", "note", "optimizer")

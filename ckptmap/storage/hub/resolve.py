@@ -12,7 +12,7 @@ from ckptmap.core import argument_checks
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.uri import MIRROR_PREFIX, HubName, is_hub, of_web_page, parse
-from ckptmap.storage.unreadable import named_if_unreadable
+from ckptmap.storage.resource_limits import named_if_unreadable
 
 
 @dataclass(frozen=True)
