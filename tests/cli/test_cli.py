@@ -447,6 +447,24 @@ def test_diff_shows_what_is_alike_once(run: Any, source: Path, tmp_path: Path) -
     assert f"{agree}, " in done.out and done.out.endswith(f" are only in {source}\n")
 
 
+def test_diff_tells_of_an_optimizer_that_one_side_lacks_in_one_line(
+    run: Any, tmp_path: Path
+) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in "abc"), torch.nn.LayerNorm(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    named = {f"{name}.{part}": t for name, m in zip("abcd", model, strict=True)
+             for part, t in m.state_dict().items()}  # fmt: skip
+    torch.save(named, tmp_path / "bare.pt")
+    torch.save({"model": named, "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    run_pt = tmp_path / "run.pt"
+    lines = run("diff", tmp_path / "bare.pt", run_pt).out.splitlines()
+    state = "optimizer state of 8 parameters: exp_avg, exp_avg_sq, step (all of it with --json)"
+    assert lines[0] == f"only in {run_pt}: {state}"
+    assert len(lines) == 2 and lines[1].endswith(f"24 are only in {run_pt}")
+
+
 @pytest.mark.parametrize("option", ["include", "exclude", "encode", "no-encode"])
 def test_a_pattern_of_nothing_is_refused(run: Any, source: Path, option: str) -> None:
     more = ["--include", "*"] if option == "include" else []
