@@ -1,8 +1,8 @@
 """The error tree: every expected failure is one of these, with a code, one line, and a next step.
 
 An error's text is one line: what is wrong, where, what was expected and what is there. Its `hint`
-is the next command to run. `exit_code` is what the command line returns: 1 the answer is no, 2 refused before
-a byte was written, 3 failed while working, 130 interrupted.
+is the next command to run. `exit_code` is what the command line returns: 1 the answer is no, 2 refused, and
+nothing is left written, 3 failed while working, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ __all__ = [
     "AnswerNo", "ArgumentError", "CkptmapError", "DestinationError", "Interrupted",
     "LoadError", "MissingKeyError", "PlanError", "RunError", "SourceError",
 ]  # fmt: skip
+
+
+REFUSED_VALUES = frozenset({"CKM309", "CKM310", "CKM311", "CKM315", "CKM318", "CKM324"})
+"""Codes of values that the output cannot hold. Only reading them shows it, so the run has begun; but every run
+of the same command would meet them again."""
 
 
 class CkptmapError(Exception):
@@ -49,9 +54,15 @@ class DestinationError(CkptmapError, OSError):
 
 
 class RunError(CkptmapError, RuntimeError):
-    """A conversion failed while working; the same command continues it."""
+    """A conversion failed while working. The same command continues it, but for values that the output
+    cannot hold: then its exit code is that of a refusal."""
 
     exit_code = 3
+
+    def __init__(self, code: str, message: str, hint: str = "") -> None:
+        super().__init__(code, message, hint)
+        if code in REFUSED_VALUES:
+            self.exit_code = CkptmapError.exit_code
 
 
 class Interrupted(RunError):

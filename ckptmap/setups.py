@@ -35,6 +35,8 @@ MEANT = {
 }
 """Words for a format or a framework, as people write them after `--to` -> the setup that they mean."""
 
+LISTS = "`ckptmap doctor` lists"
+"""Begins the sentence on the command that lists what may follow `--to`."""
 ENCODINGS_MEANT = {
     "4bit": "bnb-nf4", "8bit": "bnb-int8", "bnb": "bnb-nf4", "bitsandbytes": "bnb-nf4",
     "fp4": "bnb-fp4", "qlora": "nf4", "int4": "ct-int4", "w4a16": "ct-int4", "w8a16": "ct-int8",
@@ -112,16 +114,22 @@ def _nearest(name: str) -> str:
     guess = f"did you mean --to {near[0]}? " if near else ""
     if meant in near:
         return guess.rstrip()
-    suffixes = " ".join(f"-{scheme.suffix}" for scheme in registry.schemes() if scheme.suffix)
+    suffixes = [scheme.suffix for scheme in registry.schemes() if scheme.suffix]
     known = [setup.name for setup in registry.setups() if _begins_with(meant, setup.name)]
     named = max(known, key=len, default="")
     encoding = _meant_encoding(meant.removeprefix(named).lstrip("-"), named or "hf")
     if encoding:
         return encoding
     if known:
-        return f"{guess}{named} goes alone or with an encoding: {suffixes}"
+        return (
+            f"{guess}{named} goes alone or with an encoding, such as {named}-bf16 or {named}-nf4;"
+            f" {LISTS} all {len(suffixes)}"
+        )
     setups = ", ".join(setup.name for setup in registry.setups())
-    return f"{guess}setups: {setups}; each alone or with an encoding, such as hf-bf16 or fsdp2-nf4"
+    return (
+        f"{guess}setups: {setups}; each alone or with an encoding, such as hf-bf16 or fsdp2-nf4;"
+        f" {LISTS} them"
+    )
 
 
 def _meant_encoding(word: str, setup: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -25,6 +26,8 @@ EXAMPLES = (
     "ckptmap doctor --to fsdp1",
     "ckptmap doctor --json",
 )
+WIDTH = 78
+"""Columns of the lists of names."""
 PACKAGES = (
     "torch", "torchao", "safetensors", "xxhash", "huggingface_hub", "typer", "transformers",
     "accelerate", "bitsandbytes", "peft", "compressed-tensors",
@@ -46,7 +49,8 @@ def command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show versions, devices, and whether the parts of torch and torchao that live models use work.
+    """Show versions, devices, all setups and encodings, and whether the parts of torch and torchao that live
+    models use work.
 
     With --from or --to: show which encodings a live model of the setup can hold with the installed
     libraries.
@@ -164,6 +168,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def report() -> dict[str, Any]:
     """Return versions, devices and fixes. torch is imported only to list devices."""
+    from ckptmap import registry
     from ckptmap.registry import broken_entry_points
     from ckptmap.version import __version__
 
@@ -174,6 +179,8 @@ def report() -> dict[str, Any]:
         "executable": sys.executable,
         "packages": {name: _version(name) for name in PACKAGES},
         "devices": _devices(),
+        "setups": [setup.name for setup in registry.setups()],
+        "encodings": [scheme.suffix for scheme in registry.schemes() if scheme.suffix],
         "fixes": _fixes(),
         "broken_entry_points": [asdict(broken) for broken in broken_entry_points()],
     }
@@ -230,6 +237,17 @@ def _verdict(fix: dict[str, Any]) -> str:
     return "works" if fix["within_tested"] else f"works, though tested with {span} only"
 
 
+def _wrapped(words: Sequence[str]) -> list[str]:
+    indent = "  "
+    return textwrap.wrap(
+        " ".join(words),
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+
+
 def _lines(facts: dict[str, Any]) -> list[str]:
     return [
         f"ckptmap {facts['ckptmap']}, Python {facts['python']}, {facts['platform']}",
@@ -238,6 +256,10 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         *(f"  {name:<18} {version or '-'}" for name, version in facts["packages"].items()),
         "devices",
         *(f"  {device}" for device in facts["devices"] or ["none: torch is not installed"]),
+        "setups: what --to takes, alone or with one of the encodings after a hyphen: hf-bf16",
+        *_wrapped(facts["setups"]),
+        "encodings",
+        *_wrapped(facts["encodings"]),
         "what live models need",
         *(
             f"  {fix['name']} ({fix['library']} {fix['version']}): {_verdict(fix)}"

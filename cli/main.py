@@ -1,6 +1,6 @@
 """Run `ckptmap COMMAND` and turn every outcome into an exit code.
 
-0 ok · 1 the answer is no · 2 usage, or refused before a byte was written · 3 failed while
+0 ok · 1 the answer is no · 2 usage, or refused, and nothing is left written · 3 failed while
 working, run again to continue · 130 interrupted, likewise. Only the module of the command in use
 is imported, and this package itself never imports torch.
 """
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, Unprintable):
             out.error("", f"stdout cannot be written: {error}", UNPRINTED)
             return WORKING
-        short = resource_error(error) or requirements.import_failure(error)
+        short = _closed(error) or resource_error(error) or requirements.import_failure(error)
         if short is not None:
             return _expected(short, args, out)
         refuse = _usage if hasattr(error, "format_message") else _unexpected
@@ -149,6 +149,15 @@ def _expected(error: CkptmapError, args: Sequence[str], out: Printer) -> int:
     out.error(error.code, error.message, hint)
     _trace(error)
     return error.exit_code
+
+
+def _closed(error: Exception) -> CkptmapError | None:
+    """Return the error of a file that the process may neither read nor write, where nothing else named it."""
+    if not isinstance(error, PermissionError) or not error.filename:
+        return None
+    name = os.fsdecode(error.filename)
+    hint = f"check its permissions, and those of its directory: ls -ld {shlex.quote(name)}"
+    return CkptmapError("CKM101", f"{name}: permission denied", hint)
 
 
 def _unexpected(error: Exception, args: Sequence[str], out: Printer) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptmap.core.formatting import counted
 from ckptmap.core.printable import as_lines
 
 from .completion import SCHEMES, choices
@@ -147,7 +148,7 @@ def _check(out: Printer, scheme_or_file: str, config: str | None) -> None:
         out.document({"ok": True, "scheme": scheme.title, "rules": len(scheme.rules)})
         return
     out.text(
-        f"ok: {scheme.title}: {len(scheme.rules)} rules, {renames} of them renames; same axes on both"
+        f"ok: {scheme.title}: {counted(len(scheme.rules), 'rule')}, {renames} of them renames; same axes on both"
         " sides, slices tile, one rule a key, there and back is the identity"
     )
 

@@ -195,9 +195,7 @@ TABLE: Mapping[str, CliOption] = {
         "GLOB",
         names=("--no-encode", "--keep"),
     ),
-    "strict": CliOption(
-        "Refuse the plan where the shape of a weight keeps it dense, or a glob matches nothing."
-    ),
+    "strict": CliOption("Refuse the plan where the shape of a weight keeps it dense."),
     "exact_scales": CliOption(
         "Store quantization scales without loss where the encoding has a form for that.",
         kind=bool,

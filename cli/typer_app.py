@@ -46,7 +46,7 @@ def build(args: Sequence[str]) -> typer.Typer:
         + "\n\n"
         + _lines(
             "Exit codes:",
-            "0 ok   1 the answer is no   2 usage, or refused before a byte was written",
+            "0 ok   1 the answer is no   2 usage, or refused and nothing left written",
             "3 failed while working, run again to continue   130 interrupted, likewise",
         ),
         no_args_is_help=True,

@@ -64,7 +64,7 @@ def assemble(
     if moments:  # only then: importing all schemes takes longer than inspecting a small file
         schemes = [through(scheme, files.mounts) for scheme in registry.schemes()]
         moments = gather_moments(moments, index.records, roles.optimizer_root, schemes)
-    read = LeafReader(path, files, refused, roles.optimizer_root or ())
+    read = LeafReader(path, files, refused, roles.model_root, roles.optimizer_root or ())
     model = _model(index, roles, groups, plain, weights)
     reader = OptimizerReader(
         moments, key_forms(), read.optimizer, model, path, files.mounts, index.sidecar_dir

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
 from ckptmap import registry
+from ckptmap.core.formatting import counted, some
 from ckptmap.core.state_paths import walk_values
 from ckptmap.core.state_tree import holds_tensor, nest
 from ckptmap.errors import SourceError
@@ -23,6 +24,7 @@ from ckptmap.formats.detect import look, refuse_place
 from ckptmap.protocols import Directory, Index, Member, Place
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_json
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, PlainValue, StoredTensor
 
 MAX_DOCUMENT_NBYTES = 256 << 20
@@ -97,7 +99,7 @@ def merge_members(directory: Directory, place: Place) -> Index:
 
 def unread_note(left: Sequence[str]) -> list[str]:
     """Return a note that names files and values that go nowhere; none if there are none."""
-    return [f"left behind: {', '.join(left)}"] if left else []
+    return [f"left behind: {some(left)}"] if left else []
 
 
 def _member_index(member: Member, mounts: Mounts) -> Index | None:
@@ -183,8 +185,8 @@ def _add_copy(merge: _Merge, member: Member) -> None:
             count += 1
             merge.leaves[target] = merged
     merge.notes.append(
-        f"the weights are there twice: {merge.first_of_role['model']} is used, and {count} tensors of "
-        f"{_name(member)} are compared with it"
+        f"the weights are there twice: {merge.first_of_role['model']} is used, and {counted(count, 'tensor')} of "
+        f"{_name(member)} {'is' if count == 1 else 'are'} compared with it"
     )
 
 
@@ -253,9 +255,7 @@ def _document(file: FilePath, mounts: Mounts) -> PlainValue:
         value: PlainValue = read_json(file, mounts, max_nbytes=MAX_DOCUMENT_NBYTES)
         return value
     except OSError as error:
-        raise SourceError(
-            "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"
-        ) from error
+        raise unreadable(file, error) from error
     except ValueError as error:
         raise SourceError(
             "CKM103", f"{file}: cannot be read as JSON: {error}", "copy the checkpoint again"

@@ -38,13 +38,18 @@ Formed: TypeAlias = tuple[str, WeightForm | LoneWeight]
 class RefusedLeaf:
     """A leaf that cannot be converted: a plan lists it, and is refused unless `--drop` names its key.
 
-    repair  the next step that mends the checkpoint, where there is one
+    repair        the next step that mends the checkpoint, where there is one
+    place         the path of an entry that is neither a weight nor optimizer state: an output without a place
+                  for it leaves it out as any other such entry, unread; None: the output needs the leaf
+    of_optimizer  whether it is a leaf of the optimizer's state
     """
 
     key: str
     reason: str
     droppable: bool
     repair: str = ""
+    place: Path | None = None
+    of_optimizer: bool = False
 
 
 def group_parts(

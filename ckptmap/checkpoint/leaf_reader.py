@@ -8,11 +8,11 @@ find a cycle of such old objects very late.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptmap.checkpoint.group_parts import RefusedLeaf, group_parts
 from ckptmap.checkpoint.module_extra_state import as_buffer
-from ckptmap.checkpoint.split_roles import is_tensor
+from ckptmap.checkpoint.split_roles import MODEL_KEYS, is_tensor
 from ckptmap.core.state_paths import (
     MAX_DEPTH,
     by_rank,
@@ -33,12 +33,14 @@ from ckptmap.tensors import Leaf, Path, StoredTensor
 class LeafReader:
     """Reads leaves of the checkpoint `where`; adds to `refused` what no plan can carry.
 
+    model_root      the path of the dict of the weights
     optimizer_root  the path of the dict of optimizer state, put before keys of what is refused
     """
 
     where: str
     files: Files
     refused: list[RefusedLeaf]
+    model_root: Path
     optimizer_root: Path
 
     def tensor(self, path: Path, leaf: Leaf) -> LazyTensor | None:
@@ -57,9 +59,7 @@ class LeafReader:
                 continue
             if any(map(is_endless, by_rank(leaf))):
                 reason = f"a value that holds itself, nests deeper than {MAX_DEPTH}, or repeats without end"
-                self.refused.append(
-                    RefusedLeaf(join((*root, *path)), reason, not hides_tensor(leaf))
-                )
+                self._refuse(path, leaf, root, reason, droppable=not hides_tensor(leaf))
                 continue
             if isinstance(leaf, StoredTensor):
                 continue
@@ -71,13 +71,31 @@ class LeafReader:
             # An object with tensors in it, such as a module among Lightning's hyper-parameters, is
             # left behind by its key as they would be; in the optimizer's state it is a moment.
             droppable = not root or not hides_tensor(foreign)
-            self.refused.append(RefusedLeaf(join((*root, *path)), described(foreign), droppable))
+            self._refuse(path, leaf, root, described(foreign), droppable)
+
+    def _refuse(self, path: Path, leaf: Leaf, root: Path, reason: str, droppable: bool) -> None:
+        may_be_weights = hides_tensor(leaf) and self._is_named_as_weights(path)
+        place = None if root or may_be_weights else path
+        self.refused.append(
+            RefusedLeaf(
+                join((*root, *path)), reason, droppable, place=place, of_optimizer=bool(root)
+            )
+        )
+
+    def _is_named_as_weights(self, path: Path) -> bool:
+        """Return whether a module that was pickled whole at this path could be the model, or a part of it."""
+        return path[0] in MODEL_KEYS or path[: len(self.model_root)] == self.model_root
 
     def optimizer(self, path: Path, leaf: Leaf) -> object:
         """Return a leaf of optimizer state as LazyTensor or plain value, or REFUSED."""
         if isinstance(leaf, Group):
             return LazyTensor(leaf.fqn, leaf, self.files)
         if is_tensor(leaf):
-            return self.tensor(path, leaf) or REFUSED
+            before = len(self.refused)
+            lazy = self.tensor(path, leaf)
+            self.refused[before:] = [
+                replace(item, of_optimizer=True) for item in self.refused[before:]
+            ]
+            return lazy or REFUSED
         values = self.plain({path: leaf}, self.optimizer_root)
         return next((value for _, value in values), REFUSED)

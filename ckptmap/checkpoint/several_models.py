@@ -12,6 +12,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import extra_state_keys
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.split_roles import EXTRA_KEY
+from ckptmap.core.formatting import some
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.tensors import Leaf, Path
 
@@ -62,9 +63,11 @@ def one_of(ckpt: Checkpoint, name: str, names: tuple[str, ...]) -> Checkpoint:
 
 
 def _others(name: str, names: tuple[str, ...]) -> str:
-    return ", ".join(other for other in names if other != name) or "none"
+    return some([other for other in names if other != name]) or "none"
 
 
 def note(names: tuple[str, ...]) -> str:
     """Return what a reader should be told of a checkpoint of several models."""
-    return f"it holds {len(names)} models, {', '.join(names)}: --source-root {names[0]} takes one of them"
+    return (
+        f"it holds {len(names)} models, {some(names)}: --source-root {names[0]} takes one of them"
+    )

@@ -16,6 +16,7 @@ from pathlib import Path as FilePath
 from shlex import quote
 
 from ckptmap.checkpoint.module_extra_state import state_at
+from ckptmap.core.formatting import counted
 from ckptmap.core.state_paths import RESOLVED, UNRESOLVED
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
@@ -171,7 +172,7 @@ def _no_tensors(leaves: Mapping[Path, Leaf], where: str) -> SourceError:
     if objects and all(leaf.is_empty for leaf in objects):
         return SourceError(
             "CKM206",
-            f"{where}: holds {len(objects)} tensors on the meta device, which have no values",
+            f"{where}: holds {counted(len(objects), 'tensor')} on the meta device, which {'has' if len(objects) == 1 else 'have'} no values",
             "load weights into the model (model.to_empty(device='cpu') first), then save it again",
         )
     if objects and all(leaf.is_unresolved for leaf in objects):

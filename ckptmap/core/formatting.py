@@ -6,13 +6,25 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+FEW = 6
+"""Names that an error, a hint or a note shows of a list."""
 MAX_LINE = 400
 """Characters of another library's error that are shown."""
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun: "1 file", "1,024 files"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def counted(count: int, noun: str, one: str = "", many: str = "") -> str:
+    """Return a count with its noun, and with the verb that agrees: "1 file", "1,024 entries", "2 files are"."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeou" else f"{noun}s"
+    text = f"{count:,} {noun if count == 1 else plural}"
+    verb = one if count == 1 else many
+    return f"{text} {verb}" if verb else text
+
+
+def some(names: Sequence[str], shown: int = FEW) -> str:
+    """Return the first names of a list, and how many more there are: "a, b, c and 23 more"."""
+    if len(names) <= shown + 1:  # the last name is no longer than "and 1 more"
+        return ", ".join(names)
+    return f"{', '.join(names[:shown])} and {len(names) - shown:,} more"
 
 
 def human(nbytes: int) -> str:

@@ -16,6 +16,8 @@ NEAREST = 2
 SEARCHED = 5000
 """Names among which the nearest is looked for: comparing spellings is slow."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)(?:, \d+ of them)?\}")
+_WILD = "*?[{"
+"""Characters of which one makes a segment stand for several."""
 _PLACE = "\ue000"
 """A private character, which no glob treats in a special way: it stands for a range in one."""
 
@@ -37,11 +39,41 @@ def suggestion(pattern: str, names: Collection[str]) -> str:
         count = sum(matches(name, wider) for name in names)
         if count:
             return f"did you mean {wider!r}, which matches {count}?"
+    respelt = _respelt(pattern, list(names)[:SEARCHED])
+    if respelt:
+        count = sum(matches(name, respelt) for name in names)
+        return f"did you mean {respelt!r}, which matches {count}?"
     text = pattern.replace("*", "")
     import difflib  # here: most runs need no suggestion, and it takes as long to import as 20 modules
 
     near = difflib.get_close_matches(text, list(names)[:SEARCHED], NEAREST)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _respelt(pattern: str, names: Collection[str]) -> str:
+    """Return the pattern with misspelt segments corrected, where it then matches; "" otherwise.
+
+    model.layer.0.*    -> model.layers.0.*
+    """
+    import difflib
+
+    if not set(pattern) & {*_WILD}:
+        return ""  # the nearest name says more
+    left = [name.split(".") for name in names]
+    segments = pattern.split(".")
+    for at, segment in enumerate(segments):
+        if set(segment) & {*_WILD}:
+            break  # it may stand for several segments
+        known = list(dict.fromkeys(name[at] for name in left if len(name) > at))
+        if segment not in known:
+            near = difflib.get_close_matches(segment, known, 1)
+            if not near:
+                return ""
+            segments[at] = near[0]
+        left = [name for name in left if len(name) > at and name[at] == segments[at]]
+    respelt = ".".join(segments)
+    found = respelt != pattern and any(matches(name, respelt) for name in names)
+    return respelt if found else ""
 
 
 @lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from ckptmap.core.formatting import counted
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoding, Refusal, Write
 from ckptmap.tensors import Box, TensorInfo
@@ -235,14 +236,14 @@ class CoarseScales(RunError):
     @classmethod
     def together(cls, errors: Sequence[CoarseScales]) -> CoarseScales:
         """Return one error for the errors of several tensors."""
-        more = f" (and {len(errors) - 1} more tensors)" if len(errors) > 1 else ""
+        more = f" (and {counted(len(errors) - 1, 'more tensor')})" if len(errors) > 1 else ""
         fqns = sorted(fqn for error in errors for fqn in error.fqns)
         return cls(f"{errors[0].message}{more}", tuple(fqns))
 
     @classmethod
     def count(cls, flipped: int) -> CoarseScales:
         return cls(
-            f"{flipped} block scales would decode to zero or to another sign in 8 bits, because of"
+            f"{counted(flipped, 'block scale')} would decode to zero or to another sign in 8 bits, because of"
             " outliers"
         )
 

@@ -93,6 +93,11 @@ class Ranks:
     def check(self) -> None:
         """Raise Stopped if another rank has failed, or if this one counts as lost."""
 
+    def cause(self, error: BaseException) -> BaseException | None:
+        """Return, on rank 0, the error that ends the run, which may be another rank's, once no other rank
+        works any more; None where one may still work. `error` is the one that this rank leaves with."""
+        return error if self.world_size == 1 else None
+
     @contextmanager
     def working(self) -> Iterator[None]:
         """Count only calls of `advance` as signs of life in the block: a stuck rank makes none."""
@@ -137,6 +142,8 @@ class GlooRanks(Ranks):
         self.rank, self.world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
         self.local_world_size = int(env.get("LOCAL_WORLD_SIZE", "1"))
         self._local_rank = int(env.get("LOCAL_RANK", "0"))
+        self._verdict: BaseException | None = None
+        self._last_words = "{}"
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our own error reports a lost rank
         try:
             self._group, self._owned, self._beats = self._meet(timeout)
@@ -194,6 +201,14 @@ class GlooRanks(Ranks):
     def check(self) -> None:
         self._beats.check()
 
+    def cause(self, error: BaseException) -> BaseException | None:
+        if self.rank:
+            return None
+        with _no_sigterm():
+            verdict = self._lead_failed(error)
+        have_stopped = self._beats.left.keys() >= {*self._beats.others}
+        return verdict if have_stopped else None
+
     @contextmanager
     def working(self) -> Iterator[None]:
         self._beats.working = True
@@ -226,12 +241,20 @@ class GlooRanks(Ranks):
             dist.destroy_process_group()
 
     def _lead_failed(self, error: BaseException) -> BaseException:
-        """Wait, on rank 0, for the errors of the others; return the one to raise."""
-        beats, own = self._beats, _own_words(error)
-        # The others wait for this error, so that torchrun does not end rank 0 before it shows it.
-        atexit.register(beats.leave, own)
-        beats.fail()
-        beats.hear(beats.others, GRACE_S)
+        """Wait, on rank 0, for the errors of the others; return the one to raise. A second call gives the same."""
+        if self._verdict is None:
+            self._last_words = _own_words(error)
+            # The others wait for this error, so that torchrun does not end rank 0 before it shows it.
+            atexit.register(lambda: self._beats.leave(self._last_words))
+            self._beats.fail()
+            self._beats.hear(self._beats.others, GRACE_S)
+            self._verdict = self._judged(error, self._last_words)
+            self._last_words = _own_words(self._verdict)  # they end with its exit code
+        return self._verdict
+
+    def _judged(self, error: BaseException, own: str) -> BaseException:
+        """Return the error to raise: that of the first rank which has one of its own."""
+        beats = self._beats
         words = {0: parse_json(own)} | {r: parse_json(text) for r, text in beats.left.items()}
         causes = {
             rank: said
@@ -261,7 +284,8 @@ class GlooRanks(Ranks):
         beats.hear((0,), 2 * GRACE_S)
         if self.rank == 1 and 0 not in beats.left:
             return _lost(0, beats.lost.get(0, f"gave no sign of life for {beats.timeout:g} s"))
-        return ShownElsewhere(parse_json(own).get("exit", RunError.exit_code))
+        shown = parse_json(own) or parse_json(beats.left.get(0, b"{}"))
+        return ShownElsewhere(shown.get("exit", RunError.exit_code))
 
 
 def _own_words(error: BaseException) -> str:
@@ -277,10 +301,15 @@ def _own_words(error: BaseException) -> str:
         error = RunError("", message.splitlines()[0], hint)
     return json.dumps(
         {
-            "kind": type(error).__name__, "code": error.code, "message": error.message,
+            "kind": _kind(error), "code": error.code, "message": error.message,
             "hint": error.hint, "exit": error.exit_code,
         }
     )  # fmt: skip
+
+
+def _kind(error: CkptmapError) -> str:
+    """Return the name of the error's class, or of the nearest above it that the other ranks know by its name."""
+    return next(one.__name__ for one in type(error).mro() if one.__module__ == errors.__name__)
 
 
 def _error(said: Mapping[str, str], prefix: str = "") -> CkptmapError:

@@ -16,9 +16,11 @@ from functools import lru_cache
 from pathlib import Path
 from shlex import quote
 
+from ckptmap.core.formatting import some
 from ckptmap.errors import PlanError
 from ckptmap.mapping.mapping_file import load_scheme, read_head
 from ckptmap.mapping.rules import HUB, NamingScheme, SchemeHead
+from ckptmap.storage.resource_limits import unreadable
 
 VARIABLE = "CKPTMAP_MAPPINGS"
 SUFFIX = ".toml"
@@ -123,7 +125,7 @@ def select(selector: str | None) -> list[CatalogEntry]:
     except PlanError as error:
         if error.code != "CKM603":
             raise
-        families = ", ".join(dict.fromkeys(entry.family for entry in entries))
+        families = some(list(dict.fromkeys(entry.family for entry in entries)))
         words = [word for e in entries for word in (e.family, *e.models, e.name, e.title)]
         near = nearest(selector, words)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
@@ -140,15 +142,14 @@ def unknown(text: str, option: str = "--names") -> PlanError:
     """Return PlanError CKM603 for a scheme that does not exist, with the nearest that does."""
     entries = available()
     names = sorted({entry.name for entry in entries} | {HUB})
-    hint = "list the schemes with: ckptmap mappings list"
+    hint = f"schemes are {', '.join(names)}; list their families with: ckptmap mappings list"
     if Path(text).is_file():
         hint = f"the name of a mapping file ends with {SUFFIX}: rename {quote(text)}"
     elif near := nearest(text, [*names, *(entry.title for entry in entries)]):
-        hint = f"did you mean {' or '.join(near)}? {hint}"
+        hint = f"did you mean {' or '.join(near)}? list the schemes with: ckptmap mappings list"
     return PlanError(
         "CKM603",
-        f"{option} {text!r} is not a known scheme, expected one of {', '.join(names)}, or a"
-        " mapping file",
+        f"{option} {text!r} is not a known scheme, nor a mapping file",
         hint,
     )
 
@@ -203,6 +204,8 @@ def _head_of(path: str) -> Mapping[str, object]:
         text = Path(path).read_text(encoding="utf-8")
         return tomllib.loads("".join(_head_lines(text)))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        if isinstance(error, PermissionError):
+            raise unreadable(path, error) from error
         raise PlanError(
             "CKM601", f"{path}: is not valid TOML: {error}", "correct that line of the file"
         ) from error

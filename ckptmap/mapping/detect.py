@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptmap.core.formatting import some
 from ckptmap.errors import PlanError
 from ckptmap.mapping.catalog import SUFFIX, CatalogEntry, available, find
 from ckptmap.mapping.name_patterns import NamePattern, skeleton, skeletons, tail
@@ -319,7 +320,7 @@ class _Choosing:
         option = "--names-from" if self.names in (AUTO, HUB, MEMORY) else "--names"
         raise PlanError(
             "CKM604",
-            f"the names fit {entry.title}, but that is for {', '.join(entry.models)}, and the config"
+            f"the names fit {entry.title}, but that is for {some(entry.models)}, and the config"
             f" says model_type {types[0]!r}",
             f"if the model is built like one of those, add {option} {entry.title}",
         )

@@ -27,6 +27,7 @@ from ckptmap.mapping.rules import (
     Term,
     Tie,
 )
+from ckptmap.storage.resource_limits import unreadable
 
 SCHEMA = 1
 MAX_NBYTES = 4 << 20
@@ -54,6 +55,8 @@ def load_scheme(path: str | Path) -> NamingScheme:
             )  # fmt: skip
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, PermissionError):
+            raise unreadable(file, error) from error
         raise PlanError(
             "CKM603",
             f"{file}: cannot be read: {error}",

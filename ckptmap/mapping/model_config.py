@@ -13,6 +13,7 @@ from ckptmap.formats.meta.params_json import PARAMS, read_params
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import locate
 from ckptmap.storage.json_file import read_object
+from ckptmap.storage.resource_limits import unreadable
 
 CONFIG = "config.json"
 MAX_NBYTES = 64 << 20
@@ -28,6 +29,8 @@ def read_config(path: str | os.PathLike[str], mounts: Mounts) -> dict[str, objec
     try:
         return read_object(file, mounts, max_nbytes=MAX_NBYTES)
     except (OSError, ValueError) as error:
+        if isinstance(error, PermissionError):
+            raise unreadable(file, error) from error
         raise PlanError(
             "CKM605",
             f"{file}: cannot be read as JSON: {error}",

@@ -15,7 +15,7 @@ from ckptmap.checkpoint.compare_values import match_extra_state, unequal_values
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.core.devices import tensors_on_cpu
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, some
 from ckptmap.core.log import log
 from ckptmap.core.printable import as_lines, one_line
 from ckptmap.core.short_repr import ShortRepr
@@ -29,8 +29,13 @@ from ckptmap.operations.tensor_change import Measure, TensorChange, change_of, l
 from ckptmap.protocols.progress import COMPARING, READING, Progress
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.resource_limits import named_if_unreadable
 from ckptmap.tensors import Path
 
+OPTIMIZER = "optimizer:"
+"""Begins the names of optimizer state in a comparison."""
+STATE_LINES = 6
+"""Patterns of optimizer state that are shown of one checkpoint alone; more are told in one line."""
 SHOWN = 20
 """Differing plain values that the text lists."""
 
@@ -79,12 +84,13 @@ class DiffReport(ShortRepr):
         compared = (
             "shape, dtype, encoding and values" if self.values else "shape, dtype and encoding"
         )
-        lines = [f"only in {self.a}: {name}{times}" for name, times, _ in folded_names(self.only_a)]
-        lines += [
-            f"only in {self.b}: {name}{times}" for name, times, _ in folded_names(self.only_b)
-        ]
+        lines = [*_only_in(self.a, self.only_a), *_only_in(self.b, self.only_b)]
         lines += [*lines_of(self.changed), *self._settings(), *self._stored_keys()]
-        settings_text = f", {self.same_settings} plain values agree" if self.same_settings else ""
+        settings_text = (
+            f", {counted(self.same_settings, 'plain value', 'agrees', 'agree')}"
+            if self.same_settings
+            else ""
+        )
         agree = f"{counted(self.same, 'tensor')} agree{'s' * (self.same == 1)} in {compared}{settings_text}"
         if self.mended_by:
             lines.append(f"a prefix keeps names apart; without it: {self.mended_by}")
@@ -116,6 +122,20 @@ class DiffReport(ShortRepr):
         more = len(self.settings) - len(lines)
         lines += [f"  and {more} more (all of them with --json)"] if more else []
         return ["what is no tensor:", *lines]
+
+
+def _only_in(where: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of names that one checkpoint lacks; optimizer state of many parameters is one line."""
+    weights = [name for name in names if not name.startswith(OPTIMIZER)]
+    state = [name for name in names if name.startswith(OPTIMIZER)]
+    folded = [f"{name}{times}" for name, times, _ in folded_names(state)]
+    if len(folded) > STATE_LINES:
+        of = {name.removeprefix(OPTIMIZER).rpartition(".")[::2] for name in state}
+        kinds = some(sorted({kind for _, kind in of}))
+        count = counted(len({fqn for fqn, _ in of}), "parameter")
+        folded = [f"optimizer state of {count}: {kinds} (all of it with --json)"]
+    for text in (*(f"{name}{times}" for name, times, _ in folded_names(weights)), *folded):
+        yield f"only in {where}: {text}"
 
 
 def folded_names(
@@ -156,6 +176,7 @@ def diff(
     log.info("diff %s and %s", *(one_line(str(getattr(x, "shown", x))) for x in (a, b)))
     phases.begin(READING)
     with ExitStack() as stack:
+        stack.enter_context(named_if_unreadable())
         first, second = (
             x if isinstance(x, Checkpoint) else stack.enter_context(open(x)) for x in (a, b)
         )
@@ -235,7 +256,7 @@ def compare(
 def _tensors(ckpt: Checkpoint) -> dict[str, LazyTensor]:
     tensors = {fqn: ckpt[fqn] for fqn in ckpt}
     for states in ckpt.optimizer.values():
-        tensors.update({f"optimizer:{lazy.fqn}": lazy for lazy in states.values()})
+        tensors.update({f"{OPTIMIZER}{lazy.fqn}": lazy for lazy in states.values()})
     return tensors
 
 

@@ -17,6 +17,7 @@ from difflib import SequenceMatcher
 from itertools import permutations
 
 from ckptmap.checkpoint.open import open
+from ckptmap.core.formatting import counted
 from ckptmap.core.printable import json_text, one_line
 from ckptmap.errors import PlanError
 from ckptmap.mapping.detect import model_types
@@ -59,7 +60,10 @@ class Draft:
     @property
     def summary(self) -> str:
         left = len(self.left) + len(self.right)
-        return f"{len(self.rules)} rules, {self.guessed} of them guessed; {left} patterns are left"
+        rules = counted(len(self.rules), "rule")
+        return (
+            f"{rules}, {self.guessed} of them guessed; {counted(left, 'pattern', 'is', 'are')} left"
+        )
 
     def to_json(self) -> dict[str, object]:
         return {

@@ -23,6 +23,7 @@ from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.core import argument_checks
 from ckptmap.core.devices import tensors_on_cpu
+from ckptmap.core.formatting import counted, some
 from ckptmap.core.printable import one_line
 from ckptmap.core.quantized_codes import EncodesSome
 from ckptmap.core.signatures import spelled_out
@@ -185,7 +186,7 @@ def plan_merge(
         if name in OPTION_NAMES and name not in OPTIONS:
             raise ArgumentError(
                 "CKM516",
-                f"{name}: is not an option of a merge, expected one of {', '.join(OPTIONS)}",
+                f"{name}: is not an option of a merge, which takes {some(OPTIONS)}",
                 "merge first, then convert the merged checkpoint with it",
             )
     argument_checks.known_keywords(options, (*OPTIONS, *RUN_OPTION_NAMES, *OWN), "merge()")
@@ -282,14 +283,20 @@ def _refuse_quantizing(quantized_again: Sequence[Encode], to: str) -> PlanError:
             for step in sampled_steps
             if isinstance(step.tensor.encoding_, Merged) and (estimated := _estimate(step))
         ]
-    estimates_text = "".join(f"; {fqn}: {survival}" for fqn, survival in estimates)
+    found = ""
+    if estimates:
+        fqn, worst = max(estimates, key=lambda estimate: estimate[1].error)
+        found = (
+            f" In {fqn}, the worst of {len(estimates)} that were tried, the rounding error is"
+            f" {worst.error:.0%} of what the adapter changes: {worst}"
+        )
     grid = quantized_again[0].encoding.name
     plain = setups.parse(to).setup.name
     return PlanError(
         "CKM323",
-        f"--to {to}: {len(quantized_again)} merged tensors would be rounded to the {grid} grid again, which"
-        f" can undo what the adapter adds{estimates_text}",
-        f"--to {plain}-bf16 keeps it, or say --force",
+        f"--to {to}: {counted(len(quantized_again), 'merged tensor')} would be rounded to the {grid} grid"
+        f" again, which undoes a part of what the adapter adds, or all of it.{found}",
+        f"write the sum unrounded, --to {plain}-bf16; or take the error as it is, --force",
     )
 
 

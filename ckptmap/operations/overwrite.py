@@ -18,6 +18,7 @@ from typing import Any
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
+from ckptmap.core.formatting import some
 from ckptmap.core.json_text import parse_json
 from ckptmap.errors import CkptmapError, DestinationError, SourceError
 from ckptmap.execution import manifest as manifests
@@ -90,7 +91,7 @@ def _refuse_stranger(target: Path, written: Collection[str]) -> None:
             f"{target}: is a {kind} that holds no checkpoint ({error.message})"
         ) from error
     if inside:
-        raise _refusal(f"{target}: holds other checkpoints beside its own: {', '.join(inside)}")
+        raise _refusal(f"{target}: holds other checkpoints beside its own: {some(inside)}")
     if foreign:
         more = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
         raise _refusal(

@@ -83,7 +83,7 @@ def prove_output(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict
             "nothing was published; this is a defect of ckptmap, please report it",
         )
     if losses:
-        more = f" (and {len(losses) - 1} more tensors)" if len(losses) > 1 else ""
+        more = f" (and {counted(len(losses) - 1, 'more tensor')})" if len(losses) > 1 else ""
         raise RunError(
             "CKM309",
             f"{losses[0]}{more}",

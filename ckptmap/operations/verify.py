@@ -45,7 +45,7 @@ from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.manifest_file import parse
 from ckptmap.storage.process_guards import one_torch_thread
-from ckptmap.storage.resource_limits import SHORT
+from ckptmap.storage.resource_limits import SHORT, named_if_unreadable
 from ckptmap.tensors import FLOATING
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def verify(
         extra = _extra_beside_manifest(Path(path))  # one of them may be why it cannot be read
         problems = [str(error), *map(_does_not_belong, extra)]
         return VerifyReport(str(path), 0, 0, ("structure",), tuple(problems), extra=extra)
-    with ckpt, origins_in_errors(ckpt.files.mounts):
+    with ckpt, origins_in_errors(ckpt.files.mounts), named_if_unreadable():
         document = read_manifest(ckpt)
         problems = check_structure(ckpt, document)
         checks = ["structure"]
@@ -179,7 +179,7 @@ def _compared(
     phases: Phases,
 ) -> tuple[str, list[str], dict[str, float]]:
     """Return the name of the source, the problems, and the errors of quantized tensors by FQN."""
-    with origins_in_errors(source.files.mounts):
+    with origins_in_errors(source.files.mounts), named_if_unreadable():
         source = renamed_like_output(source, document.get("renamed"), _weights(document))
         if base is not None:
             source, _, _ = restored(source, base)
@@ -344,14 +344,14 @@ def _exact(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> st
     differ = difference(mine, source)
     if differ is None:
         return None
-    return f"{differ.count} values are not the source's, the first at {list(differ.index)}"
+    return f"{counted(differ.count, 'value', 'is', 'are')} not the source's, the first at {list(differ.index)}"
 
 
 def _cast(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
     differ = difference(source, mine)
     if differ is None:
         return None
-    return f"{differ.count} values are not the source's cast, the first at {list(differ.index)}"
+    return f"{counted(differ.count, 'value', 'is', 'are')} not the source's cast, the first at {list(differ.index)}"
 
 
 def _quantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:

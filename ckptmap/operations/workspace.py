@@ -24,9 +24,9 @@ from typing import Self
 from ckptmap.core import requirements
 from ckptmap.core.json_text import parse_json
 from ckptmap.core.log import log
-from ckptmap.core.quantized_codes import CoarseScales
-from ckptmap.errors import DestinationError
+from ckptmap.errors import REFUSED_VALUES, CkptmapError, DestinationError
 from ckptmap.execution import manifest as manifests
+from ckptmap.execution.heartbeat import Stopped
 from ckptmap.execution.phases import Phases
 from ckptmap.execution.ranks import Ranks
 from ckptmap.execution.written_slots import Executed
@@ -49,8 +49,8 @@ from ckptmap.storage.publish_by_marker import is_pending
 from ckptmap.storage.recover import clear_published
 from ckptmap.storage.source_changes import file_states, require_unchanged
 
-NOT_ENCODED = "CKM309"
-"""The error of values that the encoding cannot hold."""
+FUTILE = REFUSED_VALUES | {"CKM105"}
+"""Errors that every run of the same command meets again: of values that the output cannot hold, and of damage."""
 TOUCHED = (
     "began anew: the files of the source were written, copied or linked since the run that was"
     " interrupted"
@@ -172,12 +172,21 @@ class Workspace:
         """Remove what was written where no run can continue it: the same command would meet the same
         damage or the same values again, and after coarse scales another plan takes its place.
 
-        Other ranks may still write when this one has met damage: then only the journals are void.
+        Of several ranks another may have been refused, and each may still write when one has: rank 0 waits
+        for them. Where one does not stop in time, the work stays, and a run after damage begins anew.
         """
-        refused = isinstance(error, DamagedRecord) or getattr(error, "code", "") == NOT_ENCODED
-        alone = self.ranks.world_size == 1
-        if self._work is not None and (isinstance(error, CoarseScales) or (refused and alone)):
+        if self._work is None or not isinstance(error, CkptmapError):
+            return
+        cause = self._cause(error)
+        if getattr(cause, "code", "") in FUTILE:
             self._work.discard()
+        elif isinstance(cause, DestinationError):
+            self._work.drop_if_nothing_done()
+
+    def _cause(self, error: CkptmapError) -> BaseException | None:
+        """Return the error that ends the run where that can be a refusal; None where ranks may still write."""
+        refused = error.code in FUTILE or isinstance(error, Stopped | DestinationError)
+        return self.ranks.cause(error) if refused else None
 
     def _void_if_damaged(
         self,

@@ -18,6 +18,7 @@ from ckptmap.core.json_text import parse_json
 from ckptmap.errors import SourceError
 from ckptmap.optim.state import NAMES, PARAMS, SCRATCH, Optimizer
 from ckptmap.sharding.reference_model import is_alphabetical
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import BUFFERS, FLOATING, TensorInfo
 
 Order = Sequence[Sequence[str]]
@@ -64,6 +65,8 @@ def read_order(path: str | os.PathLike[str]) -> tuple[tuple[str, ...], ...]:
         text = FilePath(path).read_text(encoding="utf-8")
         order = parse_json(text) if text.lstrip().startswith("[") else _lines(text)
     except (OSError, ValueError) as error:
+        if isinstance(error, PermissionError):
+            raise unreadable(path, error) from error
         reason = error.strerror if isinstance(error, OSError) else error
         raise _unreadable(path, str(reason)) from error
     if order and all(isinstance(name, str) for name in order):
@@ -143,7 +146,7 @@ def from_model(optimizer: Optimizer, weights: Sequence[Weight]) -> list[list[str
     groups = [[shapes.get(key, {}) for key in group[PARAMS]] for group in optimizer.groups]
     count = sum(map(len, groups))
     if not count or count > len(candidates):
-        return f"the optimizer has {count} parameters, the model {len(candidates)}"
+        return f"the optimizer has {counted(count, 'parameter')}, the model {len(candidates)}"
     from ckptmap.optim.align_order import align_named
 
     aligned = align_named(groups, [weight.info.shape for weight in candidates], names, _all_fit)

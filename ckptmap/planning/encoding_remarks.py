@@ -1,11 +1,10 @@
-"""Notes for the user about encodings: weights that stay as they are, and patterns without a match."""
+"""Notes for the user about encodings: weights that stay as they are, and weights that lose their ties."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.name_globs import matches, suggestion
 from ckptmap.core.tensor_table import listed
 from ckptmap.planning.conversion import Steps
 from ckptmap.planning.layout_builder import TensorLayout
@@ -26,12 +25,10 @@ def encoding_remarks(
 ) -> Remarks:
     """Return notes on what the options did not do; with --strict, these are unresolved, too."""
     ckpt, scheme, options = request.ckpt, request.aim.scheme, request.options
-    loose = _unmatched(options, ckpt, dropped)
     untied = _untied(ckpt, {**dropped, **tied})
     left = encodings.left_by_shape
     empty = {} if left else _encodes_nothing(layout.steps, scheme, options)
     notes = [
-        *(f"{pattern}: {reason}" for pattern, reason in loose.items()),
         *listed("tied, written under each name", untied),
         *listed("stays as it is", {**left, **encodings.beside_ties}),
         *(f"{reason}: name weights with --encode GLOB" for reason in empty.values()),
@@ -40,7 +37,6 @@ def encoding_remarks(
         return Remarks(notes=notes)
     unresolved = [
         *_strictly(left, "leave it as it is with --no-encode '{}'"),
-        *_strictly(loose, "correct it"),
         *_strictly(empty, "name weights with --encode GLOB"),
     ]
     return Remarks(unresolved=unresolved, notes=notes)
@@ -51,28 +47,6 @@ def _strictly(reasons: Mapping[str, str], hint: str) -> list[Unresolved]:
         Unresolved(key, reason, f"{hint.format(key)}, or convert without --strict")
         for key, reason in reasons.items()
     ]
-
-
-def _unmatched(options: Options, ckpt: Checkpoint, dropped: Collection[str]) -> dict[str, str]:
-    """Return the patterns of the user that match no name, misspelt most likely."""
-
-    def nearest(option: str, pattern: str) -> str:
-        others = (
-            ckpt.extra if option == "drop" else ()
-        )  # --drop names entries that are no weights, too
-        return suggestion(pattern, [*ckpt, *map(str, others)])
-
-    names_of = {
-        "include": ckpt, "encode": ckpt, "no-encode": ckpt, "exclude": dropped, "drop": dropped
-    }  # fmt: skip
-    return {
-        f"--{option} {pattern!r}": f"nothing is named so; {nearest(option, pattern)}".rstrip("; ")
-        for option, names in names_of.items()
-        for pattern in getattr(options, option.replace("-", "_"))
-        if not any(matches(name, pattern) for name in names)
-        # --drop of an entry drops all that is below it.
-        and not any(matches(name, f"{pattern}.*") for name in names if names is dropped)
-    }
 
 
 def _untied(ckpt: Checkpoint, left_out: Mapping[str, str]) -> dict[str, str]:

@@ -20,6 +20,8 @@ from ckptmap.planning.optimizer_state import is_optimizer_written
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
+from ckptmap.planning.unmatched_patterns import sample
+from ckptmap.protocols import Setup
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path, PlainValue
 
@@ -70,8 +72,8 @@ def select(request: Request, sharding: OutputSharding) -> Selection:
     """
     ckpt = request.ckpt
     copied = copied_files(ckpt, request.setup, sharding.world_size, request.dropped_whole)
-    remarks = _refused(request) + _untranslated(request)
     optimizer, more = is_optimizer_written(request)
+    remarks = _refused(request, optimizer) + _untranslated(request)
     values, dropped_values = _extra(request, copied, ckpt.plain, tensors=False)
     others, dropped_others = _extra(request, copied, ckpt.other, tensors=True)
     remarks = remarks + more + Remarks({**dropped_values, **dropped_others})
@@ -85,24 +87,36 @@ def select(request: Request, sharding: OutputSharding) -> Selection:
     return selection
 
 
+def no_place(setup: Setup) -> str:
+    """Return why an entry that is no weight is dropped."""
+    return f"{setup.name} has no place for what is not a weight"
+
+
 def _nothing_left(request: Request) -> PlanError:
     """Return PlanError CKM206 with some names, and those that may be meant by --include."""
     ckpt, include = request.ckpt, request.options.include
     names = list(ckpt)
-    sample = ", ".join(names[:: max(1, len(names) // NAMES_SHOWN)][:NAMES_SHOWN])
     meant = " ".join(filter(None, (suggestion(pattern, names) for pattern in include)))
-    hint = f"{meant} names here are such as {sample}".lstrip() if names else "it holds no weights"
+    hint = f"{meant} {sample(names)}".lstrip() if names else "it holds no weights"
     if ckpt.translation is not None:
         hint += "; --include goes by the names in DST"
     return PlanError("CKM206", f"{ckpt.path}: no tensor is left to convert of {len(ckpt)}", hint)
 
 
-def _refused(request: Request) -> Remarks:
-    """Return the objects of foreign classes: dropped if the user says so, else unresolved."""
+def _refused(request: Request, optimizer: bool) -> Remarks:
+    """Return the objects of foreign classes: dropped if the user says so or the setup has no place for them,
+    else unresolved. What is not written needs no decoding."""
+    setup = request.setup
     dropped: dict[str, str] = {}
     unresolved: list[Unresolved] = []
+    left: dict[str, str] = {}
     for item in request.ckpt.refused:
+        if item.of_optimizer and not optimizer:
+            continue  # the state is left out as a whole, and the plan says why
         reason = request.dropped_whole(item.key) if item.droppable else None
+        if reason is None and item.place is not None and not setup.has_place_for(item.place):
+            left[item.key] = item.reason
+            reason = no_place(setup)
         if reason is not None:
             dropped[item.key] = reason
             continue
@@ -112,7 +126,16 @@ def _refused(request: Request) -> Remarks:
             repair = f"{item.repair}; or " if item.repair else ""
             hint = f"{repair}leave it behind with {option}{_in_group(item.key)}"
         unresolved.append(Unresolved(item.key, item.reason, hint, option))
-    return Remarks(dropped, unresolved)
+    return Remarks(dropped, unresolved, _unread(left))
+
+
+def _unread(left: Mapping[str, str]) -> list[str]:
+    """Return a note on entries that are left out, of which nothing was read but the names of classes."""
+    if not left:
+        return []
+    shown = ", ".join(f"{key} ({left[key]})" for key in list(left)[:NAMES_SHOWN])
+    more = f" and {len(left) - NAMES_SHOWN} more" if len(left) > NAMES_SHOWN else ""
+    return [f"left out, and not read: {shown}{more}"]
 
 
 def _in_group(key: str) -> str:
@@ -151,7 +174,7 @@ def _extra(
             continue
         reason = request.dropped_whole(join(path))
         if reason is None and not request.setup.has_place_for(path, tensor=tensors):
-            reason = f"{request.setup.name} has no place for what is not a weight"
+            reason = no_place(request.setup)
         if reason is None:
             selected[path] = leaf
         else:

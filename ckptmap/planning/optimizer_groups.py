@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core.formatting import counted
 from ckptmap.optim.change_groups import regrouped
 from ckptmap.optim.flat_param_state import flatten_by_unit
 from ckptmap.optim.state import PARAMS, Optimizer
@@ -63,5 +64,5 @@ def _grouped_for_loader(
     if order == [list(group[PARAMS]) for group in optimizer.groups]:
         return optimizer, []
     return regrouped(optimizer, order), [
-        f"optimizer: parameters put into the {len(order)} groups and the order of {setup.name}"
+        f"optimizer: parameters put into the {counted(len(order), 'group')} and the order of {setup.name}"
     ]

@@ -35,7 +35,7 @@ from ckptmap.planning.options import (
     run_options_from,
 )
 from ckptmap.planning.reference import Reference
-from ckptmap.planning.remarks import Unresolved
+from ckptmap.planning.remarks import Unresolved, leave_behind
 from ckptmap.planning.report import Report
 from ckptmap.protocols import CarriedFile
 from ckptmap.protocols.file_systems import Fingerprint
@@ -45,8 +45,6 @@ from ckptmap.version import __version__
 SCHEMA = 1
 BATCH = 1000
 """Lines that are hashed at once."""
-OPTIONS_IN_HINT = 12
-"""Options that a hint lists at most."""
 PATH_OPTIONS = ("names_like", "config_from", "like", "base", "tp_plan", "as_")
 """Options that the digest leaves out: a path is not the same on every machine, and what it decides
 shows in the rest of the plan."""
@@ -158,9 +156,9 @@ class Plan:
             return
         first, others = self.unresolved[0], len(self.unresolved) - 1
         more = f" (and {others} more)" if others else ""
-        options, hint = [item.option for item in self.unresolved], first.hint
-        if 1 < len(options) <= OPTIONS_IN_HINT and all(options):
-            hint = f"leave them behind with {' '.join(options)}"
+        hint = first.hint
+        if others and all(item.option for item in self.unresolved):
+            hint = leave_behind([item.key for item in self.unresolved])
         raise PlanError("CKM202", f"{first.key}: {first.reason}{more}", hint)
 
     @spelled_out(RunOptions)

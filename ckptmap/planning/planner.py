@@ -41,6 +41,7 @@ from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.planning.source import PlanSource, open_source
 from ckptmap.planning.tensor_layout import tensor_layout
+from ckptmap.planning.unmatched_patterns import require_matches
 from ckptmap.planning.weight_encodings import WeightEncodings, weight_encodings
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import errors_by_given_path
@@ -118,6 +119,7 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
     )
     carried = carried_files(request, selection, names, encodings, layout, remarks)
     remarks += carried.remarks
+    require_matches(request, layout.steps.fqns, remarks.dropped)
     remarks += encoding_remarks(request, layout, encodings, remarks.dropped, layout.tied)
     values = {names.of_extra(path): value for path, value in selection.values.items()}
     records = {**layout.records, **_foreign_records(ckpt, names, encodings)}

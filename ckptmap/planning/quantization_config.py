@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from ckptmap.core.formatting import counted
 from ckptmap.core.quantized_codes import ReadBySome, StacksExperts
 from ckptmap.core.tensor_table import listed
 from ckptmap.errors import PlanError
@@ -346,7 +347,7 @@ def _require_one_library(
     more = f" and {others} more stay" if others else ": stays"
     raise PlanError(
         "CKM203",
-        f"{fqn}{more} {fewest}, expected {most} as {len(encoded[most])} other weights, since one"
+        f"{fqn}{more} {fewest}, expected {most} as {counted(len(encoded[most]), 'other weight')}, since one"
         " config.json cannot declare both",
         f"decode them all with --to hf-bf16 (-fp16, -fp32), and from that --to hf-{most}; or keep"
         " both as they are where there is no config.json, --to full",

@@ -5,8 +5,12 @@ Each stage of `planner` returns its own `Remarks`; a plan holds their sum, in th
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+OPTIONS_SHOWN = 4
+"""Options that a hint lists one by one; keys of more in one dict are left out with the dict."""
 
 
 @dataclass(frozen=True)
@@ -40,3 +44,25 @@ class Remarks:
             [*self.unresolved, *other.unresolved],
             [*self.notes, *other.notes],
         )
+
+
+def leave_behind(keys: Sequence[str]) -> str:
+    """Return the hint with the options that leave out the keys.
+
+    Of many the keys in one dict are left out by the dict, and with them what else is in it.
+
+        hyper_parameters.a ... hyper_parameters.z    -> --drop hyper_parameters
+    """
+    if len(keys) <= OPTIONS_SHOWN:
+        return f"leave them behind with {_options(keys)}"
+    by_dict: dict[str, list[str]] = {}
+    for key in keys:
+        by_dict.setdefault(key.rpartition(".")[0], []).append(key)
+    joint = {name: len(inside) for name, inside in by_dict.items() if name and len(inside) > 1}
+    alone = [key for key in keys if key.rpartition(".")[0] not in joint]
+    beside = f", and what lies beside {sum(joint.values())} of them," if joint else ""
+    return f"leave them behind{beside} with {_options([*joint, *alone])}"
+
+
+def _options(keys: Sequence[str]) -> str:
+    return " ".join(f"--drop {shlex.quote(key)}" for key in keys)

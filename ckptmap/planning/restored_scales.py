@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open_in
+from ckptmap.core.formatting import counted
 from ckptmap.errors import PlanError
 from ckptmap.planning.file_plan import Compare
 from ckptmap.protocols import Group
@@ -60,7 +61,8 @@ def restored(
             f"{path}: has scales for no tensor of {ckpt.path}",
             "give a quantized checkpoint with the same names: --base PATH",
         )
-    note = f"scales of {len(groups)} tensors are from {path}: {next(iter(groups))}, ..."
+    more = ", ..." if len(groups) > 1 else ""
+    note = f"scales of {counted(len(groups), 'tensor')} are from {path}: {next(iter(groups))}{more}"
     return ckpt.with_groups(groups, base.index.files), compares, [note]
 
 

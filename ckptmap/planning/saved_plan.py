@@ -20,6 +20,7 @@ from ckptmap.errors import PlanError
 from ckptmap.planning.options import Options
 from ckptmap.planning.plan import SCHEMA, Plan
 from ckptmap.planning.planner import plan
+from ckptmap.storage.resource_limits import unreadable
 
 OUTCOME = ("world_size", "steps", "files", "dropped", "tied")
 """Entries of a saved plan that follow from its options, and so cannot be edited."""
@@ -61,6 +62,8 @@ def replan(path: str | os.PathLike[str]) -> Plan:
         options, digest, schema = Options(**fields), str(saved["digest"]), saved["schema"]
         source = os.fspath(saved["source"]["path"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, PermissionError):
+            raise unreadable(path, error) from error
         reason = error.strerror if isinstance(error, OSError) else error
         reason = f"it has no {error}" if isinstance(error, KeyError) else reason
         raise PlanError(

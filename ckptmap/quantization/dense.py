@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptmap.core.formatting import counted
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Write
 from ckptmap.tensors import FLOATING, Box, Cut, Opaque, StoredTensor, TensorInfo
@@ -142,7 +143,7 @@ class CastEncoder:
             largest = max(float(peak) for _, peak in self._overflows)
             raise RunError(
                 "CKM309",
-                f"{count} finite values overflow {self._dtype}: expected at most "
+                f"{counted(count, 'finite value', 'overflows', 'overflow')} {self._dtype}: expected at most "
                 f"{_LARGEST[self._dtype]:.6g}, found {largest:.6g}",
                 "take a setup with -bf16 or -fp32, which hold them, or leave this tensor as it is "
                 "with --no-encode",

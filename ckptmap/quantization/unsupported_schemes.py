@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptmap.core.columns import distinct, each
+from ckptmap.core.formatting import counted
 from ckptmap.core.stored_parts import may_end
 from ckptmap.tensors import TensorInfo
 
@@ -181,7 +182,7 @@ def missing_scales_note(infos: Mapping[str, TensorInfo]) -> list[str]:
     empty = sum(each(infos.values(), lambda info: 0 in info.shape))
     if empty * 2 > len(infos):
         notes.append(
-            f"{empty} of {len(infos)} weights have no elements: DeepSpeed ZeRO-3 leaves such where"
+            f"{empty} of {counted(len(infos), 'weight', 'has', 'have')} no elements: DeepSpeed ZeRO-3 leaves such where"
             " they were not gathered"
         )
     for names, name in (
@@ -208,7 +209,7 @@ def foreign_notes(infos: Mapping[str, TensorInfo]) -> list[str]:
         parts = sorted({key.rpartition(".")[2] for key in keys})
         listed = ", ".join(parts[:MANY_PARTS]) + (", ..." if len(parts) > MANY_PARTS else "")
         notes.append(
-            f"{keys[0]}: {name}, {len(keys)} tensors, in parts {listed}: they move as bytes only"
+            f"{keys[0]}: {name}, {counted(len(keys), 'tensor')}, in parts {listed}: they move as bytes only"
         )
     return notes
 

@@ -23,6 +23,7 @@ from ckptmap.errors import PlanError
 from ckptmap.protocols import Placement
 from ckptmap.sharding.dtensor_spec import cut_rows
 from ckptmap.sharding.mesh_rank_boxes import boxes_by_rank
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import BUFFERS, FLOATING, PARAMETERS, Box, Leaf, TensorInfo
 
 STYLES: Mapping[str, tuple[int | None, int | None]] = {
@@ -189,6 +190,8 @@ def _read_plan(path: str) -> dict[str, str]:
         text = FilePath(path).read_text(encoding="utf-8")
         plan: object = parse_json(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, PermissionError):
+            raise unreadable(path, error) from error
         raise PlanError("CKM201", f"--tp-plan {path}: {error}", _plan_example()) from error
     if not isinstance(plan, dict) or not plan:
         raise PlanError("CKM201", f"--tp-plan {path}: holds no patterns", _plan_example())

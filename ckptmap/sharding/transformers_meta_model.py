@@ -13,6 +13,7 @@ from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_object
 from ckptmap.storage.process_guards import quiet_torchao
+from ckptmap.storage.resource_limits import unreadable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,6 +54,8 @@ def _described(config: Path, mounts: Mounts, max_layers: int) -> dict[str, Any]:
     try:
         settings = read_object(config, mounts)
     except (OSError, ValueError) as error:
+        if isinstance(error, PermissionError):
+            raise unreadable(config, error) from error
         raise unusable(config, f"cannot be read as JSON: {error}") from error
     names = settings.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):

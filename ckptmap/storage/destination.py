@@ -139,6 +139,8 @@ def _check_replaceable(dst: Path) -> None:
             raise DestinationError("CKM304", f"{dst}: holds {what}", "name a new path")
     if os.path.ismount(dst):
         raise DestinationError("CKM304", f"{dst}: is a mount point", "name a path inside it")
+    if not os.access(dst, os.W_OK | os.X_OK):  # the system moves no such directory
+        raise cannot_write(dst, PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(dst)))
 
 
 def check_overlap(sources: Sequence[str | Path], dst: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ckptmap.errors import RunError, SourceError
 from ckptmap.protocols.file_systems import FileSystem, Fingerprint, Mounts, require_regular
-from ckptmap.storage.resource_limits import or_resource_error
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.storage.source_sums import SourceCheck, SourceSums
 from ckptmap.tensors import StoredTensor
 
@@ -116,12 +116,7 @@ class Files:
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            failed = SourceError(
-                "CKM101",
-                f"{file}: cannot be read: {error.strerror}",
-                "check the path and its permissions",
-            )
-            raise or_resource_error(error, failed) from error
+            raise unreadable(file, error) from error
 
     def _evict(self) -> None:
         while len(self._open) > self._max_open:

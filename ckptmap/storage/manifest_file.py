@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckptmap.core.json_text import parse_json
-from ckptmap.errors import CkptmapError, SourceError
+from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Fingerprint, Mounts, OwnManifest
 from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.file_records import AGAIN, without_manifest
 from ckptmap.storage.manifest_schema import malformed
 from ckptmap.storage.own_files import MANIFEST
-from ckptmap.storage.resource_limits import or_resource_error
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import StatedSum
 
 SCHEMA = 1
@@ -86,7 +86,7 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
     try:
         data = mounts.local_copy(manifest.file).read_bytes()
     except OSError as error:
-        raise _unreadable(manifest.file, error) from error
+        raise unreadable(manifest.file, error) from error
     document, folder = parse(data, manifest.file), Path(manifest.file).parent
     spans: dict[str, list[StatedSum]] = {name: [] for name in document["files"]}
     for name, chunk in _chunks(document):
@@ -156,7 +156,7 @@ def _check_around(
             nbytes = os.fstat(stream.fileno()).st_size
             digest = digest_around(_Stream(stream), file, nbytes, offsets, sizes)
     except OSError as error:
-        raise _unreadable(file, error) from error
+        raise unreadable(file, error) from error
     if digest != expected:
         raise SourceError(
             "CKM105",
@@ -164,13 +164,6 @@ def _check_around(
             f" {MANIFEST} states, got {digest}",
             way_out,
         )
-
-
-def _unreadable(file: str | Path, error: OSError) -> CkptmapError:
-    problem = f"{file}: cannot be read: {error.strerror}"
-    return or_resource_error(
-        error, SourceError("CKM101", problem, "check the path and its permissions")
-    )
 
 
 @dataclass(frozen=True)

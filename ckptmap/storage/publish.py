@@ -140,11 +140,12 @@ class WorkDirectory:
         # failure to remove it is ignored: the output is published, or another error is on its way.
         with contextlib.suppress(OSError):
             if self.path.exists() and (isinstance(error, DestinationError) or error is None):
-                self._drop_if_nothing_done()
+                self.drop_if_nothing_done()
         with contextlib.suppress(OSError):
             self._lock.release()
 
-    def _drop_if_nothing_done(self) -> None:
+    def drop_if_nothing_done(self) -> None:
+        """Remove the work directory where no rank has journaled a unit of work."""
         journals = self.path.glob("journal*.jsonl")  # one for each rank
         if all((read_plain(journal) or b"").count(b"\n") <= 1 for journal in journals):
             discard(self.path)

@@ -1,14 +1,20 @@
-"""Errors of a process that has reached a limit: open files, file size, memory or threads.
+"""Errors of the operating system: a limit of the process is reached, or a file may not be read.
 
-Each becomes a CKM313 whose hint says how to raise that limit.
+A limit of open files, of the size of a file, of memory or threads becomes a CKM313 whose hint says how to raise
+it; a file that cannot be read a CKM101 that names it.
 """
 
 from __future__ import annotations
 
 import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shlex import quote
 from typing import TypeVar
 
-from ckptmap.errors import CkptmapError, RunError
+from ckptmap.errors import CkptmapError, RunError, SourceError
 
 SHORT = "CKM313"
 FILES = 4096
@@ -93,3 +99,32 @@ def _way_to_files(number: int) -> str:
     return (
         f"have the limit of {soft} open files (ulimit -n) raised, as in a new shell, and try again"
     )
+
+
+def unreadable(file: str | os.PathLike[str], error: OSError) -> SourceError:
+    """Return SourceError CKM101 for a file or directory that the system does not let the process read; CKM313
+    where a limit of the process is the reason."""
+    hint = "check the path and its disk"
+    if isinstance(error, PermissionError):
+        hint = f"check its permissions: ls -ld {quote(str(_closed_at(Path(file))))}"
+    failed = SourceError("CKM101", f"{file}: cannot be read: {error.strerror or error}", hint)
+    return or_resource_error(error, failed)
+
+
+def _closed_at(file: Path) -> Path:
+    """Return the file, or the first directory above it that the process may not enter: nothing in it is seen."""
+    for above in reversed(file.parents):
+        if not os.access(above, os.X_OK):
+            return above
+    return file
+
+
+@contextmanager
+def named_if_unreadable() -> Iterator[None]:
+    """Turn an error of the system in the block, which only reads, into the error of the file that it names."""
+    try:
+        yield
+    except CkptmapError:
+        raise  # some are OSErrors, too
+    except OSError as error:
+        raise unreadable(os.fsdecode(error.filename or "a file"), error) from error

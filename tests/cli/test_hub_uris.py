@@ -83,7 +83,7 @@ def test_scales_from_a_base_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     torch.save({"up.weight": state["up.weight"]}, tmp_path / "naked.pt")
     naked, out = tmp_path / "naked.pt", tmp_path / "out.pt"
     report = ckptmap.convert(naked, out, to="full-fp32", base="hf://org/base")
-    assert any("scales of 1 tensors are from hf://org/base" in note for note in report.notes)
+    assert any("scales of 1 tensor are from hf://org/base" in note for note in report.notes)
     truth = ckptmap.open(tmp_path / "model.safetensors")["up.weight"].read().float()
     assert torch.equal(torch.load(out)["up.weight"], truth)
     assert ckptmap.verify(out, naked, base="hf://org/base").ok

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckptmap.core import formatting
-from ckptmap.core.formatting import fitted, human
+from ckptmap.core.formatting import counted, fitted, human, some
 
 HEADS = ["model.layers.{0..31}.self_attn.q_proj.weight", "norm"]
 TAILS = [
@@ -27,6 +27,24 @@ TAILS = [
 )
 def test_sizes(nbytes: int, text: str) -> None:
     assert human(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [
+        (1, "file", "1 file is"), (0, "file", "0 files are"), (1024, "entry", "1,024 entries are"),
+        (2, "key", "2 keys are"), (1, "entry", "1 entry is"),
+    ],
+)  # fmt: skip
+def test_a_noun_and_its_verb_agree_with_the_count(count: int, noun: str, text: str) -> None:
+    assert counted(count, noun, "is", "are") == text
+    assert counted(count, noun) == text.rpartition(" ")[0]
+
+
+def test_a_long_list_is_a_sample_and_a_count() -> None:
+    assert some(["a", "b", "c"], 2) == "a, b, c"
+    assert some(["a", "b", "c", "d"], 2) == "a, b and 2 more"
+    assert some([]) == ""
 
 
 @pytest.mark.parametrize("width", [None, 200])

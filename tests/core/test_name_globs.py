@@ -53,6 +53,8 @@ def test_every_line_of_the_table_matches_what_it_stands_for() -> None:
         ("layers.0.*", "did you mean '*layers.0.*', which matches 2?"),
         ("model.layers.1", "did you mean 'model.layers.1.*', which matches 2?"),
         ("lm_haed", "did you mean 'lm_head'?"),
+        ("model.layer.1.*", "did you mean 'model.layers.1.*', which matches 2?"),
+        ("modl.layesr.{1..2}.*", "did you mean 'model.layers.{1..2}.*', which matches 4?"),
         ("zzz", ""),
     ],
 )

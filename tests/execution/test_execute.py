@@ -528,7 +528,7 @@ def test_an_encoder_that_refuses_names_the_tensor(tmp_path: Path) -> None:
     tensor[3] = 1e20
     (stored,) = stored_in(tmp_path / "src", [tensor])
     plans, step = cast_plan([Box.whole((100,))], stored, "float16", Files())
-    with pytest.raises(RunError, match=r"model\.w: 1 finite values overflow float16") as caught:
+    with pytest.raises(RunError, match=r"model\.w: 1 finite value overflows float16") as caught:
         run(tmp_path / "work", plans, [step])
     assert caught.value.code == "CKM309"
 

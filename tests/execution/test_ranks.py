@@ -224,17 +224,27 @@ def test_a_hanging_rank_is_given_up_and_keeps_its_place(
     assert leftovers(dst.parent) == []
 
 
-def test_an_error_of_one_rank_is_shown_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("problem", ["nan", "damage"])
+def test_an_error_of_one_rank_is_shown_once_and_leaves_nothing(
+    problem: str, tmp_path: Path
+) -> None:
+    """No run could continue it, so it is a refusal, as with one process: exit code 2 on every rank."""
     weights = {f"l.{i}.weight": torch.randn(256, 256) for i in range(4)}
-    weights["l.3.weight"][7, 7] = torch.nan
-    save_file(weights, tmp_path / "nan.safetensors")
-    dst = tmp_path / "out.pt"
-    with launched(tmp_path, 3, *command(tmp_path / "nan.safetensors", dst, "full-nf4")) as ranks:
+    source, dst = tmp_path / "source.pt", tmp_path / "dst" / "out.pt"
+    if problem == "nan":
+        weights["l.3.weight"][7, 7] = torch.nan
+    torch.save(weights, source)
+    if problem == "damage":
+        content = bytearray(source.read_bytes())
+        content[content.index(weights["l.3.weight"].numpy().tobytes()) + 4096] ^= 1
+        source.write_bytes(content)
+    with launched(tmp_path, 3, *command(source, dst, "full-nf4")) as ranks:
         codes, err = shown(ranks, 60)
-    assert codes == [3, 3, 3]
-    assert err.count("error[CKM309]: [rank 2] l.3.weight: ") == 1
-    assert err.count("error") == 1, err
-    assert not dst.exists()
+    assert codes == [2, 2, 2]
+    code = {"nan": "CKM309", "damage": "CKM105"}[problem]
+    assert err.count(f"error[{code}]: [rank 2] l.3.weight: ") == 1, err
+    assert err.count("error[") == 1, err
+    assert list(dst.parent.iterdir()) == []
 
 
 def test_an_error_of_all_ranks_is_shown_once_and_names_none(tmp_path: Path) -> None:

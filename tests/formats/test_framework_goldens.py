@@ -99,10 +99,19 @@ def test_training_goes_along(run: Run, to: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.folder)
 def test_weights_alone(run: Run, tmp_path: Path) -> None:
-    ckptmap.convert(run.source, tmp_path / "hf", to="hf", drop=run.drop)
+    """An entry that is not written needs no option: it is named, and nothing of it is built."""
+    report = ckptmap.convert(run.source, tmp_path / "hf", to="hf")
+    unread = [note for note in report.notes if note.startswith("left out, and not read: ")]
+    assert bool(unread) == bool(run.drop)
+    assert all("an object of unknown class" in note for note in unread)
+    assert {key.partition(".")[0] for key in run.drop} <= {
+        key.partition(".")[0] for key in report.dropped
+    }
     with ckptmap.open(tmp_path / "hf") as ckpt:
         assert_weights(ckpt, truth.weights(GOLDEN / run.folder))
     assert ckptmap.verify(tmp_path / "hf", against=run.source).ok
+    named = ckptmap.convert(run.source, tmp_path / "named", to="hf", drop=run.drop)
+    assert not any("not read" in note for note in named.notes)
 
 
 def test_a_module_among_hyper_parameters_is_left_behind_by_its_key() -> None:

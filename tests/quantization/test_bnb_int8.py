@@ -157,7 +157,7 @@ def test_rows_that_do_not_fit_float16_are_refused(value: float, dtype: torch.dty
     w = weights((64, 64), dtype)
     w[11] = 0
     w[11, 2] = value
-    with pytest.raises(RunError, match=r"1 rows do not fit float16.*not so in row 11"):
+    with pytest.raises(RunError, match=r"1 row does not fit float16.*not so in row 11"):
         encoded(WRITTEN, w, 4)
 
 

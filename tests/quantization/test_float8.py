@@ -322,7 +322,7 @@ def test_experts_in_four_bits(name: str, tmp_path: Path) -> None:
 def test_nan_and_infinity_are_refused(encoding: Any) -> None:
     w = weights((256, 128), torch.bfloat16)
     w[200, 5] = torch.inf
-    with pytest.raises(RunError, match="expected finite values, found NaN or infinity in 1 blocks"):
+    with pytest.raises(RunError, match="expected finite values, found NaN or infinity in 1 block"):
         encoded(encoding, w)
 
 

@@ -190,7 +190,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nan_and_infinity_are_refused_by_name(bad: float, tmp_path: Path) -> None:
     w = weights((64, 64), torch.bfloat16)
     w[9, 3] = bad
-    with pytest.raises(RunError, match="NaN or infinity in 1 blocks, first in row 9"):
+    with pytest.raises(RunError, match="NaN or infinity in 1 block, first in row 9"):
         encoded(Int8((1, 64)), w, 2)
     torch.save({"a.weight": w}, tmp_path / "in.pt")
     with pytest.raises(RunError, match=r"a\.weight: expected finite values"):
@@ -210,7 +210,7 @@ def test_scales_that_overflow_float16_are_refused(encoding: ScaledEncoding, spli
     w = weights((64, 64), torch.float16)
     w[9, 40] = -65280 if encoding.codes_dtype == "int8" else -65504
     place = "row 9" if encoding.block == (1, 64) else "block 19"
-    with pytest.raises(RunError, match=f"1 block scales overflow float16.* {place};") as caught:
+    with pytest.raises(RunError, match=f"1 block scale overflows float16.* {place};") as caught:
         encoded(encoding, w, split)
     assert caught.value.code == "CKM309"
 

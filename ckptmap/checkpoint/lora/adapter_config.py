@@ -17,6 +17,7 @@ from ckptmap.checkpoint.lora.targets import Targets
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_json
+from ckptmap.storage.resource_limits import unreadable
 
 _NESTED = re.compile(r"\)[*+{]|(?:[*+{].*){5}")
 """A repeated group, or much repetition: what makes a search take time without end, and no module's
@@ -81,6 +82,8 @@ def read_config(file: Path, mounts: Mounts) -> LoraConfig:
     try:
         text = read_json(file, mounts, allow_nan=False)
     except (OSError, ValueError) as error:
+        if isinstance(error, PermissionError):
+            raise unreadable(file, error) from error
         raise SourceError(
             "CKM320", f"{file}: cannot be read as JSON: {error}", "copy or save the adapter again"
         ) from error

@@ -21,6 +21,7 @@ from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_config import LoraConfig, read_config
 from ckptmap.checkpoint.open import open_in
+from ckptmap.core.formatting import some
 from ckptmap.errors import SourceError
 from ckptmap.formats.detect import ADAPTER_CONFIG, adapters_in, look
 from ckptmap.protocols.file_systems import Mounts
@@ -195,7 +196,7 @@ def _assign_tensors(
     if len(named) > 1:
         raise SourceError(
             "CKM320",
-            f"{ckpt.path}: holds the adapters {', '.join(named)}, expected one",
+            f"{ckpt.path}: holds the adapters {some(named)}, expected one",
             f"save one of them alone: model.save_pretrained(DIR, selected_adapters=[{named[0]!r}])",
         )
     lows = {

@@ -45,6 +45,7 @@ from ckptmap.checkpoint.lora.untied_head import (
 from ckptmap.checkpoint.lora.wrapped_parameters import WrappedParameters, per_expert
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.translate_names import translated
+from ckptmap.core.formatting import counted
 from ckptmap.errors import SourceError
 from ckptmap.mapping.rules import HUB
 from ckptmap.protocols import Group, Scheme
@@ -71,7 +72,7 @@ def _merged_into(
         "files": {Path(file).name: os.stat(file).st_size for file in adapter.files},
         "leave": list(leave), "untied": dict(untied),
     }  # fmt: skip
-    whole = f"; {trained} whole tensors are the adapter's" if trained else ""
+    whole = f"; {counted(trained, 'whole tensor', 'is', 'are')} the adapter's" if trained else ""
     return replace(
         base.with_groups(groups, adapter.files),
         names={**base.names, **{fqn: fqn for fqn in untied}},
@@ -79,7 +80,7 @@ def _merged_into(
         merged=record,
         notes=[
             *base.notes,
-            f"merged: {len(adapter.lows)} modules of {adapter.path}{whole}",
+            f"merged: {counted(len(adapter.lows), 'module')} of {adapter.path}{whole}",
             *(f"{key}: left in the adapter, {why}" for key, why in adapter.left.items()),
             *(f"{adapter.path}/{name}: is another adapter, not merged" for name in adapter.others),
             *untied_notes(untied),

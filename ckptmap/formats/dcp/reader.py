@@ -29,6 +29,7 @@ from ckptmap.formats.dcp.metadata_reader import read_metadata
 from ckptmap.formats.dcp.metadata_records import Item, Metadata, TensorEntry, Whole
 from ckptmap.protocols import Index, Place
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.storage.safe_names import inside
 from ckptmap.tensors import (
     Box,
@@ -131,9 +132,7 @@ def _metadata_bytes(root: str, names: Sequence[str], mounts: Mounts) -> bytes:
             )
         return mounts.local_copy(path).read_bytes()
     except OSError as error:
-        raise SourceError(
-            "CKM101", f"{path}: cannot be read: {error.strerror}", "check its permissions"
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def _data_files(root: str, metadata: Metadata, where: str) -> dict[str, str]:

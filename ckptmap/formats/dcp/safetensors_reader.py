@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
+from ckptmap.core.formatting import counted
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.json_text import parse_object
 from ckptmap.core.tiling import prove_tiling
@@ -99,7 +100,7 @@ def _check_names(names: list[str], root: str) -> int:
             where = f"{kind} {missing[0]}" if missing else f"a {kind} in 1..{last}"
             raise SourceError(
                 "CKM110",
-                f"{root}: the shards of {where} are missing, found those of {len(present)} {kind}s"
+                f"{root}: the shards of {where} are missing, found those of {counted(len(present), kind)}"
                 f" up to {max(present)}",
                 "copy the shards of all ranks into this directory",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptmap.core.formatting import counted
 from ckptmap.formats.gguf.cursor import Texts
 from ckptmap.formats.gguf.header import GgufHeader, Numbers, Value
 
@@ -36,10 +37,10 @@ def listed(header: GgufHeader) -> dict[str, str]:
 def shown(value: Value) -> str:
     """Return a value as text, at most about SHOWN_CHARS characters of it."""
     if isinstance(value, Texts):
-        return f"<{value.count} texts>"
+        return f"<{counted(value.count, 'text')}>"
     if isinstance(value, Numbers):
-        return f"<{value.count} numbers>"
+        return f"<{counted(value.count, 'number')}>"
     if isinstance(value, tuple) and len(value) > 8:
-        return f"<{len(value)} numbers>"
+        return f"<{counted(len(value), 'number')}>"
     text = repr(value if not isinstance(value, str) else value[: 2 * SHOWN_CHARS])
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
+from ckptmap.core.formatting import some
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_tree import flatten
 from ckptmap.errors import SourceError
@@ -76,7 +77,7 @@ def _pick_index(place: Place) -> str | None:
         return FIRST if FIRST in indexes else next(iter(indexes), None)
     raise SourceError(
         "CKM108",
-        f"{place.path}: expected one index, found {len(indexes)}: {', '.join(indexes)}",
+        f"{place.path}: expected one index, found {len(indexes)}: {some(indexes)}",
         "move all but one of them to another directory",
     )
 

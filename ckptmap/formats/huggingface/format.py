@@ -18,6 +18,7 @@ from pathlib import Path as FilePath
 from shlex import quote
 
 from ckptmap.core.columns import distinct, each
+from ckptmap.core.formatting import counted, some
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.slot_columns import OutTensors, Slots
 from ckptmap.core.state_paths import joined
@@ -146,7 +147,7 @@ def _pick_index(place: Place) -> str | None:
         return "model" + INDEX_SUFFIX
     raise SourceError(
         "CKM108",
-        f"{place.path}: expected one index, found {len(indexes)}: {', '.join(indexes)}",
+        f"{place.path}: expected one index, found {len(indexes)}: {some(indexes)}",
         "move all but one of them to another directory",
     )
 
@@ -198,7 +199,9 @@ def _compare(
     notes = []
     if len(leaves.names) > len(weight_map):
         unlisted = [key for key in leaves.names if key not in weight_map]
-        notes.append(f"the index does not list {len(unlisted)} stored tensors: {unlisted[0]}")
+        notes.append(
+            f"the index does not list {counted(len(unlisted), 'stored tensor')}: {unlisted[0]}"
+        )
     if total_nbytes is not None and total_nbytes != held:
         notes.append(f"the index gives total_size {total_nbytes}, the shards hold {held}")
     return notes

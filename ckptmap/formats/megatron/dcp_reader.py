@@ -30,6 +30,7 @@ from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.tensor_parallel import unstack
 from ckptmap.storage.files import Files
 from ckptmap.storage.json_file import read_json
+from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import Cut, Leaf, Path, StoredTensor
 
 _COMMON, _BACKEND = "common.pt", "metadata.json"
@@ -117,6 +118,8 @@ def _check_backend(file: FilePath, mounts: Mounts) -> None:
     try:
         settings = read_json(file, mounts, max_nbytes=_MAX_NBYTES)
     except (OSError, ValueError) as error:
+        if isinstance(error, PermissionError):
+            raise unreadable(file, error) from error
         raise SourceError(
             "CKM103", f"{file}: cannot be read as JSON: {error}", "copy the checkpoint again"
         ) from error

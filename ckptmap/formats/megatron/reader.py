@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from shlex import quote
 
+from ckptmap.core.formatting import counted
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import SourceError
 from ckptmap.formats.megatron.common import (
@@ -297,7 +298,7 @@ class _Model:
             raise SourceError(
                 "CKM110",
                 f"{self.where}: expected {stated} layers by the saved arguments, found {offset} in"
-                f" {len(self.stages)} stages",
+                f" {counted(len(self.stages), 'stage')}",
                 _ONE_SAVE,
             )
         notes = [f"left behind: {self.left} _extra_state of FP8 scales, no weights"]

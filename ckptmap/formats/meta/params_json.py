@@ -17,6 +17,7 @@ from pathlib import Path
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_object
+from ckptmap.storage.resource_limits import unreadable
 
 PARAMS = "params.json"
 MAX_NBYTES = 1 << 20
@@ -112,9 +113,7 @@ def _object(file: Path, mounts: Mounts) -> Mapping[str, object]:
     try:
         return read_object(file, mounts, max_nbytes=MAX_NBYTES, allow_nan=False)
     except OSError as error:
-        raise SourceError(
-            "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"
-        ) from error
+        raise unreadable(file, error) from error
     except ValueError as error:
         raise SourceError(
             "CKM103", f"{file}: cannot be read as JSON: {error}", "download it again"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ckptmap.core.formatting import counted
 from ckptmap.errors import SourceError
 from ckptmap.formats.rank_files.dtensor_fast_join import join_regular
 from ckptmap.formats.rank_files.rank_trees import RankValues
@@ -193,7 +194,7 @@ def _check_complete(
         raise SourceError(
             "CKM110",
             f"{key}: is cut over the {world} ranks of a mesh {list(parts[0][1].shape)}, found the "
-            f"parts of {len(parts)}; {world - len(parts)} rank files are missing",
+            f"parts of {len(parts)}; {counted(world - len(parts), 'rank file', 'is', 'are')} missing",
             "open the directory that holds the files of all ranks",
         )
     raise SourceError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path as FilePath
 
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, some
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import SourceError
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
@@ -122,7 +122,7 @@ def _by_prefix(groups: Sequence[_Group], where: str) -> Mapping[Path, _Group]:
             )
         placed[prefix] = group
     if () not in placed:
-        names = ", ".join(group.name for group in groups)
+        names = some([group.name for group in groups])
         raise SourceError(
             "CKM205",
             f"{where}: expected rank files with `model` in their names, found {names}",
@@ -165,7 +165,7 @@ def _check_ranks(group: _Group, trees: Mapping[int, RankTree]) -> None:
     if mesh and (mesh != world if is_all else mesh > world):
         raise SourceError(
             "CKM110",
-            f"{group.name}: expected tensors of {world} ranks by its name, found tensors of {mesh} ranks",
+            f"{group.name}: expected tensors of {counted(world, 'rank')} by its name, found tensors of {counted(mesh, 'rank')}",
             "copy the files of one save into a directory of their own",
         )
     count = world - sum(rank < world for rank in trees)
@@ -203,7 +203,7 @@ def _ranks_inside(group: _Group, trees: Mapping[int, RankTree]) -> tuple[int, bo
         (one, first), (other, second) = list(stated.items())[:2]
         raise SourceError(
             "CKM110",
-            f"{group.files[second]}: was saved by {other} ranks, but the file of rank {first} by {one}",
+            f"{group.files[second]}: was saved by {counted(other, 'rank')}, but the file of rank {first} by {one}",
             "copy the files of one save into a directory of their own",
         )
     if stated:

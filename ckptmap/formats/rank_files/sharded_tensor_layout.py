@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptmap.core.formatting import counted
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import SourceError
 from ckptmap.formats.rank_files.rank_trees import RankValues
@@ -61,15 +62,15 @@ def _check_one_save(parts: Sequence[Sharded], key: str) -> None:
         if (part.info, part.boxes, part.world) != (first.info, first.boxes, first.world):
             raise SourceError(
                 "CKM110",
-                f"{key}: rank {rank} was saved as {len(part.boxes)} shards of {part.info} by "
-                f"{part.world} ranks, but rank 0 as {len(first.boxes)} of {first.info} by {first.world}",
+                f"{key}: rank {rank} was saved as {counted(len(part.boxes), 'shard')} of {part.info} by "
+                f"{counted(part.world, 'rank')}, but rank 0 as {len(first.boxes)} of {first.info} by {first.world}",
                 _ONE_SAVE,
             )
     if len(parts) < first.world:
         raise SourceError(
             "CKM110",
             f"{key}: is cut over {first.world} ranks, found the parts of {len(parts)}; "
-            f"{first.world - len(parts)} rank files are missing",
+            f"{counted(first.world - len(parts), 'rank file', 'is', 'are')} missing",
             "open the directory that holds the files of all ranks",
         )
 

@@ -282,7 +282,7 @@ def _changed_weights(plan: LoadPlan) -> Iterator[str]:
         ("not loaded", plan.mismatched),
     ):
         if items:
-            yield f"{len(items)} weights {what}"
+            yield f"{counted(len(items), 'weight')} {what}"
 
 
 def _changed_state(state: StatePlan, precision: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckptmap.checkpoint.lora.adapter_files import HEAD
+from ckptmap.core.formatting import counted
 from ckptmap.errors import LoadError
 from ckptmap.live.model import peft
 from ckptmap.live.model.collective_errors import explain
@@ -95,7 +96,7 @@ class LoadPlan:
         if self.decoded and strict_encoding:
             raise LoadError(
                 "CKM504",
-                f"{path}: {len(self.decoded)} quantized weights must be decoded to fit the model: "
+                f"{path}: {counted(len(self.decoded), 'quantized weight')} must be decoded to fit the model: "
                 + listed(self.decoded),
                 "change the world size, or pass strict_encoding=False",
             )
@@ -142,7 +143,7 @@ class LoadPlan:
         if self.mismatched:
             raise LoadError(
                 "CKM502",
-                f"{path}: {len(self.mismatched)} tensors do not fit: {listed(self.mismatched)}",
+                f"{path}: {counted(len(self.mismatched), 'tensor', 'does', 'do')} not fit: {listed(self.mismatched)}",
                 "build the model of this checkpoint, or load with strict=False",
             )
 
@@ -156,7 +157,9 @@ class LoadPlan:
         except Exception as error:
             loaded, now = [t.fqn for t in self.targets[:done]], self.targets[done].fqn
             names = f": {listed(loaded)}" if loaded else ""
-            text = f"the model is half loaded, {done} of {len(self.steps)} tensors{names}"
+            text = (
+                f"the model is half loaded, {done} of {counted(len(self.steps), 'tensor')}{names}"
+            )
             others = " and others" if reader.threads > 1 else ""
             explain(error, f"{text}; {now}{others} may be in part", now)
             raise

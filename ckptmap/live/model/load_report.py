@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-from ckptmap.core.formatting import human
+from ckptmap.core.formatting import counted, human
 from ckptmap.core.printable import as_lines
 from ckptmap.core.short_repr import ShortRepr
 from ckptmap.storage.source_sums import SourceCheck
@@ -115,7 +115,7 @@ class StateReport(ShortRepr):
 
     def lines(self) -> list[str]:
         """Return the lines of the printed report: a count and the first names of each kind."""
-        found = [f"optimizer: loaded {len(self.loaded)} entries"]
+        found = [f"optimizer: loaded {counted(len(self.loaded), 'entry')}"]
         for title, items in (
             ("codes copied", self.copied),
             ("cast", self.cast),
@@ -242,10 +242,10 @@ class LoadReport(ShortRepr):
         facts += [("", line) for line in self.state.lines()] if self.state is not None else []
         facts += [("random streams", self.streams), ("stochastic rounding", self.rounding)]
         facts += [("not bit for bit", listed(self.inexact))]
-        return card(f"loaded {len(self.loaded)} tensors", facts)
+        return card(f"loaded {counted(len(self.loaded), 'tensor')}", facts)
 
     def __str__(self) -> str:
-        lines = [f"loaded {len(self.loaded)} tensors"]
+        lines = [f"loaded {counted(len(self.loaded), 'tensor')}"]
         if self.names:
             lines.append(f"  names: {self.names}")
         if self.renamed:

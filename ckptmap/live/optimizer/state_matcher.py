@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core.formatting import counted
 from ckptmap.errors import LoadError
 from ckptmap.live.model.collective_errors import explain
 from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
@@ -86,7 +87,7 @@ class StatePlan:
                 for install in reader.run_all([loader.read for loader in loaders], sizes):
                     install()
         except Exception as error:
-            loaded = f"{len(self.notes.loaded)} entries of the optimizer's state"
+            loaded = f"{counted(len(self.notes.loaded), 'entry')} of the optimizer's state"
             explain(error, f"the weights are loaded, and {loaded}: load both again")
             raise
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptmap.core.formatting import counted
 from ckptmap.core.json_text import parse_object
 from ckptmap.storage.hub.uri import is_hub, parse
 from ckptmap.version import __version__
@@ -106,4 +107,7 @@ def _quantization(manifest: Mapping[str, Any]) -> str:
         for step in manifest["logical"].values()
         if step["fidelity"] in (*LOSSY, "codes")
     )
-    return ", ".join(f"{count} tensors as {name}" for name, count in became.items()) or "none"
+    return (
+        ", ".join(f"{counted(count, 'tensor')} as {name}" for name, count in became.items())
+        or "none"
+    )

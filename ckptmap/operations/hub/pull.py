@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.framework_members import unread_note
 from ckptmap.checkpoint.open import open, open_in
-from ckptmap.core.formatting import human
+from ckptmap.core.formatting import counted, human
 from ckptmap.core.log import log
 from ckptmap.core.printable import as_lines, one_line
 from ckptmap.core.short_repr import ShortRepr
@@ -63,7 +63,7 @@ class PullReport(ShortRepr):
 
     def __str__(self) -> str:
         line = (
-            f"fetched {self.src} to {self.dst}: {self.files} files, {human(self.nbytes)} in"
+            f"fetched {self.src} to {self.dst}: {counted(self.files, 'file')}, {human(self.nbytes)} in"
             f" {self.seconds:.1f} s; sizes and hashes checked"
         )
         return as_lines([line, *(f"note: {note}" for note in self.notes)])

@@ -17,7 +17,7 @@ from typing import Unpack
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
 from ckptmap.core import argument_checks
-from ckptmap.core.formatting import human
+from ckptmap.core.formatting import counted, human
 from ckptmap.core.log import log
 from ckptmap.core.printable import as_lines, one_line
 from ckptmap.core.short_repr import ShortRepr
@@ -107,7 +107,7 @@ class PushReport(ShortRepr):
 
     def __str__(self) -> str:
         where = f"{SCHEME}{self.repo}@{self.revision}"
-        size = f"{self.files} files, {human(self.nbytes)}, {human(self.sent_nbytes)} sent now"
+        size = f"{counted(self.files, 'file')}, {human(self.nbytes)}, {human(self.sent_nbytes)} sent now"
         if self.merged:
             first = f"published {where}: {size}; sizes and SHA-256 checked, commit {self.commit}"
         else:

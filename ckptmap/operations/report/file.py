@@ -28,7 +28,11 @@ def require_writable(path: str | os.PathLike[str]) -> None:
     """Raise DestinationError CKM304 where a report cannot be written at `path`: a file that is no
     report lies there, or there is no such directory."""
     file = Path(path)
-    if file.is_symlink() or file.exists():
+    try:
+        there = file.is_symlink() or file.exists()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if there:
         if not _is_report(file):
             raise DestinationError(
                 "CKM304",
@@ -53,11 +57,15 @@ def write(path: str | os.PathLike[str], text: str) -> None:
         made.replace(file)
     except OSError as error:
         made.unlink(missing_ok=True)
-        raise DestinationError(
-            "CKM304",
-            f"{path}: cannot be written: {(error.strerror or str(error)).lower()}",
-            "choose another place with -o FILE",
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str | os.PathLike[str], error: OSError) -> DestinationError:
+    return DestinationError(
+        "CKM304",
+        f"{path}: cannot be written: {(error.strerror or str(error)).lower()}",
+        "choose another place with -o FILE",
+    )
 
 
 def _is_report(file: Path) -> bool:

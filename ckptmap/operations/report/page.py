@@ -13,7 +13,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import Difference
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed
-from ckptmap.core.formatting import human
+from ckptmap.core.formatting import counted, human
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.printable import one_line
 from ckptmap.core.signatures import spelled_out
@@ -41,6 +41,7 @@ from ckptmap.planning.planner import plan as make_plan
 from ckptmap.setups import parse
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.resource_limits import named_if_unreadable
 from ckptmap.version import __version__
 
 ELSEWHERE = ("dtypes", "encodings", "refused", "note", "optimizer")
@@ -92,6 +93,7 @@ def report(
     options = options_from(aims[0] if aims else "", keywords, "report()")
     _require_use(options, values, bool(aims), against is not None)
     with ExitStack() as stack:
+        stack.enter_context(named_if_unreadable())
         ckpt = path if isinstance(path, Checkpoint) else stack.enter_context(_opened(path, options))
         other = against
         if other is not None and not isinstance(other, Checkpoint):
@@ -226,7 +228,7 @@ def _share(nbytes: int, bars: Sequence[tuple[str, int, int]]) -> float:
 def _tiles(contents: Contents) -> Iterator[tuple[str, str, str]]:
     """Yield the figures below the verdict: name, value, and a remark."""
     ckpt, tensors = contents.ckpt, contents.tensors
-    yield "size", human(tensors.nbytes), f"{len(tensors.names):,} tensors"
+    yield "size", human(tensors.nbytes), counted(len(tensors.names), "tensor")
     yield "parameters", _short_count(contents.facts.numel()), f"{contents.facts.numel():,}"
     yield "files", f"{len(ckpt.index.files):,}", f"{contents.shards.imbalance:.2f} imbalance"
     yield "ranks", f"{ckpt.world_size:,}", "that wrote it"

@@ -57,7 +57,7 @@ def optimizer_facts(facts: InspectReport) -> OptimizerFacts | None:
     ]
     groups = [] if facts.ckpt.optimizer_by_index else facts.ckpt.optimizer_groups
     lines = [_group(number, group) for number, group in enumerate(groups[:GROUPS])]
-    lines += [f"and {len(groups) - GROUPS} more groups"] if len(groups) > GROUPS else []
+    lines += [f"and {counted(len(groups) - GROUPS, 'more group')}"] if len(groups) > GROUPS else []
     return OptimizerFacts(one_line(line), states, lines)
 
 

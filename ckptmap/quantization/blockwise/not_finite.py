@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptmap.core.formatting import counted
 from ckptmap.errors import RunError
 
 if TYPE_CHECKING:
@@ -30,6 +31,6 @@ class NotFinite:
         if count:
             raise RunError(
                 "CKM309",
-                f"expected finite values, found NaN or infinity in {count} blocks",
+                f"expected finite values, found NaN or infinity in {counted(count, 'block')}",
                 "repair this tensor, or leave it unquantized with --no-encode",
             )

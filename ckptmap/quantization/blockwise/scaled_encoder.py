@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptmap.core.formatting import counted
 from ckptmap.errors import RunError
 from ckptmap.protocols import Write
 from ckptmap.quantization.blockwise.quantizer import (
@@ -174,7 +175,7 @@ class ScaledEncoder:
     def _overflowed(self, count: int, place: str) -> RunError:
         return RunError(
             "CKM309",
-            f"{count} block scales overflow {self._info.dtype}: values near its largest would"
+            f"{counted(count, 'block scale', 'overflows', 'overflow')} {self._info.dtype}: values near its largest would"
             f" decode to infinity, first in {place}",
             "convert to a wider dtype first (--to hf-fp32), or leave it as it is with --no-encode",
         )
@@ -183,13 +184,13 @@ class ScaledEncoder:
         if self._rule.takes == "float16":
             return RunError(
                 "CKM309",
-                f"{count} rows do not fit float16, which bitsandbytes casts to first: expected "
+                f"{counted(count, 'row', 'does', 'do')} not fit float16, which bitsandbytes casts to first: expected "
                 f"finite values whose largest is 6e-8 to 65504, not so in {place}",
                 "choose another encoding (-int8), or leave this tensor as it is with --no-encode",
             )
         return RunError(
             "CKM309",
-            f"expected finite values, found NaN or infinity in {count} blocks, first in {place}",
+            f"expected finite values, found NaN or infinity in {counted(count, 'block')}, first in {place}",
             "leave this tensor unquantized with --no-encode, or repair it",
         )
 

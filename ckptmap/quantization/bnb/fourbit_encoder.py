@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from ckptmap.core.formatting import counted
 from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.errors import RunError
 from ckptmap.protocols import Refusal, Write
@@ -44,7 +45,7 @@ def _check_finite(absmax: torch.Tensor, first: int, block: int) -> None:
         at = (first + int(bad.int().argmax())) * block
         raise RunError(
             "CKM309",
-            f"expected finite values, found NaN or infinity in {count} blocks of {block}, the first"
+            f"expected finite values, found NaN or infinity in {counted(count, 'block')} of {block}, the first"
             f" within flat elements {at} to {at + block - 1}",
             "leave this tensor unquantized with --no-encode, or repair it",
         )
@@ -63,7 +64,7 @@ def _check_held(absmax: torch.Tensor, decoded: torch.Tensor, dtype: str) -> None
     if count:
         raise RunError(
             "CKM309",
-            f"{count} block scales overflow {dtype} in 8 bits, the largest absolute value is"
+            f"{counted(count, 'block scale', 'overflows', 'overflow')} {dtype} in 8 bits, the largest absolute value is"
             f" {float(absmax.amax()):.6g}",
             "store its scales without loss (--exact-scales), or leave the tensor as it is with --no-encode",
         )

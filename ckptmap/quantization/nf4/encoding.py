@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptmap.core.formatting import counted
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Refusal, Write
@@ -270,7 +271,7 @@ class NF4Encoder:
         if bad:
             raise RunError(
                 "CKM309",
-                f"{bad} block scales overflow {self._info.dtype}, the largest absolute value is "
+                f"{counted(bad, 'block scale', 'overflows', 'overflow')} {self._info.dtype}, the largest absolute value is "
                 f"{float(absmax.amax()):.6g}",
                 "convert to a wider dtype first (--to hf-fp32), or leave it as it is with --no-encode",
             )

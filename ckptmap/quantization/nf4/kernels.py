@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptmap.core.devices import indexed
+from ckptmap.core.formatting import counted
 from ckptmap.errors import RunError
 from ckptmap.quantization.blockwise.bucketize import Bucketizer
 from ckptmap.quantization.blockwise.chunks import chunk_numel, sent
@@ -209,7 +210,7 @@ def check_finite(absmax: torch.Tensor, block: int) -> None:
         first = int(bad.int().argmax()) * block
         raise RunError(
             "CKM309",
-            f"expected finite values, found NaN or infinity in {count} blocks of {block}, "
+            f"expected finite values, found NaN or infinity in {counted(count, 'block')} of {block}, "
             f"the first within flat elements {first} to {first + block - 1}",
             "leave this tensor unquantized with --no-encode, or repair it",
         )

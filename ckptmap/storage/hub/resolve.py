@@ -12,6 +12,7 @@ from ckptmap.core import argument_checks
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.uri import MIRROR_PREFIX, HubName, is_hub, of_web_page, parse
+from ckptmap.storage.resource_limits import named_if_unreadable
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def errors_by_given_path(mounts: Mounts) -> Iterator[None]:
     (RunError CKM7xx) becomes a SourceError.
     """
     try:
-        yield
+        with named_if_unreadable():
+            yield
     except CkptmapError as error:
         named = mounts.with_origins(error.message)
         if named != error.message and error.code == "CKM102":

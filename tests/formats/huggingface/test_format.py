@@ -376,7 +376,7 @@ def test_files_that_are_not_read_are_noted(copy: FilePath) -> None:
     index = HfDirectory().index(look(copy))
     assert (key,) in index.leaves
     notes = "\n".join(index.notes)
-    assert f"does not list 1 stored tensors: {key}" in notes
+    assert f"does not list 1 stored tensor: {key}" in notes
     assert "gives total_size 5, the shards hold" in notes
     assert "not read, because no index lists it: model-00009-of-00009.safetensors" in notes
     assert (

@@ -146,6 +146,16 @@ def test_a_single_rank_file_says_that_others_are_missing(four: Path) -> None:
         DTensorLayout().join((leaf,), str(path[0]))
 
 
+def test_one_missing_file_is_told_in_the_singular(four: Path) -> None:
+    parts = []
+    for rank in range(3):
+        found = TorchZip().index(look(four / f"model_world_size_4_rank_{rank}.pt"))
+        path, leaf = next((p, x) for p, x in found.leaves.items() if isinstance(x, Opaque))
+        parts.append(leaf)
+    with pytest.raises(SourceError, match=r"the parts of 3; 1 rank file is missing"):
+        DTensorLayout().join(tuple(parts), str(path[0]))
+
+
 def test_a_stale_rank_is_refused(four: Path) -> None:
     extra = four / "model_world_size_4_rank_4.pt"
     shutil.copy(four / "model_world_size_4_rank_3.pt", extra)

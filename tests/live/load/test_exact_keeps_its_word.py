@@ -111,8 +111,8 @@ def of(first: nn.Module, last: nn.Module | None = None, **options: Any) -> tuple
 
 SCENES: dict[str, tuple[Callable[[], Any], str]] = {
     "extra state that nobody takes": (lambda: of(Reading()), "nobody takes"),
-    "a buffer that the checkpoint lacks": (lambda: of(Larger()), "1 weights missing"),
-    "a buffer of another shape": (lambda: of(OtherTable()), "1 weights not loaded"),
+    "a buffer that the checkpoint lacks": (lambda: of(Larger()), "1 weight missing"),
+    "a buffer of another shape": (lambda: of(OtherTable()), "1 weight not loaded"),
     "weights that the model lacks": (
         lambda: of(Counted(), nn.Linear(4, 4, bias=False)),
         "how tensors are cut",

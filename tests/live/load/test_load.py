@@ -232,7 +232,7 @@ def test_nf4_is_decoded_where_no_linear_layer_is(tmp_path: Path) -> None:
     assert 0 < report.peak_host_nbytes <= 4096
     shown = "decoded: 1: weight: Embedding cannot compute with an NF4Tensor; 11.8 KiB more"
     assert shown in str(report)
-    with pytest.raises(LoadError, match=r"1 quantized weights must be decoded.*Embedding") as error:
+    with pytest.raises(LoadError, match=r"1 quantized weight must be decoded.*Embedding") as error:
         load(tmp_path / "one.pt", model, strict_encoding=True)
     assert error.value.code == "CKM504"
 

@@ -58,7 +58,7 @@ def test_a_trainable_weight_is_decoded_without_an_error(folder: Path) -> None:
     ]
     with ckptmap.open(folder / "int8.pt") as ckpt:
         assert torch.equal(model[0].weight.detach(), ckpt["0.weight"].read())
-    with pytest.raises(ckptmap.CkptmapError, match="1 quantized weights must be decoded"):
+    with pytest.raises(ckptmap.CkptmapError, match="1 quantized weight must be decoded"):
         load(folder / "int8.pt", model, strict_encoding=True)
 
 
