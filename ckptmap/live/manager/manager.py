@@ -141,7 +141,9 @@ class CheckpointManager:
         self._warn_of_metrics(metrics or {})
         with said_if_lost(UNTOUCHED.format(target)):
             is_ours, number = self._before(target, numbers(metrics))
-        keywords["extra"] = with_record(number, metrics, keywords.get("extra"))
+        extra = keywords.get("extra")
+        if extra or self._ranks().rank == 0:  # values may be given on rank 0 alone
+            keywords["extra"] = with_record(number, metrics, extra)
         keywords.setdefault("timeout", self.timeout)
         handle = save(
             target, model, optimizer, scheduler, step=step, overwrite=is_ours,
