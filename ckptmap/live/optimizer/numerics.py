@@ -1,7 +1,8 @@
 """Settings of torch, of the whole process, that decide which kernels compute and with which bits.
 
-`save` records those that are not torch's defaults, `load(exact=True)` compares them. What an optimizer's constructor was given
-as defaults is not compared: no step reads it, the groups have values of their own.
+`save` records those that are not torch's defaults, `load(exact=True)` compares them. Two are not compared: the default
+dtype, which programs set for as long as they build a model, and what an optimizer's constructor was given as defaults,
+which no step reads, for the groups have values of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ Read = Callable[[Any], object]
 
 ANYWHERE: dict[str, tuple[Read, object]] = {
     "deterministic algorithms": (lambda torch: torch.are_deterministic_algorithms_enabled(), False),
-    "default dtype": (lambda torch: str(torch.get_default_dtype()), "torch.float32"),
     "mkldnn.enabled": (lambda torch: torch.backends.mkldnn.enabled, True),
     "mkldnn.deterministic": (lambda torch: torch.backends.mkldnn.deterministic, False),
     "mkldnn.conv.fp32_precision": (lambda t: t.backends.mkldnn.conv.fp32_precision, "none"),

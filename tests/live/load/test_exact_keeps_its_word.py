@@ -186,7 +186,6 @@ FLAGS: dict[str, tuple[Callable[[Any], object], Any, Any, str]] = {
     "deterministic": (
         torch.use_deterministic_algorithms, True, False, "deterministic algorithms=True",
     ),
-    "dtype": (torch.set_default_dtype, torch.float64, torch.float32, "default dtype=torch.float64"),
     "attention": (torch.backends.cuda.enable_flash_sdp, False, True, "flash_sdp=False"),
     "matmul": (torch.set_float32_matmul_precision, "high", "highest", "was highest, is high"),
 }  # fmt: skip
