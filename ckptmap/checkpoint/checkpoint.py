@@ -60,6 +60,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
                       own here, each with its embedding
     fingerprints      of its files, as they were opened
     root              that it was opened with; "": none was given
+    has_manifest      whether a manifest of ckptmap states digests of it
     """
 
     path: str
@@ -82,6 +83,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     untied: Mapping[str, str] = field(default_factory=dict)
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
     root: str = ""
+    has_manifest: bool = False
 
     # ------------------------------------------------------------------ the mapping
 

@@ -171,7 +171,8 @@ def _opened(
     elif MANIFEST in place.names:
         files.mounts.manifests.append(OwnManifest(str(FilePath(absolute) / MANIFEST)))
     ckpt.files.sums.is_on = True
-    return replace(ckpt, fingerprints=ckpt.files.seen, root=root or "")
+    has_manifest = index.manifest is not None or MANIFEST in place.names
+    return replace(ckpt, fingerprints=ckpt.files.seen, root=root or "", has_manifest=has_manifest)
 
 
 def read_like(path: str | os.PathLike[str], mounts: Mounts) -> Like:

@@ -11,12 +11,12 @@ Nothing of a framework is imported before a callback of it is made.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.errors import ArgumentError
+from ckptmap.integrations.trainer_manager import trainer_callback
 from ckptmap.live.manager.manager import CheckpointManager
 from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.stateful import Stateful, state_of
@@ -30,56 +30,6 @@ __all__ = ["TitanManager", "lightning_callback", "trainer_callback"]  # fmt: ski
 
 LOOPS = "fit_loop"
 """Name of Lightning's progress among the saved states."""
-
-
-def trainer_callback(manager: CheckpointManager) -> Any:
-    """Return a TrainerCallback that saves each step that is due, with Trainer's own state, and waits
-    for the last save when training ends.
-
-    `ckptmap.integrations.transformers.resume(trainer, manager.latest())` goes on from there. Give Trainer
-    `save_strategy="no"`. The metric of `keep_best` is that of Trainer's last log that has it.
-    """
-    return _trainer_class()(manager)
-
-
-@cache
-def _trainer_class() -> Any:
-    from transformers import TrainerCallback
-
-    class ManagerCallback(TrainerCallback):  # type: ignore[misc]
-        """See `trainer_callback`."""
-
-        def __init__(self, manager: CheckpointManager) -> None:
-            self.manager = manager
-
-        def on_step_end(
-            self, args: object, state: Any, control: object, model: torch.nn.Module,
-            optimizer: Any = None, lr_scheduler: Scheduler | None = None, **kwargs: object,
-        ) -> None:  # fmt: skip
-            own = _plain(asdict(state))
-            self.manager.save(
-                state.global_step, model, optimizer, lr_scheduler,
-                metrics=self._metrics(state.log_history), extra={"trainer_state": own},
-            )  # fmt: skip
-
-        def on_train_end(self, *args: object, **kwargs: object) -> None:
-            self.manager.wait()
-
-        def _metrics(self, history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-            name = (self.manager.retention.keep_best or ("",))[0]
-            last = next((entry[name] for entry in reversed(history) if name in entry), None)
-            return {} if last is None else {name: last}
-
-    return ManagerCallback
-
-
-def _plain(value: Any) -> Any:
-    """Return nested values with text in place of what is no plain value, as enums are."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def lightning_callback(manager: CheckpointManager, **load_options: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from torch import nn
 
 import ckptmap
 from ckptmap.errors import ArgumentError
-from ckptmap.integrations.manager import TitanManager
+from ckptmap.integrations.manager import TitanManager, trainer_callback
+from ckptmap.integrations.transformers import resume
+from tests.corpus.ranks import run_ranks
+from tests.ranks.trainer_manager import StopAt, trainer, weights
 from tests.support.paths import ROOT
 
 EXAMPLES = {
@@ -53,3 +57,38 @@ def test_a_container_of_optimizers_is_saved_as_what_is_in_it(tmp_path: Path) -> 
     ckptmap.save(tmp_path / "c", model, outer).wait()
     with ckptmap.open(tmp_path / "c") as ckpt:
         assert {"exp_avg", "exp_avg_sq"} <= {*ckpt.optimizer["weight"]}
+
+
+EVALUATIONS: dict[str, dict[str, Any]] = {
+    "at the step, for the scheduler": {
+        "eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0}, "metric_for_best_model": "eval_loss",
+    },
+    "at the end of its epoch": {"eval_strategy": "epoch"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_trainer_saves_after_the_evaluation_of_a_step(name: str, tmp_path: Path) -> None:
+    """Evaluation draws random numbers and steps a scheduler: a run that goes on from the step does not do it again."""
+    options = {"gradient_accumulation_steps": 1, "max_steps": 14, **EVALUATIONS[name]}
+    whole = trainer(tmp_path, 0, **options)
+    whole.train()
+    rules: Any = {"keep": 1, "keep_best": ("eval_loss", "min")}
+    with ckptmap.CheckpointManager(tmp_path / "runs", **rules) as manager:
+        trainer(tmp_path, 0, trainer_callback(manager), StopAt(10), **options).train()
+    latest = manager.latest()
+    assert latest is not None and latest.name == "step-10"
+    again = trainer(tmp_path, 1, **options)
+    resume(again, latest, load_options={"exact": True})
+    truth, found = weights(whole), weights(again)
+    assert all(torch.equal(truth[name], found[name]) for name in truth)
+    losses = [entry["eval_loss"] for entry in whole.state.log_history if "eval_loss" in entry]
+    assert losses == [e["eval_loss"] for e in again.state.log_history if "eval_loss" in e]
+    with ckptmap.open(latest) as ckpt:
+        assert ckpt.extra["manager"]["metrics"]["eval_loss"] in losses
+
+
+def test_trainer_on_two_ranks(tmp_path: Path) -> None:
+    """Under DDP, in the middle of an epoch, with evaluation: tests/ranks/trainer_manager.py."""
+    run_ranks("tests.ranks.trainer_manager", 2, [str(tmp_path)], timeout=240)

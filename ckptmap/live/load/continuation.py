@@ -25,6 +25,7 @@ from ckptmap.live.optimizer.several_optimizers import scheduler_classes
 from ckptmap.live.optimizer.state_matcher import StatePlan
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.rounding.continuing import RoundingContinuation
+from ckptmap.storage.own_files import MANIFEST
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,7 @@ class Continuation:
         same_world = self._saved.get("world_size") == world
         self.gradients = pending_gradients.plan(checkpoint, targets, self._rank, same_world)
         self.inexact: list[str] = []
+        self._notes = run_settings.mode_note(self._saved, self._live)
         self._streams: dict[str, object] = {}
         self._fresh: bytes | None = None
         self._streams_note = ""
@@ -142,6 +144,8 @@ class Continuation:
             yield from run_settings.differences(own, self._live, self._rounding.settled)
         else:
             yield "the checkpoint records no settings: ckptmap.save did not write it"
+        if self._saved and not self._checkpoint.has_manifest:
+            yield f"its {MANIFEST} is missing, so that nothing proves that it is as it was saved"
         if isinstance(drifted := self._saved.get("buffers"), list) and drifted:
             yield f"each rank had its own of {counted(len(drifted), 'buffer')}, one was saved"
         if text := self._saved.get(run_settings.WITHOUT):
@@ -246,7 +250,7 @@ class Continuation:
             state=None if state is None else state.report(), streams=self._streams_note,
             inexact=tuple(self.inexact), step=step if isinstance(step, int) else None, extra=extra,
             extra_per_rank=per_rank, gradients=tuple(self.gradients.names),
-            rounding=self._rounding_note,
+            rounding=self._rounding_note, notes=tuple(self._notes),
         )  # fmt: skip
 
 

@@ -33,7 +33,9 @@ from ckptmap.live.options import ValueKeywords
 from ckptmap.live.save.prepare import prepare
 from ckptmap.live.save.save import save
 from ckptmap.live.save.save_handle import SaveHandle
-from ckptmap.operations.list_steps import (
+from ckptmap.operations.newest_step import LATEST, around_newest, newest_first
+from ckptmap.operations.overwrite import refuse_stranger
+from ckptmap.operations.step_directories import (
     LAST_STEP,
     MANAGER,
     SavedStep,
@@ -41,7 +43,7 @@ from ckptmap.operations.list_steps import (
     describe_step,
     find_steps,
 )
-from ckptmap.operations.overwrite import refuse_stranger
+from ckptmap.storage.own_files import MANIFEST
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -100,7 +102,7 @@ class CheckpointManager:
         self._cleaner: threading.Thread | None = None
         self._blocked_s: dict[int, float] = {}
         self._strange: set[Path] = set()
-        self._warned = False
+        self._warned = self._goes_back = False
 
     @property
     def blocked_s(self) -> dict[int, float]:
@@ -140,8 +142,10 @@ class CheckpointManager:
         target = self.root / f"step-{step}"
         self._warn_of_metrics(metrics or {})
         with said_if_lost(UNTOUCHED.format(target)):
-            is_ours, number = self._before(target, numbers(metrics))
-        keywords["extra"] = with_record(number, metrics, keywords.get("extra"))
+            is_ours, number = self._before(target, step, numbers(metrics))
+        extra = keywords.get("extra")
+        if extra or self._ranks().rank == 0:  # values may be given on rank 0 alone
+            keywords["extra"] = with_record(number, metrics, extra)
         keywords.setdefault("timeout", self.timeout)
         handle = save(
             target, model, optimizer, scheduler, step=step, overwrite=is_ours,
@@ -196,7 +200,7 @@ class CheckpointManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _before(self, target: Path, metrics: Mapping[str, float]) -> tuple[bool, int]:
+    def _before(self, target: Path, step: int, metrics: Mapping[str, float]) -> tuple[bool, int]:
         """Return whether a step is saved a second time, by a run that went back, and the number of this
         save: they rise in the order of saves. Raises ArgumentError CKM516 where metrics differ."""
         if self._last is not None:
@@ -206,7 +210,9 @@ class CheckpointManager:
             if ranks.rank == 0:
                 found = find_steps(self.root)
                 mine = any(one.path == target and self._is_ours(one) for one in found)
-                number = 1 + max((one.number for one in self._around_newest(found)), default=0)
+                near = around_newest(self.root, found)
+                number = 1 + max((one.number for one in near), default=0)
+                self._warn_of_later([one.step for one in near if not one.problem], step)
         told = ranks.all((mine, number, repr(sorted(metrics.items()))))
         for rank, (*_, theirs) in enumerate(told):
             if theirs != told[0][2]:
@@ -216,6 +222,15 @@ class CheckpointManager:
                     "pass numbers that all ranks have: a loss that is averaged over ranks",
                 )
         return told[0][:2]
+
+    def _warn_of_later(self, steps: Sequence[int], step: int) -> None:
+        """Say where a run goes back by itself, which `restore` has not told it to."""
+        if steps and max(steps) > step and not self._goes_back:
+            log.warning(
+                "%s: step %d is saved after step %d and is the newest from now on: `restore` takes it",
+                self.root, step, max(steps),
+            )  # fmt: skip
+            self._goes_back = True
 
     def _is_ours(self, found: StepDirectory) -> bool:
         """Return whether a manager saved a checkpoint, which may be replaced then. One that cannot be opened
@@ -242,7 +257,7 @@ class CheckpointManager:
         try:
             root_directory.point_to(self.root, handle.path.name)
         except OSError as error:
-            log.error("%s: %s could not be written: %s", self.root, root_directory.LATEST, error)
+            log.error("%s: %s could not be written: %s", self.root, LATEST, error)
         try:
             root_directory.sweep(self.root)
             saved = [one for one in self._saved() if one.is_managed]
@@ -270,36 +285,18 @@ class CheckpointManager:
         return [one.step for one in self._saved()]
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint that can be opened; None where there is none."""
-        opened = (describe_step(one) for one in self._newest_first())
+        """Return the newest checkpoint that can be opened; None where there is none.
+
+        The newest is the one that was saved last. A run that went back to step 10 and saved step 15 has
+        that one as its newest, though a step 30 of before is there. Where no manager has saved, as in the
+        directories of torchtitan, accelerate and Trainer, it is that of the highest step, as there."""
+        opened = (describe_step(one) for one in newest_first(self.root))
         return next((one.path for one in opened if not one.problem), None)
 
     def best(self) -> Path | None:
         """Return the checkpoint with the best metric of `keep_best`; None where none has it."""
         found = self.retention.best(self._saved())
         return None if found is None else found.path
-
-    def _newest_first(self) -> list[StepDirectory]:
-        """Return the checkpoints in the order in which they are tried: the newest first. A run that went
-        back to step 10 and saved step 15 has that one as its newest, though there is a step 30."""
-        found = find_steps(self.root)
-        near = self._around_newest(found)
-        rank = {one.path: (one.number, one.step) for one in near}
-        last = [one for one in found if one.path in rank]
-        rest = [one for one in found if one.path not in rank]
-        return [*sorted(last, key=lambda one: rank[one.path], reverse=True), *rest[::-1]]
-
-    def _around_newest(self, found: Sequence[StepDirectory]) -> list[SavedStep]:
-        """Return the checkpoint that the pointer names, and those of later steps. One of them is the
-        newest: a process may be killed before it moves the pointer. Others' saves have the number of
-        the pointer's, so that their step decides."""
-        name = root_directory.named_newest(self.root)
-        at = next((number for number, one in enumerate(found) if one.path.name == name), None)
-        if at is None:
-            return [describe_step(one) for one in found[-1:]]
-        near = [describe_step(one) for one in found[at:]]
-        number = near[0].number
-        return [one if one.number else replace(one, number=number) for one in near]
 
     def _saved(self) -> list[SavedStep]:
         found = [describe_step(one) for one in find_steps(self.root)]
@@ -346,12 +343,16 @@ class CheckpointManager:
                 continue
             extra = {key: value for key, value in report.extra.items() if key != MANAGER}
             at = found.step if report.step is None else report.step
+            self._goes_back |= step not in ("latest", "best")
+            for text in report.inexact:
+                if MANIFEST in text:
+                    log.warning("%s: %s", found.path, text)
             return replace(report, step=at, extra=extra, skipped=tuple(skipped))
         return None
 
     def _wanted(self, step: int | str) -> list[StepDirectory]:
         """Return the checkpoints to try in turn. Raises SourceError CKM101 where a named one is absent."""
-        found = self._newest_first()
+        found = newest_first(self.root)
         if step == "latest":
             return found
         if step == "best":

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ckptmap.core import argument_checks
 from ckptmap.errors import ArgumentError
-from ckptmap.operations.list_steps import MANAGER
+from ckptmap.operations.step_directories import MANAGER
 
 
 def with_record(

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from ckptmap.core import argument_checks
 from ckptmap.errors import ArgumentError
-from ckptmap.operations.list_steps import SavedStep
+from ckptmap.operations.step_directories import SavedStep
 
 Mode = Literal["min", "max"]
 

@@ -13,27 +13,15 @@ import re
 import shutil
 from pathlib import Path
 
+from ckptmap.operations.newest_step import LATEST
 from ckptmap.sharding.reference_model import MANIFEST
 
-LATEST = "latest"
-"""Name of the file that names the newest checkpoint."""
-_MAX_NBYTES = 256
 _REMOVED = ".ckptmap-removed"
 _NEW = f".{LATEST}.ckptmap-new"
 _OURS = re.compile(rf"\.metadata|__\d+_\d+\.distcp|{re.escape(MANIFEST)}")
 """Matches the names of the files of a save."""
 _STALE_S = 60.0
 """Seconds after which a pointer that was not put in place is a killed process's."""
-
-
-def named_newest(root: Path) -> str:
-    """Return the name in the pointer; "" where there is none, or it names no entry of the directory."""
-    try:
-        with (root / LATEST).open("rb") as file:
-            name = file.read(_MAX_NBYTES).decode().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return name if name and Path(name).name == name and name != ".." else ""
 
 
 def point_to(root: Path, name: str) -> None:

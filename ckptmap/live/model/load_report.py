@@ -134,7 +134,7 @@ RESTORED = ("loaded", "copied", "settings")
 """Fields of a StateReport that name what is as it was when it was saved. All others name what is not."""
 NO_CHANGES = (
     "loaded", "encoded", "tied", "state", "streams", "inexact", "step", "extra", "extra_per_rank",
-    "gradients", "skipped", "names", "renamed", "source", "rounding",
+    "gradients", "skipped", "notes", "names", "renamed", "source", "rounding",
     "peak_host_nbytes", "peak_device_nbytes",
 )  # fmt: skip
 """Likewise of a LoadReport. What `inexact`, `names` and `renamed` tell is decided before the load."""
@@ -160,6 +160,7 @@ class LoadReport(ShortRepr):
     streams       random streams: "restored", "left as they are", or how they were made anew
     rounding      stochastic rounding by position, and its seed; empty: the optimizer has none
     inexact       reasons why training does not go on bit for bit; empty: it does
+    notes         what to see to before the next step: other modules in evaluation mode than were
     step, extra   the arguments of `ckptmap.save`
     extra_per_rank  that of the rank of the same number, where as many ranks saved; else empty
     gradients     names of the parameters whose gradients were restored, those of an accumulation
@@ -198,6 +199,7 @@ class LoadReport(ShortRepr):
     gradients: tuple[str, ...] = ()
     source: SourceCheck = field(default_factory=SourceCheck)
     rounding: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -241,7 +243,7 @@ class LoadReport(ShortRepr):
         facts = [("names", self.names), ("renamed", self.renamed), *self._listed()]
         facts += [("", line) for line in self.state.lines()] if self.state is not None else []
         facts += [("random streams", self.streams), ("stochastic rounding", self.rounding)]
-        facts += [("not bit for bit", listed(self.inexact))]
+        facts += [("not bit for bit", listed(self.inexact)), ("note", "; ".join(self.notes))]
         return card(f"loaded {counted(len(self.loaded), 'tensor')}", facts)
 
     def __str__(self) -> str:
@@ -258,6 +260,7 @@ class LoadReport(ShortRepr):
             lines.append(f"stochastic rounding: {self.rounding}")
         if self.inexact:
             lines.append(f"not bit for bit: {listed(self.inexact)}")
+        lines += [f"note: {note}" for note in self.notes]
         if self.source.unchecked:
             lines.append(
                 f"  not compared with checksums: {human(self.source.unchecked)} of records that"

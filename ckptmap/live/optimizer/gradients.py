@@ -29,13 +29,10 @@ PRECISION = "mixed precision"
 
 def described(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, object]:
     """Return the settings as plain values."""
-    import torch
-
     return {
         AVERAGED: _averagers(model),
         PRECISION: sorted({text for m in model.modules() for text in _policies(m)}),
         "parameters that are trained": _trained(targets),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
     }
 
 

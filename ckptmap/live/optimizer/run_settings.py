@@ -14,7 +14,7 @@ from ckptmap.live.model import several_models
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import live_forms, logical_info
 from ckptmap.live.model.live_tensor import LiveTensor, device_for, fallback_device, is_dtensor
-from ckptmap.live.optimizer import gradients, group_objects
+from ckptmap.live.optimizer import gradients, group_objects, numerics
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
 from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, unwrapped
 from ckptmap.live.rounding import record as rounding
@@ -48,6 +48,8 @@ UNLIKE = "unlike_values"
 """Setting that names plain values of optimizer state that differ between ranks."""
 FORMS = "plain_forms"
 """Setting that names plain values of optimizer state that were saved as a value of a simpler class."""
+EVALUATING = "modules_in_evaluation"
+"""Setting that has the count of modules in evaluation mode, and of all."""
 PER_RANK = "per_rank"
 """Key of the caller's values of each rank among the extra values."""
 
@@ -70,7 +72,8 @@ def describe(
         "devices": devices,
         "torch": torch.__version__,
         "compile": compile_mode(model),
-        "gradients": gradients.described(model, targets),
+        "gradients": {**gradients.described(model, targets), **numerics.described(devices)},
+        EVALUATING: evaluating(model),
     }
     if devices == ["cpu"]:
         settings["threads"] = torch.get_num_threads()
@@ -134,6 +137,24 @@ def _objects(optimizers: Sequence[LiveOptimizer]) -> dict[str, object]:
     """Return the names of objects in the groups, which no checkpoint holds."""
     named = group_objects.names(group for one in optimizers for group in one.param_groups)
     return {"objects in groups": named} if named else {}
+
+
+def evaluating(model: torch.nn.Module) -> list[int]:
+    """Return how many modules without submodules are in evaluation mode, and how many there are."""
+    inner = [module for module in model.modules() if not module._modules]
+    return [sum(not module.training for module in inner), len(inner)]
+
+
+def mode_note(saved: Mapping[str, Any], live: Settings) -> list[str]:
+    """Return a note where other modules are in evaluation mode than were: a loop sets it before its next
+    step, or has forgotten to."""
+    was, now = saved.get(EVALUATING), live[EVALUATING]
+    if not isinstance(was, list) or was == now or was[1:] != now[1:]:
+        return []
+    return [
+        f"{was[0]} of {was[1]} modules were in evaluation mode when it was saved, {now[0]} are now:"
+        " see that model.train() or model.eval() comes before the next step"
+    ]
 
 
 def _version(library: str) -> str:

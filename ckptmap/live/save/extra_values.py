@@ -92,12 +92,12 @@ def require_plain(path: Path, value: torch.Tensor) -> None:
 
 
 def require_same(digests_of: Sequence[Mapping[str, str]]) -> None:
-    """Raise ArgumentError CKM516 where ranks give different `extra` values. A rank that gives none at
-    all has no say."""
+    """Raise ArgumentError CKM516 where ranks give different `extra` values, or another rank gives values
+    and rank 0 none. Other ranks may give none at all."""
+    first = digests_of[0]
     for rank, theirs in enumerate(digests_of):
-        if not theirs or not digests_of[0]:
+        if not theirs:
             continue
-        first = digests_of[0]
         names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
         if names:
             raise ArgumentError(
@@ -109,9 +109,10 @@ def require_same(digests_of: Sequence[Mapping[str, str]]) -> None:
 
 
 def require_same_step(steps: Sequence[int | None]) -> None:
-    """Raise ArgumentError CKM516 where ranks give different steps. A rank that gives none has no say."""
+    """Raise ArgumentError CKM516 where ranks give different steps, or another rank gives one and rank 0
+    none. Other ranks may give none."""
     for rank, step in enumerate(steps):
-        if None not in (step, steps[0]) and step != steps[0]:
+        if step is not None and step != steps[0]:
             raise ArgumentError(
                 "CKM516",
                 f"step: is {steps[0]} on rank 0 and {step} on rank {rank}, expected the same on all"

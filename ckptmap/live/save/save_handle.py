@@ -40,7 +40,7 @@ class SaveHandle:
         begun = time.perf_counter() if begun is None else begun
         self.path = path
         self.step = step
-        self._run = run
+        self._run: Callable[[], tuple[str, ...]] | None = run
         self._notes: tuple[str, ...] = ()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -64,10 +64,14 @@ class SaveHandle:
         return f"{self.path}" if self.step is None else f"step {self.step}, {self.path}"
 
     def _work(self) -> None:
+        """Run the save. What it holds, all weights for one, goes with its end: a handle may be kept."""
+        run, self._run = self._run, None
+        assert run is not None, "it runs once"
         try:
-            self._notes = self._run()
+            self._notes = run()
         except BaseException as error:  # `wait` raises it again
-            self._error = error
+            expected = isinstance(error, CkptmapError) and self._thread is not None
+            self._error = error.with_traceback(None) if expected else error  # frames hold values
 
     @property
     def done(self) -> bool:

@@ -3,6 +3,9 @@ makes it refuse, and each field of a report is either such a list or known to be
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,6 +20,7 @@ from ckptmap.errors import LoadError
 from ckptmap.live.load.continuation import refuse_changes
 from ckptmap.live.model.load_report import NO_CHANGES, RESTORED, LoadReport, StateReport
 from ckptmap.live.optimizer.state_loader import StateLoader
+from tests.support.paths import ROOT
 
 WHOLE = LoadReport(loaded=("weight",), state=StateReport(loaded=("weight.exp_avg",)))
 CHANGES = [field.name for field in fields(LoadReport) if field.name not in NO_CHANGES]
@@ -160,3 +164,68 @@ def test_what_only_the_load_shows_is_refused_after_it(
         ckptmap.load(saved, *made(), exact=True)
     assert late.value.code == "CKM507" and "are loaded all the same" in str(late.value)
     assert ckptmap.load(saved, *made()).changes
+
+
+# ------------------------------------------------------------------------------- what a file cannot show
+
+
+def test_a_manifest_that_was_deleted(saved: Path, tmp_path: Path) -> None:
+    """Nothing proves the rest then: the report says so, and `exact` refuses."""
+    path = tmp_path / "copy"
+    shutil.copytree(saved, path)
+    (path / "ckptmap.manifest.json").unlink()
+    report = ckptmap.load(path, *made())
+    assert [text for text in report.inexact if "ckptmap.manifest.json is missing" in text]
+    with pytest.raises(LoadError, match=r"ckptmap\.manifest\.json is missing") as refused:
+        ckptmap.load(path, *made(), exact=True)
+    assert refused.value.code == "CKM507"
+    assert "manifest" not in str(ckptmap.load(saved, *made(), exact=True))
+
+
+FLAGS: dict[str, tuple[Callable[[Any], object], Any, Any, str]] = {
+    "deterministic": (
+        torch.use_deterministic_algorithms, True, False, "deterministic algorithms=True",
+    ),
+    "attention": (torch.backends.cuda.enable_flash_sdp, False, True, "flash_sdp=False"),
+    "matmul": (torch.set_float32_matmul_precision, "high", "highest", "was highest, is high"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_settings_of_torch_are_compared(name: str, saved: Path) -> None:
+    """Those of the process by which a step has other bits."""
+    change, other, default, text = FLAGS[name]
+    model, optimizer = made()
+    change(other)
+    try:
+        with pytest.raises(LoadError, match=text):
+            ckptmap.load(saved, model, optimizer, exact=True)
+    finally:
+        change(default)
+    ckptmap.load(saved, model, optimizer, exact=True)
+
+
+def test_precision_that_is_set_by_backend(saved: Path, tmp_path: Path) -> None:
+    """torch has no one word for it then, and raises where it is asked: a save and a load go on."""
+    script = f"""
+import torch, ckptmap
+from tests.live.load.test_exact_keeps_its_word import made
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+ckptmap.save({str(tmp_path / "out")!r}, *made(), step=1).wait()
+ckptmap.load({str(tmp_path / "out")!r}, *made(), exact=True)
+print(ckptmap.load({str(saved)!r}, *made()).inexact)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "float32 matmul precision: was highest, is cuda tf32, mkldnn none" in done.stdout
+
+
+def test_modules_in_evaluation_are_told_of(saved: Path) -> None:
+    """The loop sets the mode, so that this is no reason to refuse."""
+    model, optimizer = made()
+    assert ckptmap.load(saved, model, optimizer, exact=True).notes == ()
+    model.eval()
+    report = ckptmap.load(saved, model, optimizer, exact=True)
+    assert "0 of 2 modules were in evaluation mode when it was saved, 2 are now" in str(report)

@@ -19,7 +19,8 @@ import ckptmap
 from ckptmap.core.log import log
 from ckptmap.errors import ArgumentError, CkptmapError, LoadError, SourceError
 from ckptmap.live.manager.retention import Retention
-from ckptmap.operations.list_steps import SavedStep, list_steps
+from ckptmap.operations.list_steps import list_steps
+from ckptmap.operations.step_directories import SavedStep
 from tests.corpus.ranks import run_ranks
 from tests.support.files import flip_byte_of
 from tests.support.resume_model import net

@@ -21,6 +21,7 @@ from ckptmap.core.log import log
 from ckptmap.errors import ArgumentError, CkptmapError
 from ckptmap.live.manager import root_directory
 from ckptmap.live.save import write_dcp
+from ckptmap.operations.list_steps import list_steps
 from tests.corpus.ranks import run_ranks
 from tests.support.resume_model import net
 
@@ -137,7 +138,44 @@ def test_two_processes_on_one_root(tmp_path: Path) -> None:
     assert left in (10, 11) and not [name for name in names(tmp_path) if name.startswith(".")]
 
 
-def test_a_run_that_goes_back(tmp_path: Path) -> None:
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the manager logs as warnings."""
+    found: list[str] = []
+    monkeypatch.setattr(log, "warning", lambda text, *args: found.append(text % args))
+    return found
+
+
+def test_an_earlier_step_that_is_saved_again_is_the_newest(
+    tmp_path: Path, warned: list[str]
+) -> None:
+    """As a run that goes back by itself would want it; once it is said. Without a pointer, as in the
+    directories of torchtitan, the highest step is the newest."""
+    with ckptmap.CheckpointManager(tmp_path) as manager:
+        for step in (10, 20, 10, 12):
+            manager.save(step, model(step))
+    assert manager.latest() == tmp_path / "step-12" and restored(tmp_path) == 12
+    (said,) = warned
+    assert "step 10 is saved after step 20 and is the newest from now on" in said
+    assert str(list_steps(tmp_path)).endswith("3 checkpoints; the newest is of step 12")
+    assert list_steps(tmp_path).to_json()["newest"] == "step-12"
+    (tmp_path / "latest").unlink()
+    assert manager.latest() == tmp_path / "step-20" and restored(tmp_path) == 20
+
+
+def test_a_step_whose_manifest_was_deleted(tmp_path: Path, warned: list[str]) -> None:
+    """It is restored with a warning; with `exact` it is refused, for nothing proves what it holds."""
+    with ckptmap.CheckpointManager(tmp_path) as manager:
+        manager.save(1, model(1))
+        manager.save(2, model(2))
+    (tmp_path / "step-2" / "ckptmap.manifest.json").unlink()
+    assert restored(tmp_path) == 2
+    assert [text for text in warned if "step-2: its ckptmap.manifest.json is missing" in text]
+    with pytest.raises(CkptmapError, match=r"manifest\.json is missing"):
+        ckptmap.CheckpointManager(tmp_path).restore(model(0), exact=True)
+
+
+def test_a_run_that_goes_back(tmp_path: Path, warned: list[str]) -> None:
     """The newest is what was saved last, whatever its number, also where the pointer was not moved."""
     with ckptmap.CheckpointManager(tmp_path, keep=3) as manager:
         for step in (10, 20, 30):
@@ -155,6 +193,7 @@ def test_a_run_that_goes_back(tmp_path: Path) -> None:
         assert restored(tmp_path) == 25
         manager.save(26, model(26))
     assert names(tmp_path) == ["latest", "step-15", "step-25", "step-26"]
+    assert not warned, "restore(step=10) has said so"
 
 
 @pytest.mark.parametrize("text", [b"../elsewhere\n", b"\xff\xfe", b"", b"step-99\n", b"x" * 10_000])

@@ -156,6 +156,11 @@ def test_an_optimizer_whose_ranks_keep_parts(tmp_path: Path) -> None:
     run_alone("tests.ranks.resume_partitioned", [str(tmp_path), "from", "alone"], timeout=60)
 
 
+def test_the_count_of_an_averager_beside_the_optimizer(tmp_path: Path) -> None:
+    """PostLocalSGDOptimizer: tests/ranks/resume_local_sgd.py."""
+    run_ranks("tests.ranks.resume_local_sgd", 2, [str(tmp_path)], 120)
+
+
 def test_a_scheduler_of_another_class_is_never_exact(tmp_path: Path) -> None:
     """LambdaLR and MultiplicativeLR have states of the same names."""
 

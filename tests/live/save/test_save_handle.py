@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,10 +10,12 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckptmap
-from ckptmap.errors import DestinationError
+from ckptmap.errors import CkptmapError, DestinationError
 from ckptmap.live.save.save_handle import settle_started
 
 
@@ -72,3 +75,33 @@ ckptmap.save(sys.argv[1], nn.Linear(2, 2), step=4)
     text = f"a save in the background failed (step 4, {tmp_path / 'a'}): "
     assert f"LOGGED ckptmap {text}" in done.stderr
     assert f"RuntimeWarning: ckptmap: {text}" in done.stderr
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_handle_that_is_kept_holds_no_weights(background: bool, tmp_path: Path) -> None:
+    """A manager keeps its last: the memory of a model that is gone must not stay with it."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    storages = [model.weight.data, optimizer.state[model.weight]["exp_avg"]]
+    watched = [StorageWeakRef(tensor.untyped_storage()) for tensor in storages]
+    handle = ckptmap.save(tmp_path / "out", model, optimizer, background=background)
+    assert handle.wait() == ()
+    del model, optimizer, storages
+    gc.collect()
+    assert handle.done and [one.expired() for one in watched] == [True, True]
+
+
+def test_a_handle_of_a_failed_save_holds_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").touch()
+    model = nn.Linear(64, 64)
+    watched = StorageWeakRef(model.weight.data.untyped_storage())
+    handle = ckptmap.save(tmp_path / "out", model)
+    with pytest.raises(CkptmapError):
+        handle.wait()
+    del model
+    gc.collect()
+    assert watched.expired() and "failed" in repr(handle)
