@@ -78,7 +78,7 @@ def group_parts(
     mine = EncodingRecords(records_below(records, root))
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
     left = StoredParts(stored, infos, extents)
-    for scheme in registry.schemes():
+    for scheme in registry.schemes_in(left.lasts, mine.by_scheme):
         groups = Groups.of(through(scheme, mounts).group(left, mine))
         modules = left.table.modules(groups.fqns)
         for form, at in groups.by_form():
