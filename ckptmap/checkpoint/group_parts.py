@@ -77,7 +77,7 @@ def group_parts(
         places, formed = _among_leaves(leaves, where, refused)
     mine = EncodingRecords(records_below(records, root))
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
-    left = StoredParts(stored, infos, extents)
+    left = StoredParts(stored, infos, extents, None if columns is None else columns.cut)
     for scheme in registry.schemes_in(left.lasts, mine.by_scheme):
         groups = Groups.of(through(scheme, mounts).group(left, mine))
         modules = left.table.modules(groups.fqns)

@@ -15,7 +15,7 @@ from itertools import chain, compress, count, repeat
 from typing import NamedTuple
 
 from ckptmap.core.columns import NamedRows, Rows, each
-from ckptmap.core.tensor_columns import Extents, extents_of
+from ckptmap.core.tensor_columns import CutNames, Extents, extents_of
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 ABSENT = -1
@@ -33,21 +33,28 @@ class StoredTable:
         stored: Mapping[str, StoredTensor],
         infos: Sequence[TensorInfo] | None = None,
         extents: Extents | None = None,
+        cut: CutNames | None = None,
     ) -> None:
-        """`infos` and `extents`: those of the tensors, if they are known without a look at each."""
+        """`infos`, `extents` and `cut`: of the tensors, and of their keys, if they are known without a look at each."""
         named = stored if isinstance(stored, NamedRows) else None
         self.keys: Sequence[str] = list(stored) if named is None else named.names
         self.tensors: Rows[StoredTensor] = list(stored.values()) if named is None else named.rows
         self.infos = [tensor.info for tensor in stored.values()] if infos is None else infos
         self.extents = extents
+        if cut is None:
+            ats = [key.rfind(".") + 1 for key in self.keys]
+            stems = [key[:at] for key, at in zip(self.keys, ats, strict=True)]
+            lasts: Sequence[str] = [key[at:] for key, at in zip(self.keys, ats, strict=True)]
+        else:
+            stems, lasts = cut
         number_of = defaultdict[str, int](count().__next__)
+        modules = map(number_of.__getitem__, stems)
         by_last = defaultdict[str, dict[int, int]](dict)
-        for number, key in enumerate(self.keys):
-            at = key.rfind(".") + 1
-            by_last[key[at:]][number_of[key[:at]]] = number
-        self._modules: dict[str, int] = dict(number_of)
-        self.stems = list(number_of)
+        for number, (module, last) in enumerate(zip(modules, lasts, strict=True)):
+            by_last[last][module] = number
+        self.stems = list(number_of) if cut is None else [f"{stem}." for stem in number_of]
         """What stands before the last segment of a key, with its dot: each once."""
+        self._modules: dict[str, int] = dict(zip(self.stems, range(len(self.stems)), strict=True))
         self.by_last: dict[str, dict[int, int]] = dict(by_last)
         """The last segment of a key -> the module, the number of its stem -> the number of the tensor."""
         self._inner: dict[str, dict[int, int]] = {}
@@ -136,9 +143,10 @@ class StoredParts(Mapping[str, StoredTensor]):
         stored: Mapping[str, StoredTensor],
         infos: Sequence[TensorInfo] | None = None,
         extents: Extents | None = None,
+        cut: CutNames | None = None,
     ) -> None:
         """As those of `StoredTable`."""
-        self.table = StoredTable(stored, infos, extents)
+        self.table = StoredTable(stored, infos, extents, cut)
         of_kind: dict[TensorInfo, int] = {}
         kinds = each(self.table.infos, lambda info: of_kind.setdefault(info, len(of_kind)))
         self._kinds: list[int | None] = [*kinds, None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from ckptmap.core.columns import Columns, NamedRows, distinct, each
 from ckptmap.tensors import Extent, Path, Places, StoredTensor, TensorInfo
@@ -93,18 +93,30 @@ class _Tensors:
         return [self[index] for index in range(len(self))]
 
 
+class CutNames(NamedTuple):
+    """Names that were cut at their last dots: what stands before the dot, and after it, of each."""
+
+    stems: Sequence[str]
+    lasts: Sequence[str]
+
+
 class PlainTensors(Mapping[Path, StoredTensor]):
     """Plain tensors in stored order, by paths of one segment; no two share bytes.
 
     Tensor i has the name `names[i]` and the shape and dtype `infos[i]`.
     """
 
-    __slots__ = ("_rows", "by_name", "infos", "names")
+    __slots__ = ("_rows", "by_name", "cut", "infos", "names")
 
     def __init__(
-        self, names: Sequence[str], infos: Sequence[TensorInfo], located: Extents | Locator
+        self,
+        names: Sequence[str],
+        infos: Sequence[TensorInfo],
+        located: Extents | Locator,
+        cut: CutNames | None = None,
     ) -> None:
-        self.names, self.infos = names, infos
+        """`cut`: the names cut at their last dots, where who has read them knows."""
+        self.names, self.infos, self.cut = names, infos, cut
         self._rows = _Tensors(infos, located)
         self.by_name = NamedRows(names, self._rows)
         """Each tensor by its name."""

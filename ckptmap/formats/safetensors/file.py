@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptmap.core.json_text import parse_json
-from ckptmap.core.tensor_columns import Extents, PlainTensors
+from ckptmap.core.tensor_columns import CutNames, Extents, PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.formats.safetensors import torchao_metadata
 from ckptmap.formats.safetensors.header import MAX_HEADER_NBYTES, Header
@@ -47,12 +47,19 @@ def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> PlainTens
     infos: list[TensorInfo] = []
     begins: list[int] = []
     homes: list[str] = []
+    stems: list[str] = []
+    lasts: list[str] = []
     for header, file in zip(headers, files, strict=True):
-        keys += torchao_metadata.keys_of(header.metadata, header.keys)
+        stored = torchao_metadata.keys_of(header.metadata, header.keys)
+        keys += stored
         infos += header.infos
         begins += header.begins
         homes += [file] * len(header.keys)
-    return PlainTensors(keys, infos, Extents(homes, begins, [None] * len(homes)))
+        if header.cut is not None and stored is header.keys:
+            stems += header.cut.stems
+            lasts += header.cut.lasts
+    cut = CutNames(stems, lasts) if len(stems) == len(keys) else None
+    return PlainTensors(keys, infos, Extents(homes, begins, [None] * len(homes)), cut)
 
 
 def records_of(header: Header, file: str) -> dict[str, Mapping[str, object]]:
