@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, compress, count, repeat
+from itertools import chain, compress, repeat
 from typing import NamedTuple
 
 from ckptmap.core.columns import NamedRows, Rows, each
@@ -42,17 +42,18 @@ class StoredTable:
         self.infos = [tensor.info for tensor in stored.values()] if infos is None else infos
         self.extents = extents
         if cut is None:
+            cut, dot = CutNames(), ""
             ats = [key.rfind(".") + 1 for key in self.keys]
-            stems = [key[:at] for key, at in zip(self.keys, ats, strict=True)]
-            lasts: Sequence[str] = [key[at:] for key, at in zip(self.keys, ats, strict=True)]
+            cut.add(
+                [key[:at] for key, at in zip(self.keys, ats, strict=True)],
+                [key[at:] for key, at in zip(self.keys, ats, strict=True)],
+            )
         else:
-            stems, lasts = cut
-        number_of = defaultdict[str, int](count().__next__)
-        modules = map(number_of.__getitem__, stems)
+            dot = "."
         by_last = defaultdict[str, dict[int, int]](dict)
-        for number, (module, last) in enumerate(zip(modules, lasts, strict=True)):
+        for number, (module, last) in enumerate(zip(cut.modules, cut.lasts, strict=True)):
             by_last[last][module] = number
-        self.stems = list(number_of) if cut is None else [f"{stem}." for stem in number_of]
+        self.stems = [stem + dot for stem in cut.numbers]
         """What stands before the last segment of a key, with its dot: each once."""
         self._modules: dict[str, int] = dict(zip(self.stems, range(len(self.stems)), strict=True))
         self.by_last: dict[str, dict[int, int]] = dict(by_last)
@@ -266,9 +267,9 @@ class StoredParts(Mapping[str, StoredTensor]):
                 columns = (modules, numbers, others)
                 modules, numbers, others = (list(compress(column, there)) for column in columns)
             if numbers:
-                name = base + name[at:]
-                fqns = [stems[module] + name for module in modules]
-                found.append((Pairs(numbers, fqns, others), modules, [name] * len(fqns)))
+                ending = base + name[at:]
+                fqns = [stems[module] + ending for module in modules]
+                found.append((Pairs(numbers, fqns, others), modules, [ending] * len(fqns)))
         return self._in_order(found)
 
     def _in_order(self, found: Sequence[tuple[Pairs, Sequence[int], Sequence[str]]]) -> Pairs:

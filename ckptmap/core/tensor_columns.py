@@ -6,10 +6,12 @@ in one file. A StoredTensor is created from the columns only when it is looked u
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, Self
+from itertools import count
+from typing import Protocol, Self
 
 from ckptmap.core.columns import Columns, NamedRows, distinct, each
 from ckptmap.tensors import Extent, Path, Places, StoredTensor, TensorInfo
@@ -93,11 +95,24 @@ class _Tensors:
         return [self[index] for index in range(len(self))]
 
 
-class CutNames(NamedTuple):
-    """Names that were cut at their last dots: what stands before the dot, and after it, of each."""
+class CutNames:
+    """Names that were cut at their last dots, file by file: then their text is at hand.
 
-    stems: Sequence[str]
-    lasts: Sequence[str]
+    numbers  what stands before the dot, each once -> its number
+    modules  this number, of each name
+    lasts    what stands after the dot, of each name
+    """
+
+    __slots__ = ("lasts", "modules", "numbers")
+
+    def __init__(self) -> None:
+        self.numbers = defaultdict[str, int](count().__next__)
+        self.modules: list[int] = []
+        self.lasts: list[str] = []
+
+    def add(self, stems: Iterable[str], lasts: Iterable[str]) -> None:
+        self.modules += map(self.numbers.__getitem__, stems)
+        self.lasts += lasts
 
 
 class PlainTensors(Mapping[Path, StoredTensor]):
@@ -115,7 +130,7 @@ class PlainTensors(Mapping[Path, StoredTensor]):
         located: Extents | Locator,
         cut: CutNames | None = None,
     ) -> None:
-        """`cut`: the names cut at their last dots, where who has read them knows."""
+        """`cut`: the names cut at their last dots, if who has read them did so."""
         self.names, self.infos, self.cut = names, infos, cut
         self._rows = _Tensors(infos, located)
         self.by_name = NamedRows(names, self._rows)

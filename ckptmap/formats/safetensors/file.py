@@ -41,25 +41,28 @@ def refuse_text(files: Files, file: str) -> None:
             raise error
 
 
-def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> PlainTensors:
-    """Return the tensors of these files, by paths of one segment. Each is one contiguous byte range."""
+def stored_tensors(
+    headers: Sequence[Header], files: Sequence[str], cut: CutNames | None = None
+) -> PlainTensors:
+    """Return the tensors of these files, by paths of one segment. Each is one contiguous byte range.
+
+    cut  the keys that were cut as the headers were parsed
+    """
     keys: list[str] = []
     infos: list[TensorInfo] = []
     begins: list[int] = []
     homes: list[str] = []
-    stems: list[str] = []
-    lasts: list[str] = []
+    as_stored = True
     for header, file in zip(headers, files, strict=True):
-        stored = torchao_metadata.keys_of(header.metadata, header.keys)
-        keys += stored
+        names = torchao_metadata.keys_of(header.metadata, header.keys)
+        as_stored = as_stored and names is header.keys
+        keys += names
         infos += header.infos
         begins += header.begins
         homes += [file] * len(header.keys)
-        if header.cut is not None and stored is header.keys:
-            stems += header.cut.stems
-            lasts += header.cut.lasts
-    cut = CutNames(stems, lasts) if len(stems) == len(keys) else None
-    return PlainTensors(keys, infos, Extents(homes, begins, [None] * len(homes)), cut)
+    extents = Extents(homes, begins, [None] * len(homes))
+    every = cut is not None and as_stored and len(cut.modules) == len(keys)
+    return PlainTensors(keys, infos, extents, cut if every else None)
 
 
 def records_of(header: Header, file: str) -> dict[str, Mapping[str, object]]:

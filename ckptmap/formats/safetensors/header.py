@@ -50,7 +50,6 @@ class Header:
     """Columns in the order of the header: key, info and file offset of the bytes of tensor i.
 
     nbytes  of all tensors
-    cut     where keys were cut at their last dot: what stands before and after it, of each key; else None
     """
 
     keys: Sequence[str]
@@ -59,7 +58,6 @@ class Header:
     data_start: int
     nbytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
-    cut: CutNames | None = None
 
     @property
     def tensors(self) -> dict[str, tuple[TensorInfo, int, int]]:
@@ -68,8 +66,11 @@ class Header:
         return {key: (info, begin, begin + info.nbytes) for key, info, begin in columns}
 
 
-def parse(files: Files, file: str) -> Header:
-    """Return the checked header of a file. Raise SourceError CKM101, CKM104 or CKM107."""
+def parse(files: Files, file: str, cut: CutNames | None = None) -> Header:
+    """Return the checked header of a file, and add its keys to `cut` if they are cut here.
+
+    Raise SourceError CKM101, CKM104 or CKM107.
+    """
     try:
         file_nbytes = os.stat(file).st_size
     except OSError as error:
@@ -90,12 +91,12 @@ def parse(files: Files, file: str) -> Header:
             f"found {file_nbytes}",
             HINT,
         )
-    return parse_header(files.read(file, 8, nbytes), file_nbytes, file)
+    return parse_header(files.read(file, 8, nbytes), file_nbytes, file, cut)
 
 
-def parse_header(raw: bytes, file_nbytes: int, where: str) -> Header:
+def parse_header(raw: bytes, file_nbytes: int, where: str, cut: CutNames | None = None) -> Header:
     """Return the header from its JSON bytes; `where` names the file in errors."""
-    return _parse_regular(raw, file_nbytes, where) or _parse_general(raw, file_nbytes, where)
+    return _parse_regular(raw, file_nbytes, where, cut) or _parse_general(raw, file_nbytes, where)
 
 
 def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
@@ -137,7 +138,7 @@ _IN_TEXTS = bytes(byte for byte in range(32, 127) if chr(byte) not in '"\\')
 """Bytes of printable characters that stand in JSON as they are."""
 
 
-def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
+def _parse_regular(raw: bytes, file_nbytes: int, where: str, cut: CutNames | None) -> Header | None:
     """Return a header as safetensors itself writes it, without spaces, fields and data in order, and names that have
     a dot and need no escapes; None for any other, which `_parse_general` parses or refuses.
 
@@ -180,8 +181,10 @@ def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
     start = 8 + len(raw)
     _check_end(start + stops.pop(), file_nbytes, where)
     begins = [start + n for n in stops]
+    if cut is not None:
+        cut.add(stems, lasts)
     about = _metadata(metadata, where)
-    return Header(keys, infos, begins, start, file_nbytes - start, about, CutNames(stems, lasts))
+    return Header(keys, infos, begins, start, file_nbytes - start, about)
 
 
 @lru_cache(maxsize=4096)
