@@ -138,7 +138,9 @@ _IN_TEXTS = bytes(byte for byte in range(32, 127) if chr(byte) not in '"\\')
 """Bytes of printable characters that stand in JSON as they are."""
 
 
-def _parse_regular(raw: bytes, file_nbytes: int, where: str, cut: CutNames | None) -> Header | None:
+def _parse_regular(
+    raw: bytes, file_nbytes: int, where: str, cut: CutNames | None = None
+) -> Header | None:
     """Return a header as safetensors itself writes it, without spaces, fields and data in order, and names that have
     a dot and need no escapes; None for any other, which `_parse_general` parses or refuses.
 
