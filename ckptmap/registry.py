@@ -13,12 +13,13 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from ckptmap.known_schemes import SCHEMES
 from ckptmap.protocols import Container, Directory, Layout, Place, Scheme, Setup, Writer
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BrokenEntryPoint", "broken_entry_points", "card", "container_for", "directory_for", "key_forms", "knows",
-    "layout", "layouts", "live_forms", "loaded", "optimizer_families", "runner", "schemes", "setups",
-    "setups_of", "unflatteners", "writer",
+    "layout", "layouts", "live_forms", "loaded", "optimizer_families", "runner", "schemes", "schemes_in",
+    "setups", "setups_of", "unflatteners", "writer",
 ]  # fmt: skip
 
 
@@ -99,53 +100,6 @@ KEY_FORMS = (  # of optimizer state, asked in this order
 UNFLATTENERS = (  # applied in this order: the optimizer's needs the unflattened weights
     "ckptmap.sharding.flat_param:FlatParams",
     "ckptmap.optim.fsdp1_raw_state:FlatOptimizer",
-)
-SCHEMES = (
-    "ckptmap.quantization.nf4.scheme:NF4Scheme",
-    "ckptmap.quantization.bnb.fourbit_schemes:BnbNF4",
-    "ckptmap.quantization.bnb.fourbit_schemes:BnbNF4Double",
-    "ckptmap.quantization.bnb.fourbit_schemes:BnbFP4",
-    "ckptmap.quantization.bnb.fourbit_schemes:BnbFP4Double",
-    "ckptmap.quantization.torchao.int8:Int8Scheme",
-    "ckptmap.quantization.torchao.float8:Float8Scheme",
-    "ckptmap.quantization.torchao.float8:Float8E5m2Scheme",
-    "ckptmap.quantization.torchao.microscaled:AoMxfp8Scheme",
-    "ckptmap.quantization.torchao.microscaled:AoMxE5m2Scheme",
-    "ckptmap.quantization.torchao.microscaled:AoMxfp4Scheme",
-    "ckptmap.quantization.torchao.microscaled:AoNvfp4Scheme",
-    "ckptmap.quantization.bnb.int8:BnbInt8Scheme",
-    "ckptmap.quantization.modelopt:ModeloptNvfp4",
-    "ckptmap.quantization.modelopt:ModeloptFp8",
-    "ckptmap.quantization.compressed_tensors.microscaled:CompressedNvfp4",
-    "ckptmap.quantization.compressed_tensors.microscaled:CompressedMxfp4",
-    "ckptmap.quantization.compressed_tensors.microscaled:CompressedMxfp8",
-    "ckptmap.quantization.compressed_tensors.scheme:CompressedInt8",
-    "ckptmap.quantization.compressed_tensors.scheme:CompressedInt4",
-    "ckptmap.quantization.compressed_tensors.scheme:CompressedFp8",
-    "ckptmap.quantization.deepseek_fp8:Fp8Scheme",
-    "ckptmap.quantization.deepseek_fp8:Fp8ExponentScheme",
-    "ckptmap.quantization.microscaling.deepseek_fp4:DeepseekFp4Scheme",
-    "ckptmap.quantization.microscaling.gpt_oss:GptOssMxfp4",
-    "ckptmap.quantization.gptq.scheme:GptqScheme",
-    "ckptmap.quantization.gptq.scheme:AwqScheme",
-    "ckptmap.quantization.gguf.scheme:GgufScheme",
-    "ckptmap.quantization.gguf.targets:GgufQ8_0",
-    "ckptmap.quantization.gguf.targets:GgufQ5_1",
-    "ckptmap.quantization.gguf.targets:GgufQ5_0",
-    "ckptmap.quantization.gguf.targets:GgufQ4_1",
-    "ckptmap.quantization.gguf.targets:GgufQ4_0",
-    "ckptmap.quantization.gguf.targets:GgufMxfp4",
-    "ckptmap.quantization.striped.hqq:HqqScheme",
-    "ckptmap.quantization.striped.quanto:Quanto8Scheme",
-    "ckptmap.quantization.striped.quanto:QuantoPackedScheme",
-    "ckptmap.quantization.torchao.training_weights:TrainedDense",
-    "ckptmap.optim.lowbit_torchao:Adam8bit",
-    "ckptmap.optim.lowbit_torchao:Adam4bit",
-    "ckptmap.optim.lowbit_torchao:AdamFp8",
-    "ckptmap.optim.lowbit_bnb:Bnb8bit",
-    "ckptmap.quantization.dense:CastBf16",
-    "ckptmap.quantization.dense:CastFp32",
-    "ckptmap.quantization.dense:CastFp16",
 )
 SETUPS = (  # the name of the writer, and the setup
     ("hf", "ckptmap.formats.huggingface.format:HF"),
@@ -313,7 +267,16 @@ def knows(place: Place) -> bool:
 
 
 def schemes() -> tuple[Scheme, ...]:
-    return tuple(_all(SCHEMES, "schemes"))
+    return tuple(_all((known.spec for known in SCHEMES), "schemes"))
+
+
+def schemes_in(lasts: Collection[str], stated: Collection[object]) -> Iterator[Scheme]:
+    """Yield the schemes that may find weights, in the order of the registry; only their modules are imported.
+
+    lasts   the last segments of the keys of all stored tensors
+    stated  the schemes that encoding records name
+    """
+    return _all((known.spec for known in SCHEMES if known.may_read(lasts, stated)), "schemes")
 
 
 def layouts() -> tuple[Layout, ...]:

@@ -24,7 +24,9 @@ HEAVY = {
 }  # fmt: skip
 
 COLUMN: tuple[tuple[str, ...], ...] = (
-    ("error_codes", "errors", "protocols", "registry", "setups", "tensors", "version"),
+    (
+        "error_codes", "errors", "known_schemes", "protocols", "registry", "setups", "tensors", "version",
+    ),
     ("core",),
     ("storage",),
     ("sharding",),
@@ -38,7 +40,7 @@ COLUMN: tuple[tuple[str, ...], ...] = (
     ("live",),
     ("integrations", "testing"),
     ("pytest_plugin", "ranks"),
-)
+)  # fmt: skip
 """The rooms of ckptmap, lowest first; each imports from lower rows only. In the lowest row are the
 modules at the root that an extension speaks to."""
 ROW = {name: number for number, names in enumerate(COLUMN) for name in names}

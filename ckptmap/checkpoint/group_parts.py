@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import TypeAlias
 
 from ckptmap import registry
-from ckptmap.checkpoint.logical_tensors import LogicalTensors
+from ckptmap.checkpoint.logical_tensors import LogicalTensors, Placed
 from ckptmap.core.columns import distinct
 from ckptmap.core.encoding_records import EncodingRecords
 from ckptmap.core.quantized_codes import Repairs
@@ -28,10 +26,6 @@ from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor, TensorInfo
 
 VALUES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
 """A scheme is asked only where there is a record, or a tensor of another dtype: for codes."""
-
-
-Formed: TypeAlias = tuple[str, WeightForm | LoneWeight]
-"""The FQN of a weight, and its form."""
 
 
 @dataclass(frozen=True)
@@ -77,34 +71,42 @@ def group_parts(
     if len(stored) == len(leaves) and not records and _is_plain(distinct(infos).values()):
         return LogicalTensors(stored if columns is None else columns)
     places: Sequence[int] = range(len(stored))
-    formed: dict[int, Formed] = {}
+    formed = Placed[WeightForm | LoneWeight]([], [], [])
     if len(stored) < len(leaves):
-        places, formed = _among_leaves(leaves, where, refused)
+        places = _among_leaves(leaves, where, refused, formed)
     mine = EncodingRecords(records_below(records, root))
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
-    left = StoredParts(stored, infos, extents)
-    for scheme in registry.schemes():
+    left = StoredParts(stored, infos, extents, None if columns is None else columns.cut)
+    for scheme in registry.schemes_in(left.lasts, mine.by_scheme):
         groups = Groups.of(through(scheme, mounts).group(left, mine))
         modules = left.table.modules(groups.fqns)
         for form, at in groups.by_form():
-            parts = [*form.consumed_numbers([modules[i] for i in at], left.table)]
+            of_form = modules if len(at) == len(modules) else [modules[i] for i in at]
+            parts = [*form.consumed_numbers(of_form, left.table)]
             for numbers in parts:
                 left.take(numbers)
-            first = map(places.__getitem__, parts[0])
-            weights = zip([groups.fqns[i] for i in at], repeat(form), strict=False)
-            formed.update(zip(first, weights, strict=True))
-    return LogicalTensors(_in_order(formed, places, left), shares=columns is None)
+            fqns = groups.fqns if len(at) == len(modules) else [groups.fqns[i] for i in at]
+            formed.add(map(places.__getitem__, parts[0]), fqns, [form] * len(at))
+    numbers = left.left()
+    dense = Placed(
+        list(map(places.__getitem__, numbers)),
+        list(map(left.table.keys.__getitem__, numbers)),
+        list(map(left.table.tensors.__getitem__, numbers)),
+    )
+    return LogicalTensors.in_order(formed, dense, shares=columns is None)
 
 
 def _among_leaves(
-    leaves: Mapping[Path, Leaf], where: str, refused: list[RefusedLeaf]
-) -> tuple[list[int], dict[int, Formed]]:
-    """Return the place of each stored tensor among the leaves, and the weights of others by place.
+    leaves: Mapping[Path, Leaf],
+    where: str,
+    refused: list[RefusedLeaf],
+    formed: Placed[WeightForm | LoneWeight],
+) -> list[int]:
+    """Return the place of each stored tensor among the leaves; add the weights of others to `formed`.
 
     Add those that no scheme knows to `refused`. Raise SourceError CKM114 for a key that occurs twice.
     """
     places: list[int] = []
-    formed: dict[int, Formed] = {}
     keys = set[str]()
     for place, (path, leaf) in enumerate(leaves.items()):
         key = join(path)
@@ -120,9 +122,9 @@ def _among_leaves(
             group = _adopted(key, leaf, refused)
             if group is None:
                 continue
-            formed[place] = group.fqn, LoneWeight(group, ())
+            formed.add([place], [group.fqn], [LoneWeight(group, ())])
         keys.add(key)
-    return places, formed
+    return places
 
 
 def records_below(
@@ -160,18 +162,6 @@ def string_records(rest: Mapping[Path, object], root: Path) -> dict[str, str]:
         for path, leaf in rest.items()
         if isinstance(leaf, str) and len(path) > depth and path[:depth] == root
     }
-
-
-def _in_order(
-    formed: Mapping[int, Formed], places: Sequence[int], left: StoredParts
-) -> dict[str, WeightForm | LoneWeight | StoredTensor]:
-    """Return the weights that were put together, and the tensors that are left, in stored order."""
-    table, numbers = left.table, left.left()
-    dense = zip(
-        map(table.keys.__getitem__, numbers), map(table.tensors.__getitem__, numbers), strict=True
-    )
-    weights = {**formed, **dict(zip(map(places.__getitem__, numbers), dense, strict=True))}
-    return dict(map(weights.__getitem__, sorted(weights)))
 
 
 def _adopted(key: str, leaf: Leaf, refused: list[RefusedLeaf]) -> Group | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Generic, NamedTuple, TypeVar
 
 from ckptmap.core.columns import distinct
 from ckptmap.core.tensor_columns import PlainTensors
@@ -12,6 +13,25 @@ from ckptmap.quantization.dense import Dense
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 DENSE = Dense()
+T = TypeVar("T", bound="StoredTensor | WeightForm | LoneWeight")
+
+
+class Placed(NamedTuple, Generic[T]):
+    """Weights as columns: their places in stored order, FQNs, and what is known of each."""
+
+    places: list[int]
+    fqns: list[str]
+    held: list[T]
+
+    def add(self, places: Iterable[int], fqns: Iterable[str], held: Iterable[T]) -> None:
+        self.places.extend(places)
+        self.fqns.extend(fqns)
+        self.held.extend(held)
+
+    def in_order(self) -> Placed[T]:
+        """Return the same by rising places."""
+        order = sorted(range(len(self.places)), key=self.places.__getitem__)
+        return Placed(*(list(map(column.__getitem__, order)) for column in self))  # type: ignore[arg-type]
 
 
 class LogicalTensors(Mapping[str, Group]):
@@ -48,6 +68,26 @@ class LogicalTensors(Mapping[str, Group]):
                 self._forms[fqn] = LoneWeight(tensor, ()) if isinstance(tensor, Group) else tensor
         self._dense = dense
         self._infos = {fqn: tensor.info for fqn, tensor in tensors.items()}
+
+    @classmethod
+    def in_order(
+        cls, formed: Placed[WeightForm | LoneWeight], dense: Placed[StoredTensor], shares: bool
+    ) -> LogicalTensors:
+        """Return weights that were put together, and plain tensors, in stored order."""
+        formed, dense = formed.in_order(), dense.in_order()
+        every = Placed[StoredTensor | WeightForm | LoneWeight](
+            [*formed.places, *dense.places],
+            [*formed.fqns, *dense.fqns],
+            [*formed.held, *dense.held],
+        ).in_order()
+        infos = dict(zip(every.fqns, [held.info for held in every.held], strict=True))
+        if len(infos) < len(every.fqns):  # of two that have one name, the last remains
+            return cls(dict(zip(every.fqns, every.held, strict=True)), shares)
+        made = cls({}, shares)
+        made._infos = infos
+        made._forms = dict(zip(formed.fqns, formed.held, strict=True))
+        made._dense = dict(zip(dense.fqns, dense.held, strict=True))
+        return made
 
     def __getitem__(self, fqn: str) -> Group:
         form = self._forms.get(fqn)

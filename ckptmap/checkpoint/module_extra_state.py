@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import CkptmapError
-from ckptmap.formats.pickle.writer import Global, Instance
+from ckptmap.formats.pickle.named_values import Global, Instance
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.tensors import Leaf, Opaque, Path
 

@@ -9,12 +9,13 @@ them: the last segments are few, and what stands before them, a module, is a num
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, repeat
-from typing import TypeAlias
+from typing import NamedTuple
 
 from ckptmap.core.columns import NamedRows, Rows, each
-from ckptmap.core.tensor_columns import Extents, extents_of
+from ckptmap.core.tensor_columns import CutNames, Extents, extents_of
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 ABSENT = -1
@@ -32,33 +33,33 @@ class StoredTable:
         stored: Mapping[str, StoredTensor],
         infos: Sequence[TensorInfo] | None = None,
         extents: Extents | None = None,
+        cut: CutNames | None = None,
     ) -> None:
-        """`infos` and `extents`: those of the tensors, if they are known without a look at each."""
+        """`infos`, `extents` and `cut`: of the tensors, and of their keys, if they are known without a look at each."""
         named = stored if isinstance(stored, NamedRows) else None
         self.keys: Sequence[str] = list(stored) if named is None else named.names
         self.tensors: Rows[StoredTensor] = list(stored.values()) if named is None else named.rows
         self.infos = [tensor.info for tensor in stored.values()] if infos is None else infos
         self.extents = extents
-        self.stems: list[str] = []
+        if cut is None:
+            cut, dot = CutNames(), ""
+            ats = [key.rfind(".") + 1 for key in self.keys]
+            cut.add(
+                [key[:at] for key, at in zip(self.keys, ats, strict=True)],
+                [key[at:] for key, at in zip(self.keys, ats, strict=True)],
+            )
+        else:
+            dot = "."
+        by_last = defaultdict[str, dict[int, int]](dict)
+        for number, (module, last) in enumerate(zip(cut.modules, cut.lasts, strict=True)):
+            by_last[last][module] = number
+        self.stems = [stem + dot for stem in cut.numbers]
         """What stands before the last segment of a key, with its dot: each once."""
-        self._modules: dict[str, int] = {}
-        self.by_last: dict[str, dict[int, int]] = {}
+        self._modules: dict[str, int] = dict(zip(self.stems, range(len(self.stems)), strict=True))
+        self.by_last: dict[str, dict[int, int]] = dict(by_last)
         """The last segment of a key -> the module, the number of its stem -> the number of the tensor."""
-        modules, stems, by_last = self._modules, self.stems, self.by_last
-        for number, key in enumerate(self.keys):
-            at = key.rfind(".") + 1
-            stem, last = key[:at], key[at:]
-            if stem in modules:
-                module = modules[stem]
-            else:
-                module = modules[stem] = len(stems)
-                stems.append(stem)
-            if last in by_last:
-                by_last[last][module] = number
-            else:
-                by_last[last] = {module: number}
         self._inner: dict[str, dict[int, int]] = {}
-        self._asked: tuple[Sequence[str], list[int]] = [], []
+        self._known: tuple[Sequence[str], Sequence[int], Sequence[str]] = (), (), ()
 
     def number(self, key: str) -> int:
         """Return the number of a key; ABSENT: there is no such tensor."""
@@ -69,22 +70,29 @@ class StoredTable:
         """Return the number of each key; ABSENT: there is no such tensor."""
         return list(map(self.number, keys))
 
-    def modules(self, fqns: Sequence[str]) -> list[int]:
+    def modules(self, fqns: Sequence[str]) -> Sequence[int]:
         """Return the module of each weight; a new one where no key is of it, but perhaps of one below it."""
-        if (
-            fqns is self._asked[0]
-        ):  # who takes the parts of weights asks as those did who found them
-            return self._asked[1]
-        get = self._modules.get
-        found = [get(fqn[: fqn.rfind(".") + 1], ABSENT) for fqn in fqns]
-        if ABSENT in found:
-            for stem in [fqn[: fqn.rfind(".") + 1] for fqn in fqns]:
+        return self.cut(fqns)[0]
+
+    def cut(self, fqns: Sequence[str]) -> tuple[Sequence[int], Sequence[str]]:
+        """Return the module of each weight, as `modules` does, and the last segment of its FQN."""
+        if fqns is not self._known[0]:
+            ats = [fqn.rfind(".") + 1 for fqn in fqns]
+            stems = [fqn[:at] for fqn, at in zip(fqns, ats, strict=True)]
+            lasts = [fqn[at:] for fqn, at in zip(fqns, ats, strict=True)]
+            modules = list(map(self._modules.get, stems, repeat(ABSENT)))
+            for stem in stems if ABSENT in modules else ():
                 if stem not in self._modules:
                     self._modules[stem] = len(self.stems)
                     self.stems.append(stem)
-            return self.modules(fqns)
-        self._asked = fqns, found
-        return found
+            if ABSENT in modules:
+                modules = list(map(self._modules.__getitem__, stems))
+            self.know(fqns, modules, lasts)
+        return self._known[1:]
+
+    def know(self, fqns: Sequence[str], modules: Sequence[int], lasts: Sequence[str]) -> None:
+        """Take note of what `cut` returns for these weights: the same list is asked for again and again."""
+        self._known = fqns, modules, lasts
 
     def numbers(self, modules: Sequence[int], tail: str) -> list[int]:
         """Return the numbers of the tensors whose keys are the stem of a module and this tail; ABSENT for none."""
@@ -103,8 +111,7 @@ class StoredTable:
 
     def beside(self, fqns: Sequence[str], suffix: str) -> list[int]:
         """Return the numbers of the tensors whose keys are an FQN and this suffix; ABSENT for none."""
-        modules = self.modules(fqns)
-        lasts = [fqn[fqn.rfind(".") + 1 :] for fqn in fqns]
+        modules, lasts = self.cut(fqns)
         found = {last: self.numbers(modules, last + suffix) for last in {*lasts}}
         if len(found) == 1:
             return next(iter(found.values()))
@@ -117,8 +124,13 @@ class StoredTable:
         return extents_of(map(self.tensors.__getitem__, numbers))
 
 
-Pair: TypeAlias = tuple[int, str, int]
-"""The number of a tensor by which a weight was found, the FQN of the weight, and the number of another tensor."""
+class Pairs(NamedTuple):
+    """Weights that two tensors are of: the numbers of those by which they were found, their FQNs, and the
+    numbers of the others."""
+
+    numbers: Sequence[int]
+    fqns: Sequence[str]
+    others: Sequence[int]
 
 
 class StoredParts(Mapping[str, StoredTensor]):
@@ -132,9 +144,10 @@ class StoredParts(Mapping[str, StoredTensor]):
         stored: Mapping[str, StoredTensor],
         infos: Sequence[TensorInfo] | None = None,
         extents: Extents | None = None,
+        cut: CutNames | None = None,
     ) -> None:
         """As those of `StoredTable`."""
-        self.table = StoredTable(stored, infos, extents)
+        self.table = StoredTable(stored, infos, extents, cut)
         of_kind: dict[TensorInfo, int] = {}
         kinds = each(self.table.infos, lambda info: of_kind.setdefault(info, len(of_kind)))
         self._kinds: list[int | None] = [*kinds, None]
@@ -184,6 +197,10 @@ class StoredParts(Mapping[str, StoredTensor]):
             map(homes.__getitem__, numbers), map(offsets.__getitem__, numbers), nbytes, strict=True
         )
 
+    def many(self) -> Counter[int | None]:
+        """Return how many tensors there are of each kind, and under None how many are taken."""
+        return Counter(self._kinds)
+
     def left(self) -> list[int]:
         """Return the numbers of the tensors that are not taken, in stored order."""
         kinds = self._kinds
@@ -215,13 +232,12 @@ class StoredParts(Mapping[str, StoredTensor]):
         cut = [end.rpartition(".") for end in ends]
         for last, number_of in self.table.by_last.items():
             if any(may_end(last, end) for end in cut):
-                fit = list(map(wanted.__contains__, self.kinds(number_of.values())))
-                if any(fit):
-                    yield (
-                        last,
-                        list(compress(number_of, fit)),
-                        list(compress(number_of.values(), fit)),
-                    )
+                modules, numbers = list(number_of), list(number_of.values())
+                fit = list(map(wanted.__contains__, self.kinds(numbers)))
+                if all(fit):
+                    yield last, modules, numbers
+                elif any(fit):
+                    yield last, list(compress(modules, fit)), list(compress(numbers, fit))
 
     def pairs(
         self,
@@ -230,7 +246,7 @@ class StoredParts(Mapping[str, StoredTensor]):
         beside: str,
         dtypes: Collection[str] | None = None,
         fits: Callable[[TensorInfo, TensorInfo], bool] | None = None,
-    ) -> list[Pair]:
+    ) -> Pairs:
         """Return the weights that have a tensor of this `end`, and another of the end `beside`, in stored order.
 
         name    what takes the place of `end` in the FQN of the weight; all three begin with a dot, or none does
@@ -238,18 +254,35 @@ class StoredParts(Mapping[str, StoredTensor]):
         fits    shape and dtype of both -> whether they can be of a weight; asked once for each two kinds
         """
         at, stems = int(end.startswith(".")), self.table.stems
-        pairs: list[Pair] = []
+        found: list[tuple[Pairs, Sequence[int], Sequence[str]]] = []
         for last, modules, numbers in self.by_last(end, dtypes=dtypes):
             base = last.removesuffix(end[at:])
-            fqn, others = base + name[at:], self.table.numbers(modules, base + beside[at:])
-            fqns = [stems[module] + fqn for module in modules]
+            others = self.table.numbers(modules, base + beside[at:])
             kinds = list(zip(self.kinds(numbers), self.kinds(others), strict=True))
             may_be = {both: self._fit(*both, fits) for both in {*kinds}}
             there = list(map(may_be.__getitem__, kinds))
-            if at and not all(map(stems.__getitem__, modules)):  # a dot stands before the end
+            if at and "" in stems:  # a dot stands before the end
                 there = [both and stems[m] != "" for both, m in zip(there, modules, strict=True)]
-            pairs += compress(zip(numbers, fqns, others, strict=True), there)
-        return sorted(pairs)
+            if not all(there):
+                columns = (modules, numbers, others)
+                modules, numbers, others = (list(compress(column, there)) for column in columns)
+            if numbers:
+                ending = base + name[at:]
+                fqns = [stems[module] + ending for module in modules]
+                found.append((Pairs(numbers, fqns, others), modules, [ending] * len(fqns)))
+        return self._in_order(found)
+
+    def _in_order(self, found: Sequence[tuple[Pairs, Sequence[int], Sequence[str]]]) -> Pairs:
+        """Return the pairs of several last segments in stored order; the table knows their modules and lasts."""
+        if not found:
+            return Pairs([], [], [])
+        pairs, modules, lasts = found[0]
+        if len(found) > 1:
+            rows = [row for (pairs, *more) in found for row in zip(*pairs, *more, strict=True)]
+            *columns, modules, lasts = zip(*sorted(rows), strict=True)
+            pairs = Pairs(*columns)
+        self.table.know(pairs.fqns, modules, lasts)
+        return pairs
 
     def _fit(
         self,

@@ -120,12 +120,16 @@ class Groups(Columns[Found]):
         made = list(rows)
         return cls([group.fqn for group, _ in made], [LoneWeight(*found) for found in made])
 
-    def by_form(self) -> Iterator[tuple[WeightForm | LoneWeight, list[int]]]:
+    def by_form(self) -> Iterator[tuple[WeightForm | LoneWeight, Sequence[int]]]:
         """Yield each form, and which of the weights are of it."""
+        forms = distinct(self.forms)
+        if len(forms) == 1:
+            yield self.forms[0], range(len(self.forms))
+            return
         at_of: dict[int, list[int]] = defaultdict(list)
         for at, key in enumerate(map(id, self.forms)):
             at_of[key].append(at)
-        for key, form in distinct(self.forms).items():
+        for key, form in forms.items():
             yield form, at_of[key]
 
     def __add__(self, more: Groups) -> Groups:

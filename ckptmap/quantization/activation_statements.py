@@ -10,6 +10,8 @@ compressed-tensors 0.20.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from operator import ne
 from typing import TYPE_CHECKING
 
 from ckptmap.core.columns import distinct, distinct_at
@@ -32,19 +34,23 @@ def activation_notes(forms: Mapping[str, WeightForm | LoneWeight], mounts: Mount
     scaling = {key: kind for key, kind in kinds.items() if isinstance(kind, ScalesActivations)}
     if not scaling:
         return
-    encodings = [id(form.encoding) for form in forms.values()]
-    scaled = [(fqn, key) for fqn, key in zip(forms, encodings, strict=True) if key in scaling]
+    fqns, encodings = list(forms), [id(form.encoding) for form in forms.values()]
+    if len(scaling) < len(kinds):
+        there = list(map(scaling.__contains__, encodings))
+        fqns, encodings = list(compress(fqns, there)), list(compress(encodings, there))
     # Imported here: few checkpoints have such weights, and `inspect` of the others is not to wait.
     from ckptmap.quantization.blockwise.read_config import quantization_config
 
-    first = scaled[0][0]
+    first = fqns[0]
     parts = forms[first].group(first).parts
     config = quantization_config(next(iter(parts.values())), mounts) if parts else {}
-    stated = _Statements(config).static([fqn for fqn, _ in scaled])
+    stated = _Statements(config).static(fqns)
     has_keys = {key: bool(kind.activation_keys(first)) for key, kind in scaling.items()}
     wrong: dict[str, list[str]] = {}
-    for (fqn, key), said in zip(scaled, stated, strict=True):
-        if said is None or said == has_keys[key]:
+    has = map(has_keys.__getitem__, encodings)
+    differ = compress(zip(fqns, encodings, stated, strict=True), map(ne, has, stated))
+    for fqn, key, said in differ:
+        if said is None:
             continue
         if said:
             text = "config.json states static scales of activations, and none is stored"

@@ -16,13 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
-from ckptmap.core.stored_parts import Pair, StoredParts
+from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding, Group, Refusal
@@ -262,37 +261,30 @@ def _recorded(
 def _found(stored: Mapping[str, StoredTensor], known: Collection[str], mounts: Mounts) -> Groups:
     """Return the groups of other writers, recognized by a scale's name beside e4m3 codes."""
     parts = StoredParts.of(stored)
-    scale_of = _scales(parts)
-    fqns = [fqn for fqn in scale_of if fqn not in known]
-    if not fqns:
+    found = _Scaled.of(parts)
+    if not found.fqns:
         return Groups([], [])
-    scales = [number for (number, _, _), _ in scale_of.values()]
+    scales = found.scales
     if parts.ending(*ACTIVATIONS):
-        more = {activation_key(fqn, name) for fqn in scale_of for name in ACTIVATIONS}
+        more = {activation_key(fqn, name) for fqn in found.fqns for name in ACTIVATIONS}
         scales = list({*scales, *parts.table.numbers_of(more)})
     dtype = model_dtype(parts, scales)
-    config = quantization_config(
-        parts.table.tensors[parts.table.number(next(iter(scale_of)))], mounts
-    )
-    keys, names = parts.table.keys, [scale_of[fqn][1] for fqn in fqns]
+    config = quantization_config(parts.table.tensors[parts.table.number(found.fqns[0])], mounts)
+    fqns, names = found.without(known)
     return WeightForms(stored).groups(
-        fqns,
-        lambda fqn, near: _made(
-            fqn, keys[scale_of[fqn][0][0]], scale_of[fqn][1], dtype, config, near
-        ),
-        names,
+        fqns, lambda fqn, near: _made(fqn, found.ending(fqn), dtype, config, near), names
     )
 
 
 def _made(
     fqn: str,
-    key: str,
-    name: str,
+    ending: tuple[str, str],
     dtype: str,
     config: Mapping[str, object],
     stored: Mapping[str, StoredTensor],
 ) -> Found:
-    codes, scale = stored[fqn], stored[key]
+    codes, scale = stored[fqn], stored[fqn.removesuffix(ending[1]) + ending[0]]
+    name = _ENDINGS[ending]
     info = TensorInfo(codes.info.shape, dtype)
     block = _block(fqn, info, scale.info, config)
     grid = grid_shape(info.shape, block)
@@ -306,13 +298,38 @@ def _made(
     return group_by_names(fqn, info, encoding, stored)
 
 
-def _scales(parts: StoredParts) -> dict[str, tuple[Pair, str]]:
-    """Return FQN of e4m3 codes -> (the pair of scale and codes, the scale's name)."""
-    found: list[tuple[Pair, str]] = []
-    for (end, fqn), name in _ENDINGS.items():
-        pairs = parts.pairs(end, fqn, fqn, dtypes=_SCALES, fits=_may_scale)
-        found += zip(pairs, repeat(name), strict=False)
-    return {row[0][1]: row for row in sorted(found)}
+class _Scaled(NamedTuple):
+    """Weights of e4m3 codes with scales beside them, in the order of the scales.
+
+    scales   the numbers of the scales
+    endings  the ends of both, of each weight; one for all where all have the same
+    """
+
+    fqns: Sequence[str]
+    scales: Sequence[int]
+    endings: Mapping[str, tuple[str, str]] | tuple[str, str]
+
+    @classmethod
+    def of(cls, parts: StoredParts) -> _Scaled:
+        each_end = {}
+        for ending in _ENDINGS:
+            pairs = parts.pairs(ending[0], ending[1], ending[1], dtypes=_SCALES, fits=_may_scale)
+            if pairs.fqns:
+                each_end[ending] = pairs
+        if len(each_end) < 2:
+            return next((cls(p.fqns, p.numbers, e) for e, p in each_end.items()), cls((), (), {}))
+        rows = [(*row, e) for e, p in each_end.items() for row in zip(*p, strict=True)]
+        last = {fqn: (number, ending) for number, fqn, _, ending in sorted(rows)}
+        endings = {fqn: ending for fqn, (_, ending) in last.items()}
+        return cls(list(last), [number for number, _ in last.values()], endings)
+
+    def ending(self, fqn: str) -> tuple[str, str]:
+        return self.endings if isinstance(self.endings, tuple) else self.endings[fqn]
+
+    def without(self, known: Collection[str]) -> tuple[Sequence[str], list[tuple[str, str]] | None]:
+        """Return the weights but those that are known, and the ends of each where they are not the same for all."""
+        fqns = [fqn for fqn in self.fqns if fqn not in known] if known else self.fqns
+        return fqns, None if isinstance(self.endings, tuple) else list(map(self.ending, fqns))
 
 
 def _may_scale(scale: TensorInfo, codes: TensorInfo) -> bool:

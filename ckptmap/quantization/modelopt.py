@@ -276,7 +276,8 @@ class ModeloptFp8(_Scheme):
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         parts = StoredParts.of(stored)
         infos = parts.table.infos
-        for number, fqn, other in parts.pairs("_scale", "", "", dtypes=("float32",)):
+        pairs = parts.pairs("_scale", "", "", dtypes=("float32",))
+        for number, fqn, other in zip(*pairs, strict=True):
             if not fqn.endswith("weight") or infos[number].numel != 1:
                 continue
             if infos[other].dtype == "float8_e4m3fn" and not _is_smoothed(fqn, stored):

@@ -11,6 +11,7 @@ that it read. The groups are columns, names and forms: a `Group` is made when it
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -39,16 +40,15 @@ class WeightForms:
 
         Raise what `make` raises.
         """
-        fqns = list(fqns)
+        fqns = fqns if isinstance(fqns, list | tuple) else list(fqns)
         if not fqns:
             return Groups([], [])
-        lasts = [fqn[fqn.rfind(".") + 1 :] for fqn in fqns]
+        modules, lasts = self._stored.table.cut(fqns)
         alike = _alike(lasts if facts is None else list(zip(lasts, facts, strict=True)))
         forms: dict[int, WeightForm | LoneWeight] = {}
-        modules = self._stored.table.modules(fqns)
         for numbers in alike.values():
             self._add_forms(fqns, modules, numbers, make, forms)
-        return Groups(fqns, [forms[number] for number in range(len(fqns))])
+        return Groups(fqns, list(map(forms.__getitem__, range(len(fqns)))))
 
     def _add_forms(
         self,
@@ -72,21 +72,20 @@ class WeightForms:
                 seen[tails] = self._showing(tails, modules, numbers)
             module = modules[number : number + 1]
             shown = tuple(kind for tail in tails for kind in self._stored.kinds_below(module, tail))
-            for other in seen[tails][shown]:
-                forms.setdefault(other, form)
+            others = seen[tails][shown]
+            if len(forms) > 1 and not forms.keys().isdisjoint(others):
+                others = [other for other in others if other not in forms]
+            forms.update(dict.fromkeys(others, form))
 
     def _showing(
         self, tails: Sequence[str], modules: Sequence[int], numbers: Sequence[int]
     ) -> dict[tuple[int | None, ...], list[int]]:
         """Return the numbers of the weights by what is found under the keys that end in `tails`."""
-        some = [modules[number] for number in numbers]
+        some = modules if len(numbers) == len(modules) else [modules[number] for number in numbers]
         shown = zip(*[self._stored.kinds_below(some, tail) for tail in tails], strict=True)
-        by_shown: dict[tuple[int | None, ...], list[int]] = {}
+        by_shown = defaultdict[tuple[int | None, ...], list[int]](list)
         for number, kinds in zip(numbers, shown, strict=True):
-            if kinds in by_shown:
-                by_shown[kinds].append(number)
-            else:
-                by_shown[kinds] = [number]
+            by_shown[kinds].append(number)
         return by_shown
 
     def _made(self, fqn: str, make: Make) -> WeightForm | LoneWeight:

@@ -179,8 +179,9 @@ def test_a_header_as_writers_write_it_is_read_as_any_other(tmp_path: Path) -> No
         '{"__metadata__":{"k":"v"}"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
     ],
 )
-def test_marks_of_a_header_in_other_places_are_refused(text: str) -> None:
-    raw = text.encode()
+@pytest.mark.parametrize("name", ["a", "x.a", 'x".a', 'x.b".a', "x\x7f.a", "x.a\\u0020"])
+def test_marks_of_a_header_in_other_places_are_refused(text: str, name: str) -> None:
+    raw = text.replace('"a', f'"{name}').encode()
     assert _parse_regular(raw, 12 + len(raw), "x") is None
     assert outcome(partial(_parse_general, raw, 12 + len(raw), "x")) == "CKM107"
 

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from torch.utils.serialization import config
 
 from ckptmap.errors import SourceError
+from ckptmap.formats.pickle.named_values import Call, Global, Instance
 from ckptmap.formats.pickle.reader import Device, DType, Size, load
-from ckptmap.formats.pickle.writer import Call, Global, Instance, StorageTensor, dump
+from ckptmap.formats.pickle.writer import StorageTensor, dump
 from ckptmap.formats.torch_save.reader import load as load_zip
 from ckptmap.formats.torch_save.writer import layout_zip
 from ckptmap.formats.zip.reader import read_records

@@ -224,7 +224,7 @@ def test_weights_are_found_by_a_tensor_and_another_beside_it() -> None:
 
     def shown(*ends: str, dtypes: tuple[str, ...] | None = None) -> list[tuple[str, str, str]]:
         found = stored.pairs(*ends, dtypes=dtypes)
-        return [(keys[number], fqn, keys[other]) for number, fqn, other in found]
+        return [(keys[number], fqn, keys[other]) for number, fqn, other in zip(*found, strict=True)]
 
     assert shown("_scale", "", "") == [
         ("b.w_scale", "b.w", "b.w"), ("a.w_scale", "a.w", "a.w"), ("a.v_scale", "a.v", "a.v"),

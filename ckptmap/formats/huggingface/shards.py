@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
-from ckptmap.core.tensor_columns import PlainTensors
+from ckptmap.core.tensor_columns import CutNames, PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.formats.huggingface.shard_index import require_listed
 from ckptmap.formats.safetensors import torchao_metadata
@@ -27,45 +28,52 @@ def read_shards(
     paths = [inside(root, shard, where, also) for shard in shards]
     require_all(root, shards, where)
     headers: list[Header] = []
+    cut = CutNames()
     records: dict[str, Mapping[str, object]] = {}
-    home: dict[str, str] = {}  # stays empty while the index lists every tensor where it is
     files = Files(mounts=mounts)
     try:
-        for shard, file in zip(shards, paths, strict=True):
+        for file in paths:
             refuse_text(files, file)
-            header = parse(files, file)
-            if home or not _are_listed(header.keys, shard, weight_map):
-                home = home or _homes(headers, shards)
-                before = len(home)
-                home.update(dict.fromkeys(header.keys, shard))
-                if len(home) < before + len(header.keys):
-                    raise _twice(where, headers, header, shards)
+            header = parse(files, file, cut)
             headers.append(header)
             _merge_records(records, records_of(header, file), file)
     finally:
         files.close()
-    count = sum(len(header.keys) for header in headers)
-    if weight_map and (home or count != len(weight_map)):
-        require_listed(home or _homes(headers, shards), weight_map, where)
-    leaves = stored_tensors(headers, paths)
+    if not _are_listed(headers, shards, weight_map):
+        home = _homes(headers, shards, where)
+        if weight_map:
+            require_listed(home, weight_map, where)
+    leaves = stored_tensors(headers, paths, cut)
     if records:
         keys = [key for header in headers for key in header.keys]
         records = torchao_metadata.by_stored_name(records, keys)
     return leaves, records, tuple(paths), sum(header.nbytes for header in headers)
 
 
-def _are_listed(keys: Sequence[str], shard: str, weight_map: Mapping[str, str] | None) -> bool:
-    """Return whether an index lists all these tensors in this shard: then no other shard that agrees has one."""
-    if weight_map is None:
-        return False
-    return list(map(weight_map.get, keys)) == [shard] * len(keys)
+def _are_listed(
+    headers: Sequence[Header], shards: Sequence[str], weight_map: Mapping[str, str] | None
+) -> bool:
+    """Return whether an index lists the tensors of each shard there, and no others.
+
+    Names in headers and index are sorted, or nearly: to sort and compare them takes a fraction of 200,000 look-ups.
+    """
+    listed = defaultdict[str, list[str]](list)
+    for key, shard in (weight_map or {}).items():
+        listed[shard].append(key)
+    return len(listed) == len(shards) and all(
+        sorted(header.keys) == sorted(listed[shard])
+        for header, shard in zip(headers, shards, strict=True)
+    )
 
 
-def _homes(headers: Sequence[Header], shards: Sequence[str]) -> dict[str, str]:
-    """Return the shard of each tensor of these headers."""
+def _homes(headers: Sequence[Header], shards: Sequence[str], where: str) -> dict[str, str]:
+    """Return the shard of each tensor of these headers. Raise SourceError CKM108 for one that two shards have."""
     homes: dict[str, str] = {}
-    for header, shard in zip(headers, shards, strict=False):
+    for number, (header, shard) in enumerate(zip(headers, shards, strict=True)):
+        before = len(homes)
         homes.update(dict.fromkeys(header.keys, shard))
+        if len(homes) < before + len(header.keys):
+            raise _twice(where, headers[:number], header, shards)
     return homes
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ckptmap.formats.pickle.named_values import Call, Global, Instance
 from ckptmap.formats.pickle.reader import Device, DType, Size
 from ckptmap.tensors import ITEMSIZE
 
@@ -58,31 +58,6 @@ class Numbered(NamedTuple):
 
     key: str
     like: StorageTensor
-
-
-@dataclass(frozen=True, slots=True)
-class Global:
-    """The name of a class or function: `Global("torch.serialization", "_get_layout")`."""
-
-    module: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The call `function(*args)`, which the reader of the pickle makes."""
-
-    function: Global
-    args: tuple[object, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """An object that the reader makes with `cls.__new__(*args)` and `state` (None: no state)."""
-
-    cls: Global | Call
-    state: object = None
-    args: tuple[object, ...] = ()
 
 
 def dump(value: object, *, name: str = "") -> bytes:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ckptmap.formats.pickle.named_values import Call, Global, Instance
 from ckptmap.formats.pickle.reader import Device, DType, Size
-from ckptmap.formats.pickle.writer import Call, Global, Instance, StorageTensor
+from ckptmap.formats.pickle.writer import StorageTensor
 from ckptmap.protocols import Placement
 from ckptmap.sharding.mesh_rank_boxes import coordinate
 from ckptmap.tensors import TensorInfo, contiguous_strides

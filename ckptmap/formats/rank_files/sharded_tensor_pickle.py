@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptmap.formats.pickle.named_values import Call, Global, Instance
 from ckptmap.formats.pickle.reader import Device, DType, Size
-from ckptmap.formats.pickle.writer import Call, Global, Instance, StorageTensor
+from ckptmap.formats.pickle.writer import StorageTensor
 
 _SHARD = "torch.distributed._shard"
 _TENSOR = f"{_SHARD}.sharded_tensor"

@@ -18,7 +18,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-from ckptmap.core.json_text import JsonError, parse_pairs, parse_strings
+from ckptmap.core.json_text import JsonError, parse_json, parse_pairs, parse_strings
+from ckptmap.core.tensor_columns import CutNames
 from ckptmap.errors import SourceError
 from ckptmap.storage.files import Files
 from ckptmap.tensors import ITEMSIZE, TensorInfo
@@ -65,8 +66,11 @@ class Header:
         return {key: (info, begin, begin + info.nbytes) for key, info, begin in columns}
 
 
-def parse(files: Files, file: str) -> Header:
-    """Return the checked header of a file. Raise SourceError CKM101, CKM104 or CKM107."""
+def parse(files: Files, file: str, cut: CutNames | None = None) -> Header:
+    """Return the checked header of a file, and add its keys to `cut` if they are cut here.
+
+    Raise SourceError CKM101, CKM104 or CKM107.
+    """
     try:
         file_nbytes = os.stat(file).st_size
     except OSError as error:
@@ -87,12 +91,12 @@ def parse(files: Files, file: str) -> Header:
             f"found {file_nbytes}",
             HINT,
         )
-    return parse_header(files.read(file, 8, nbytes), file_nbytes, file)
+    return parse_header(files.read(file, 8, nbytes), file_nbytes, file, cut)
 
 
-def parse_header(raw: bytes, file_nbytes: int, where: str) -> Header:
+def parse_header(raw: bytes, file_nbytes: int, where: str, cut: CutNames | None = None) -> Header:
     """Return the header from its JSON bytes; `where` names the file in errors."""
-    return _parse_regular(raw, file_nbytes, where) or _parse_general(raw, file_nbytes, where)
+    return _parse_regular(raw, file_nbytes, where, cut) or _parse_general(raw, file_nbytes, where)
 
 
 def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
@@ -127,61 +131,72 @@ def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
 
 
 _HEAD = '{"' + METADATA + '":'
-_MARKS = (('":{"dtype":"', "\n"), ('],"data_offsets":[', "\r\n"), (']},"', "\t\n"))
-"""What stands between the fields of an entry -> the line end that takes its place; each tells which it was."""
-_FORM = re.compile(r'[A-Z0-9_]+","shape":\[[0-9,]*\r')
+_BETWEEN = ']},"'
+"""What stands between two entries."""
+_TAIL = re.compile(r'([^".]+)":\{"dtype":"([A-Z0-9_]+)","shape":\[([0-9,]*)\],"data_offsets":')
+_IN_TEXTS = bytes(byte for byte in range(32, 127) if chr(byte) not in '"\\')
+"""Bytes of printable characters that stand in JSON as they are."""
 
 
-def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
-    """Return a header as safetensors itself writes it, without spaces, fields and data in order; None for any
-    other, which `_parse_general` parses or refuses. An entry is cut into lines: `a`, `F32","shape":[2`, `0,8`."""
+def _parse_regular(
+    raw: bytes, file_nbytes: int, where: str, cut: CutNames | None = None
+) -> Header | None:
+    """Return a header as safetensors itself writes it, without spaces, fields and data in order, and names that have
+    a dot and need no escapes; None for any other, which `_parse_general` parses or refuses.
+
+    An entry is cut at the last dot of its name and before its place: `layers.0.fc`,
+    `weight":{"dtype":"F32","shape":[2],"data_offsets":` and `0,8`. There are few different ones of the second.
+    """
     try:
-        text = raw.decode().rstrip(" ")
+        text = raw.decode("utf-8").rstrip(" ")
         metadata, at = parse_strings(text, len(_HEAD)) if text.startswith(_HEAD) else ((), 0)
         at += 1
     except ValueError:
         return None
     if text[at - 1 : at + 1] != ('{"' if at == 1 else ',"') or not text.endswith("]}}"):
         return None
-    text = text[at + 1 : -3]
-    if any(mark in text for mark in "\n\r\t"):
-        return None
-    for between, mark in _MARKS:
-        text = text.replace(between, mark)
-    lines = (text + "\t").split("\n")
-    keys, forms, places = lines[0::3], lines[1::3], lines[2::3]
-    if len(lines) % 3 or len(keys) > MAX_TENSORS or not _are_names(keys):
+    entries = text[at + 1 : -3].split(_BETWEEN)
+    named = [entry.rpartition(".") for entry in entries]
+    placed = [after.rpartition("[") for _, _, after in named]
+    stems, tails, places = (
+        [cut[0] for cut in named],
+        *([cut[n] for cut in placed] for n in (0, 2)),
+    )
+    if len(entries) > MAX_TENSORS or max(map(len, entries)) > MAX_NAME_NCHARS or "" in stems:
         return None
     try:
-        kinds = {form: _kind(form) for form in set(forms)}
+        kinds = {tail: _kind(tail) for tail in set(tails)}
     except (SourceError, ValueError):
         return None
-    infos = list(map(kinds.__getitem__, forms))
-    nbytes = {form: kind.nbytes for form, kind in kinds.items()}
-    stops = list(accumulate(map(nbytes.__getitem__, forms), initial=0))
-    if places != [f"{begin},{end}\t" for begin, end in pairwise(map(str, stops))]:
+    # 9 quotes in each entry, and one before it: else there are some in names.
+    rest = raw[len(text[: at + 1].encode()) :].translate(None, _IN_TEXTS)
+    if rest != b'"' * (10 * len(entries) - 1):
+        return None
+    lasts, infos = [kinds[tail][0] for tail in tails], [kinds[tail][1] for tail in tails]
+    keys = list(map(".".join, zip(stems, lasts, strict=True)))
+    if len({METADATA, *keys}) <= len(keys):
+        return None
+    nbytes = {tail: info.nbytes for tail, (_, info) in kinds.items()}
+    stops = list(accumulate(map(nbytes.__getitem__, tails), initial=0))
+    if places != [f"{begin},{end}" for begin, end in pairwise(map(str, stops))]:
         return None
     start = 8 + len(raw)
     _check_end(start + stops.pop(), file_nbytes, where)
     begins = [start + n for n in stops]
-    return Header(keys, infos, begins, start, file_nbytes - start, _metadata(metadata, where))
+    if cut is not None:
+        cut.add(stems, lasts)
+    about = _metadata(metadata, where)
+    return Header(keys, infos, begins, start, file_nbytes - start, about)
 
 
 @lru_cache(maxsize=4096)
-def _kind(form: str) -> TensorInfo:
-    """Return what `F32","shape":[2,3` says; one object for all shards. Raise ValueError for another line."""
-    if _FORM.fullmatch(form) is None:
-        raise ValueError(form)
-    (_, dtype), (_, shape) = parse_pairs(f'{{"dtype":"{form[:-1]}]}}')
-    return _info("", dtype, shape, where="")
-
-
-def _are_names(keys: Sequence[str]) -> bool:
-    """Return True if the keys are distinct, need no escapes, and `check_name` accepts each."""
-    if len({METADATA, "", *keys}) < len(keys) + 2 or max(map(len, keys)) > MAX_NAME_NCHARS:
-        return False
-    text = "".join(keys)
-    return text.isprintable() and '"' not in text and "\\" not in text
+def _kind(tail: str) -> tuple[str, TensorInfo]:
+    """Return the last segment of a name, and shape and dtype, from `weight":{"dtype":"F32","shape":[2,3],...`; one
+    object for all shards. Raise ValueError for another text."""
+    match = _TAIL.fullmatch(tail)
+    if match is None:
+        raise ValueError(tail)
+    return match[1], _info("", match[2], parse_json(f"[{match[3]}]"), where="")
 
 
 def _load(raw: bytes, where: str) -> tuple[tuple[str, object], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 
 from ckptmap.core.stored_parts import StoredParts
@@ -16,7 +15,7 @@ def model_dtype(parts: StoredParts, scales: Collection[int], default: str = "bfl
 
     Weights whose file does not record a dtype are decoded to it.
     """
-    many = Counter(parts.kinds(parts.left()))
+    many = parts.many()
     many.subtract(parts.kinds(scales))
     counts = dict.fromkeys(FLOATS, 0)
     for kind, info in enumerate(parts.of_kind):

@@ -13,7 +13,7 @@ unless a record states the dtype that was encoded. Codes and scales are those of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -178,7 +178,9 @@ class _Target(ReadsFiles, LinearLayerScheme):
     ) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
         mine = records_of(records, (self.made.scheme,))
-        found = [fqn for fqn in self.found(stored) if fqn not in mine]
+        found = self.found(stored)
+        if mine:
+            found = [fqn for fqn in found if fqn not in mine]
         if not mine and not found:
             return Groups([], [])
         forms = WeightForms(stored)
@@ -188,7 +190,7 @@ class _Target(ReadsFiles, LinearLayerScheme):
         self._check(groups, self.mounts)
         return groups
 
-    def found(self, stored: Mapping[str, StoredTensor]) -> Iterable[str]:
+    def found(self, stored: Mapping[str, StoredTensor]) -> Sequence[str]:
         """Return the FQNs of weights of this form, by the names and dtypes of their parts."""
         raise NotImplementedError
 
@@ -236,11 +238,10 @@ class CompressedNvfp4(_Target):
     suffix = "ct-nvfp4"
     made = CtNvfp4
 
-    def found(self, stored: Mapping[str, StoredTensor]) -> Iterable[str]:
+    def found(self, stored: Mapping[str, StoredTensor]) -> Sequence[str]:
         parts = StoredParts.of(stored)
-        for _, fqn, _ in parts.pairs("_packed", "", "_scale", ("uint8",), _has_float8_scales):
-            if f"{fqn}_global_scale" in stored:
-                yield fqn
+        pairs = parts.pairs("_packed", "", "_scale", ("uint8",), _has_float8_scales)
+        return [fqn for fqn in pairs.fqns if f"{fqn}_global_scale" in stored]
 
 
 class CompressedMxfp4(_Target):
@@ -251,10 +252,9 @@ class CompressedMxfp4(_Target):
     made = CtMxfp4
     stacks = True
 
-    def found(self, stored: Mapping[str, StoredTensor]) -> Iterable[str]:
+    def found(self, stored: Mapping[str, StoredTensor]) -> Sequence[str]:
         parts = StoredParts.of(stored)
-        pairs = parts.pairs("_packed", "", "_scale", ("uint8",), _has_exponents)
-        return [fqn for _, fqn, _ in pairs]
+        return parts.pairs("_packed", "", "_scale", ("uint8",), _has_exponents).fqns
 
 
 def _has_float8_scales(packed: TensorInfo, scale: TensorInfo) -> bool:
@@ -282,6 +282,5 @@ class CompressedMxfp8(_Target):
     made = CtMxfp8
     codes = ""
 
-    def found(self, stored: Mapping[str, StoredTensor]) -> Iterable[str]:
-        parts = StoredParts.of(stored)
-        return [fqn for _, fqn, _ in parts.pairs("_scale", "", "", EXPONENTS, _is_float8)]
+    def found(self, stored: Mapping[str, StoredTensor]) -> Sequence[str]:
+        return StoredParts.of(stored).pairs("_scale", "", "", EXPONENTS, _is_float8).fqns

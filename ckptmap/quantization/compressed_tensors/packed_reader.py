@@ -60,8 +60,8 @@ def find_packed(
     mine = records_of(records, (Packed.scheme,))
     parts = StoredParts.of(stored)
     found = parts.pairs("_packed", "", "_scale", dtypes=("int32",))
-    others = [fqn for _, fqn, _ in found if fqn not in mine]
-    fqns = [*mine, *others]
+    others = [fqn for fqn in found.fqns if fqn not in mine] if mine else found.fqns
+    fqns = [*mine, *others] if mine else others
     if not fqns:
         return Groups([], [])
     files = Files(mounts=mounts)

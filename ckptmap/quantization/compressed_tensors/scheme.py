@@ -306,7 +306,7 @@ def _found(stored: Mapping[str, StoredTensor], known: Collection[str], mounts: M
     said = ConfigGroups({})
     found: dict[str, tuple[type[Plain], int]] = {}
     parts = StoredParts.of(stored)
-    for number, fqn, other in parts.pairs("_scale", "", "", dtypes=DTYPES):
+    for number, fqn, other in zip(*parts.pairs("_scale", "", "", dtypes=DTYPES), strict=True):
         codes, scale = parts.table.infos[other], parts.table.infos[number]
         kind = _BY_CODES.get(codes.dtype)
         if kind is None or fqn in known:
