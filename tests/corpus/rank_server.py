@@ -6,8 +6,8 @@ process of its own in all else: its own session, environment, working directory,
 exit code. `tests.corpus.ranks` starts the servers and speaks to them; nobody else does.
 
 A request is a line of JSON: `id`, `module`, `args`, `env`, `cwd`, and the files `stdout` and
-`stderr`. The answers are lines too: `["started", id, pid]`, then `["ended", id, exit code]`, negative
-for a signal as in `subprocess`. The server ends when its stdin does, and its ranks with it.
+`stderr`. The answers are lines too: `["started", id, pid]`, then `["ended", id, exit code,
+processor seconds]`; the code is negative for a signal as in `subprocess`. The server ends when its stdin does, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ def answer(fd: int, *words: Any) -> None:
 def reap(live: dict[int, int], answers: int) -> None:
     """Say which ranks have ended."""
     while live:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, status, used = os.wait4(-1, os.WNOHANG)
         if not pid:
             return
-        answer(answers, "ended", live.pop(pid), os.waitstatus_to_exitcode(status))
+        code, taken_s = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+        answer(answers, "ended", live.pop(pid), code, round(taken_s, 3))
 
 
 def fork(request: dict[str, Any], ours: tuple[int, int]) -> int:

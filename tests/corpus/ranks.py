@@ -33,6 +33,8 @@ SERVERS = 2
 _alone = itertools.count()
 allowed = True
 """Whether several ranks may be started; in a test that has no mark `ranks` they may not."""
+processor_s = 0.0
+"""What forked ranks have taken of a processor; their server ends, and counts, with this process."""
 NATIVE_CRASH = (-signal.SIGABRT, -signal.SIGSEGV)
 
 
@@ -264,10 +266,12 @@ class _Server:
         data = os.read(stdout.fileno(), 1 << 16)
         if not data:
             raise RanksError(f"the server of ranks has ended with {self._process.wait()}")
+        global processor_s
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            word, number, value = json.loads(line)
+            word, number, value, *taken_s = json.loads(line)
             (self._pids if word == "started" else self._codes)[number] = value
+            processor_s += sum(taken_s)
 
 
 @dataclass(frozen=True)
