@@ -6,8 +6,9 @@ process of its own in all else: its own session, environment, working directory,
 exit code. `tests.corpus.ranks` starts the servers and speaks to them; nobody else does.
 
 A request is a line of JSON: `id`, `module`, `args`, `env`, `cwd`, and the files `stdout` and
-`stderr`. The answers are lines too: `["started", id, pid]`, then `["ended", id, exit code,
-processor seconds]`; the code is negative for a signal as in `subprocess`. The server ends when its stdin does, and its ranks with it.
+`stderr`. The answers are lines too: `["started", -1, pid]` once the server has imported all; of each rank
+`["started", id, pid]`, then `["ended", id, exit code, processor seconds]`; the code is negative for a
+signal as in `subprocess`. The server ends when its stdin does, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def main() -> None:
             importlib.import_module(module.name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be lost in a fork"
     gc.freeze()  # what is shared stays shared
+    answer(answers, "started", -1, os.getpid())
     live: dict[int, int] = {}
     unread = b""
     while True:
