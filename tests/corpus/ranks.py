@@ -33,6 +33,10 @@ SERVERS = 2
 _alone = itertools.count()
 allowed = True
 """Whether several ranks may be started; in a test that has no mark `ranks` they may not."""
+processor_s = 0.0
+"""What forked ranks have taken of a processor; their server ends, and counts, with this process."""
+ITSELF = -1
+"""The number by which a server answers for itself, not for a rank."""
 NATIVE_CRASH = (-signal.SIGABRT, -signal.SIGSEGV)
 
 
@@ -60,11 +64,14 @@ class _Process(Protocol):
 
 
 @dataclass(frozen=True)
-class _Rank:
+class Started:
+    """A process that was started, and the folder of its files `stdout` and `stderr`."""
+
     process: _Process
     folder: Path
 
-    def output(self, rank: int) -> RankOutput:
+    def output(self, rank: int = 0) -> RankOutput:
+        """Return what it left, once it has ended."""
         stdout, stderr = (
             (self.folder / name).read_text(errors="replace") for name in ("stdout", "stderr")
         )
@@ -111,12 +118,12 @@ def run_alone(
     """
     with tempfile.TemporaryDirectory(prefix="ckptmap-alone-") as temporary:
         number = next(_alone) % SERVERS
-        variables = _environment() | dict(env or {})
-        process = _start(number, module, args, Path(temporary) / "alone", variables)
+        variables = environment() | dict(env or {})
+        process = start(number, module, args, Path(temporary) / "alone", variables)
         try:
             late = not _wait([process], time.monotonic() + timeout)
         finally:
-            _kill([process])
+            kill([process])
         output = process.output(0)
     if late or output.returncode:
         reason = f"not done after {timeout:g} s" if late else "failed"
@@ -136,24 +143,24 @@ def _run(
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ckptmap-ranks-") as temporary:
-        ranks: list[_Rank] = []
+        ranks: list[Started] = []
         try:
-            for number in range(min(world_size, SERVERS)):
-                _server(number)  # they import at the same time
+            make_ready(world_size)
             for rank in range(world_size):
-                variables = _rank_environment(rank, world_size, store.port) | dict(env or {})
+                variables = rank_environment(rank, world_size, store.port) | dict(env or {})
                 folder = Path(temporary) / str(rank)
-                ranks.append(_start(rank, module, args, folder, variables))
+                ranks.append(start(rank, module, args, folder, variables))
             late = not _wait(ranks, time.monotonic() + timeout)
         finally:
-            _kill(ranks)
+            kill(ranks)
         outputs = [rank.output(i) for i, rank in enumerate(ranks)]
     del store
     return outputs, late
 
 
-def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return _environment() | {
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the environment of a rank as torchrun sets it; the store of the group is at this port."""
+    return environment() | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -165,7 +172,8 @@ def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Return the environment of what is started here."""
     return os.environ | {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -175,11 +183,21 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _start(rank: int, module: str, args: Sequence[str], folder: Path, env: dict[str, str]) -> _Rank:
+def make_ready(processes: int) -> None:
+    """Wait for the servers that will start so many processes: they import at the same time."""
+    servers = [_server(number) for number in range(min(processes, SERVERS))]
+    for server in servers:
+        server.wait()
+
+
+def start(
+    number: int, module: str, args: Sequence[str], folder: Path, env: Mapping[str, str]
+) -> Started:
+    """Start the module in a process forked by the server of that number; `folder` is made for its output."""
     folder.mkdir()
-    server = _server(rank % SERVERS)
+    server = _server(number % SERVERS)
     if all(env.get(name) == server.env.get(name) for name in _read_by_imports(env, server.env)):
-        return _Rank(server.fork(module, args, folder, env), folder)
+        return Started(server.fork(module, args, folder, env), folder)
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.corpus.rank_main", module, *args],
@@ -190,7 +208,7 @@ def _start(rank: int, module: str, args: Sequence[str], folder: Path, env: dict[
             stderr=stderr,
             start_new_session=True,  # its own group: what a rank started ends with it
         )
-    return _Rank(process, folder)
+    return Started(process, folder)
 
 
 def _read_by_imports(*environments: Mapping[str, str]) -> set[str]:
@@ -204,7 +222,7 @@ class _Server:
     """A process of `tests.corpus.rank_server`, for as long as this process lives."""
 
     def __init__(self) -> None:
-        self.env = _environment()
+        self.env = environment()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.corpus.rank_server"],
             cwd=ROOT,
@@ -225,6 +243,11 @@ class _Server:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+
+    def wait(self) -> None:
+        """Wait until it has imported all that it shares with ranks."""
+        while ITSELF not in self._pids:
+            self.read(timeout=None)
 
     def fork(
         self, module: str, args: Sequence[str], folder: Path, env: Mapping[str, str]
@@ -264,10 +287,12 @@ class _Server:
         data = os.read(stdout.fileno(), 1 << 16)
         if not data:
             raise RanksError(f"the server of ranks has ended with {self._process.wait()}")
+        global processor_s
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            word, number, value = json.loads(line)
+            word, number, value, *taken_s = json.loads(line)
             (self._pids if word == "started" else self._codes)[number] = value
+            processor_s += sum(taken_s)
 
 
 @dataclass(frozen=True)
@@ -293,7 +318,7 @@ def _server(number: int) -> _Server:
     return _Server()
 
 
-def _wait(ranks: Sequence[_Rank], deadline: float) -> bool:
+def _wait(ranks: Sequence[Started], deadline: float) -> bool:
     """True once all have ended, or one has failed and the grace is over; False: out of time."""
     failed_at: float | None = None
     while True:
@@ -310,7 +335,7 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> bool:
         time.sleep(POLL_S)
 
 
-def _kill(ranks: Sequence[_Rank]) -> None:
+def kill(ranks: Sequence[Started]) -> None:
     """End what still runs, by the group that each rank leads; nothing else is touched."""
     for rank in ranks:
         if rank.process.poll() is None:

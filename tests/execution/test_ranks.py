@@ -30,8 +30,9 @@ from ckptmap.operations.convert import run
 from ckptmap.planning.plan import Plan
 from ckptmap.storage.direct_io import ALIGN, OutputFile
 from ckptmap.storage.journal import Journal, Written
-from tests.corpus.ranks import ROOT
+from tests.corpus import ranks
 from tests.support.files import leftovers, tree
+from tests.support.paths import ROOT
 
 SETUPS: dict[str, dict[str, Any]] = {
     "hf": {"max_shard_nbytes": 5 << 20},
@@ -41,17 +42,8 @@ SETUPS: dict[str, dict[str, Any]] = {
     "fsdp2-bf16": {"world_size": 3},
     "full-nf4": {},
 }
-PROGRAM = """
-import json, sys
-import ckptmap
-from ckptmap.execution.ranks import join
-src, folder, setups = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-with join(60) as ranks:
-    for to, options in setups.items():
-        report = ckptmap.convert(src, f"{folder}/{to}", to, ranks=ranks, **options)
-        again = ckptmap.convert(src, f"{folder}/{to}", to, ranks=ranks, **options)
-        assert "was complete already" in again.notes
-"""
+
+COMMAND_LINE = "tests.ranks.command_line"
 
 
 @pytest.fixture(scope="module")
@@ -79,49 +71,39 @@ def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @dataclass
 class Rank:
-    process: subprocess.Popen[str]
-    folder: Path
+    started: ranks.Started
+
+    def send(self, what: signal.Signals) -> None:
+        os.kill(self.started.process.pid, what)
 
     def ended(self, timeout: float) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
-        code = self.process.wait(timeout)
-        return code, (self.folder / "out").read_text(), (self.folder / "err").read_text()
+        deadline = time.monotonic() + timeout
+        while self.started.process.poll() is None:
+            assert time.monotonic() < deadline, f"not done after {timeout:g} s"
+            time.sleep(0.01)
+        output = self.started.output()
+        return output.returncode, output.stdout, output.stderr
 
 
 @contextmanager
-def launched(folder: Path, world_size: int, *args: str) -> Iterator[list[Rank]]:
-    """`python ARGS` on every rank, as torchrun would start it, but nobody ends it with the others."""
+def launched(folder: Path, world_size: int, module: str, *args: str) -> Iterator[list[Rank]]:
+    """`python -m MODULE ARGS` on every rank, as torchrun would start it, but nobody ends it with the others."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks: list[Rank] = []
+    started: list[ranks.Started] = []
+    ranks.make_ready(world_size)
     try:
         for rank in range(world_size):
+            env = ranks.rank_environment(rank, world_size, store.port)
             place = folder / f"log-{time.monotonic_ns()}"
-            place.mkdir(parents=True)
-            with (place / "out").open("w") as out, (place / "err").open("w") as err:
-                process = subprocess.Popen(
-                    [sys.executable, *args], stdout=out, stderr=err, text=True, cwd=ROOT,
-                    env=environment(rank, world_size, store.port), start_new_session=True,
-                )  # fmt: skip
-            ranks.append(Rank(process, place))
-        yield ranks
+            started.append(ranks.start(rank, module, args, place, env))
+        yield [Rank(one) for one in started]
     finally:
-        for one in ranks:
-            if one.process.poll() is None:
-                one.process.kill()
-            one.process.wait()
-
-
-def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    about = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
-        "OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    return os.environ | {key: str(value) for key, value in about.items()}
+        ranks.kill(started)
 
 
 def command(source: Path, dst: Path, to: str, *more: str) -> list[str]:
-    line = ["-m", "ckptmap", "convert", str(source), str(dst), "--to", to, "--quiet"]
+    line = [COMMAND_LINE, "convert", str(source), str(dst), "--to", to, "--quiet"]
     sharded = ["--world-size", "4"] if to.startswith("fsdp") else []
     return [*line, *sharded, "--threads", "1", *more]
 
@@ -136,9 +118,9 @@ def wait_for_units(folder: Path, journal: str, units: int) -> None:
     raise AssertionError(f"{journal} never had {units} units")
 
 
-def shown(ranks: Sequence[Rank], timeout: float) -> tuple[list[int], str]:
+def shown(group: Sequence[Rank], timeout: float) -> tuple[list[int], str]:
     """Exit codes, and the stderr of all together, once all have ended."""
-    ends = [rank.ended(timeout) for rank in ranks]
+    ends = [rank.ended(timeout) for rank in group]
     return [code for code, _, _ in ends], "".join(err for _, _, err in ends)
 
 
@@ -149,9 +131,9 @@ def shown(ranks: Sequence[Rank], timeout: float) -> tuple[list[int], str]:
 def test_output_is_that_of_one_process(
     world_size: int, source: Path, expected: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
-    args = ("-c", PROGRAM, str(source), str(tmp_path / "out"), json.dumps(SETUPS))
-    with launched(tmp_path, world_size, *args) as ranks:
-        codes, err = shown(ranks, 120)
+    args = (str(source), str(tmp_path / "out"), json.dumps(SETUPS))
+    with launched(tmp_path, world_size, "tests.ranks.convert_twice", *args) as group:
+        codes, err = shown(group, 120)
     assert codes == [0] * world_size, err
     assert err == ""
     assert {to: tree(tmp_path / "out" / to) for to in SETUPS} == expected
@@ -161,7 +143,8 @@ def test_output_is_that_of_one_process(
 def test_torchrun(source: Path, expected: dict[str, dict[str, str]], tmp_path: Path) -> None:
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    line += ["--standalone", *command(source, tmp_path / "out", "fsdp2-nf4")]
+    _, *args = command(source, tmp_path / "out", "fsdp2-nf4")
+    line += ["--standalone", "-m", "ckptmap", *args]
     done = subprocess.run(line, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "out")
@@ -176,11 +159,11 @@ def test_a_killed_rank_stops_all_and_another_number_continues(
     victim: int, source: Path, expected: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
     dst = tmp_path / "dst" / "out"
-    with launched(tmp_path, 3, *command(source, dst, "fsdp2-nf4")) as ranks:
+    with launched(tmp_path, 3, *command(source, dst, "fsdp2-nf4")) as group:
         wait_for_units(dst.parent, f"journal-{victim}.jsonl" if victim else "journal.jsonl", 1)
-        ranks[victim].process.kill()
+        group[victim].send(signal.SIGKILL)
         start = time.monotonic()
-        codes, err = shown(ranks, 30)
+        codes, err = shown(group, 30)
         assert time.monotonic() - start < 15
     assert codes[victim] == -signal.SIGKILL
     assert all(codes)
@@ -188,8 +171,8 @@ def test_a_killed_rank_stops_all_and_another_number_continues(
     assert err.count("error") == 1, err
     assert not dst.exists()
     world_size = 2 if victim else 1
-    with launched(tmp_path, world_size, *command(source, dst, "fsdp2-nf4", "--json")) as ranks:
-        ends = [rank.ended(60) for rank in ranks]
+    with launched(tmp_path, world_size, *command(source, dst, "fsdp2-nf4", "--json")) as group:
+        ends = [rank.ended(60) for rank in group]
     assert [code for code, _, _ in ends] == [0] * world_size, ends
     assert all((out, err) == ("", "") for _, out, err in ends[1:])
     assert '"continued_nbytes": 0' not in ends[0][1]
@@ -202,24 +185,26 @@ def test_a_hanging_rank_is_given_up_and_keeps_its_place(
 ) -> None:
     dst = tmp_path / "dst" / "out"
     line = command(source, dst, "fsdp2-nf4", "--rank-timeout", "3")
-    with launched(tmp_path, 2, *line) as ranks:
+    with launched(tmp_path, 2, *line) as group:
         wait_for_units(dst.parent, "journal-1.jsonl", 1)
-        ranks[1].process.send_signal(signal.SIGSTOP)
-        code, _, err = ranks[0].ended(20)
+        group[1].send(signal.SIGSTOP)
+        code, _, err = group[0].ended(20)
         assert code == 3
         assert "[rank 1] gave no sign of life for 3 s" in err
         assert not dst.exists()
-        alone = [sys.executable, *command(source, dst, "fsdp2-nf4")]
-        refused = subprocess.run(alone, capture_output=True, text=True, cwd=ROOT, timeout=60)
-        assert refused.returncode == 2
-        assert "error[CKM305]" in refused.stderr
-        ranks[1].process.send_signal(signal.SIGCONT)
-        code, out, err = ranks[1].ended(30)
+        alone = command(source, dst, "fsdp2-nf4")
+        with launched(tmp_path, 1, *alone) as (refused,):
+            code, _, err = refused.ended(60)
+        assert code == 2
+        assert "error[CKM305]" in err
+        group[1].send(signal.SIGCONT)
+        code, out, err = group[1].ended(30)
         assert code != 0
         assert out == ""
-    done = subprocess.run([*alone, "--json"], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert '"continued_nbytes": 0' not in done.stdout
+    with launched(tmp_path, 1, *alone, "--json") as (done,):
+        code, out, err = done.ended(60)
+    assert code == 0, err
+    assert '"continued_nbytes": 0' not in out
     assert tree(dst) == expected["fsdp2-nf4"]
     assert leftovers(dst.parent) == []
 
@@ -238,8 +223,8 @@ def test_an_error_of_one_rank_is_shown_once_and_leaves_nothing(
         content = bytearray(source.read_bytes())
         content[content.index(weights["l.3.weight"].numpy().tobytes()) + 4096] ^= 1
         source.write_bytes(content)
-    with launched(tmp_path, 3, *command(source, dst, "full-nf4")) as ranks:
-        codes, err = shown(ranks, 60)
+    with launched(tmp_path, 3, *command(source, dst, "full-nf4")) as group:
+        codes, err = shown(group, 60)
     assert codes == [2, 2, 2]
     code = {"nan": "CKM309", "damage": "CKM105"}[problem]
     assert err.count(f"error[{code}]: [rank 2] l.3.weight: ") == 1, err
@@ -248,8 +233,8 @@ def test_an_error_of_one_rank_is_shown_once_and_leaves_nothing(
 
 
 def test_an_error_of_all_ranks_is_shown_once_and_names_none(tmp_path: Path) -> None:
-    with launched(tmp_path, 2, *command(tmp_path / "none", tmp_path / "out", "hf")) as ranks:
-        codes, err = shown(ranks, 60)
+    with launched(tmp_path, 2, *command(tmp_path / "none", tmp_path / "out", "hf")) as group:
+        codes, err = shown(group, 60)
     assert codes == [2, 2]
     assert err.count("error[CKM101]") == 1
     assert "[rank" not in err

@@ -161,6 +161,8 @@ def resume(kind: str, folder: Path, name: str) -> None:
 def main(what: str, kind: str, folder: Path, *names: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    # torchao compiles its step by inductor, which takes 10 s: `tests.ranks.resume_exact` has such steps.
+    torch.compiler.set_stance("force_eager")
     dist.init_process_group("gloo")
     failed = []
     for name in names:

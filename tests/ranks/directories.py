@@ -116,6 +116,7 @@ def trainer(folder: str, source: str = "", optim: str = "") -> None:
     fresh_accelerate()
     made = trainer(Path(folder), steps=4)
     if optim:
+        torch.compiler.set_stance("force_eager")  # torchao compiles its step by inductor: 10 s
         made.args.optim = OptimizerNames(optim)
     if source:
         with torch.no_grad():

@@ -1,12 +1,13 @@
 """The processor seconds that the tests take: a summary at the end of the run. Nothing is asserted of them.
 
 They hardly depend on what else the machine does, unlike the seconds of a clock. A process that a test
-starts counts for that test once it has ended.
+starts counts for that test once it has ended; so does a rank, which a server has forked.
 """
 
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,9 +22,11 @@ MARKS = frozenset({"ranks", "slow"})
 
 
 def processor_s() -> float:
-    """Return the processor seconds of this process, and of its children that have ended."""
+    """Return the processor seconds of this process, and of its children and ranks that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    ranks = sys.modules.get("tests.corpus.ranks")  # it imports torch: not before a test does
+    of_ranks = 0.0 if ranks is None else ranks.processor_s
+    return sum(one.ru_utime + one.ru_stime for one in used) + of_ranks
 
 
 class ProcessorTime:
@@ -70,8 +73,8 @@ class ProcessorTime:
         all_s, tests_s = processor_s(), sum(self._tests_s.values())
         terminalreporter.section("processor time")
         terminalreporter.line(
-            f"{all_s:.0f} s: {tests_s:.0f} s in tests, {all_s - tests_s:.0f} s to collect them, in ranks that "
-            "they share, and to report"
+            f"{all_s:.0f} s: {tests_s:.0f} s in tests, {all_s - tests_s:.0f} s to collect them, to "
+            "import what ranks need, and to report"
         )
         for test, taken_s in sorted(self._slow_s.items(), key=lambda item: -item[1]):
             terminalreporter.line(
