@@ -52,6 +52,13 @@ COMMANDS_MEANT = {
     "help": "--help", "version": "--version",
 }  # fmt: skip
 """Commands that other tools have -> what stands for them here."""
+IN_PYTHON = {
+    "load": "a model in memory is loaded in Python: ckptmap.load(PATH, model)",
+    "save": "a model in memory is saved in Python: ckptmap.save(PATH, model)",
+    "open": "did you mean: ckptmap inspect? In Python: ckptmap.open(PATH)",
+    "translate": "a state dict in memory is translated in Python: ckptmap.translate(state_dict, like=model)",
+}
+"""Calls of the library that are no commands -> what to do."""
 NO_OPTION = re.compile(r"No such option:? '?(-[-\w]+)'?")
 NO_COMMAND = re.compile(r"No such command '([-\w]+)'")
 GUESS = re.compile(r" \((?:Possible options|Did you mean)[^)]*\)| Did you mean .*")
@@ -62,7 +69,7 @@ def usage_message(text: str) -> str:
     message = " ".join(text.split()).removeprefix("Invalid value: ")
     message = message.replace("is not a valid integer range", "is not a whole number")
     command = NO_COMMAND.match(message)
-    if _word(message) or (command is not None and command[1] in COMMANDS_MEANT):
+    if _word(message) or (command is not None and command[1] in {*COMMANDS_MEANT, *IN_PYTHON}):
         message = GUESS.sub("", message)
     if "unexpected extra argument" in message and len(message) > SHOWN:
         message = f"{message[:SHOWN]}...)"
@@ -77,6 +84,8 @@ def usage_hint(message: str, args: Sequence[str]) -> str:
     meant = WORDS.get(_word(message), "")
     if message.startswith("No such command") and args and args[0] in COMMANDS_MEANT:
         meant = f"did you mean: ckptmap {COMMANDS_MEANT[args[0]]}"
+    if message.startswith("No such command") and args and args[0] in IN_PYTHON:
+        meant = IN_PYTHON[args[0]]
     if "unexpected extra argument" in message:  # most often the shell has expanded a pattern
         meant = EXTRA.get(args[0], "patterns need quotes: '*.mlp.*'")
     single = next((arg for arg in args if _is_long_with_one_dash(arg)), None)

@@ -74,17 +74,20 @@ class LeafReader:
             self._refuse(path, leaf, root, described(foreign), droppable)
 
     def _refuse(self, path: Path, leaf: Leaf, root: Path, reason: str, droppable: bool) -> None:
-        may_be_weights = hides_tensor(leaf) and self._is_named_as_weights(path)
-        place = None if root or may_be_weights else path
+        whole_model = len(path) == 1 and hides_tensor(leaf)
+        place = None if root or whole_model or self._is_named_as_weight(path) else path
         self.refused.append(
             RefusedLeaf(
                 join((*root, *path)), reason, droppable, place=place, of_optimizer=bool(root)
             )
         )
 
-    def _is_named_as_weights(self, path: Path) -> bool:
-        """Return whether a module that was pickled whole at this path could be the model, or a part of it."""
-        return path[0] in MODEL_KEYS or path[: len(self.model_root)] == self.model_root
+    def _is_named_as_weight(self, path: Path) -> bool:
+        """Return whether an object at this path could be a weight, or the model, in a form that is not known: on
+        the meta device, in a class of its own, or pickled whole beside its average."""
+        depth = len(self.model_root)
+        beside_weights = path[:depth] == self.model_root if depth else len(path) == 1
+        return beside_weights or path[0] in MODEL_KEYS
 
     def optimizer(self, path: Path, leaf: Leaf) -> object:
         """Return a leaf of optimizer state as LazyTensor or plain value, or REFUSED."""

@@ -54,23 +54,27 @@ def _respelt(pattern: str, names: Collection[str]) -> str:
     """Return the pattern with misspelt segments corrected, where it then matches; "" otherwise.
 
     model.layer.0.*    -> model.layers.0.*
+    *.expert.*         -> *.experts.*
     """
-    import difflib
-
     if not set(pattern) & {*_WILD}:
         return ""  # the nearest name says more
+    import difflib
+
     left = [name.split(".") for name in names]
+    is_head = True  # no segment before this one stands for several
     segments = pattern.split(".")
     for at, segment in enumerate(segments):
-        if set(segment) & {*_WILD}:
-            break  # it may stand for several segments
-        known = list(dict.fromkeys(name[at] for name in left if len(name) > at))
+        if not segment or set(segment) & {*_WILD, "}"}:
+            is_head = False
+            continue
+        places = slice(at, at + 1) if is_head else slice(None)
+        known = list(dict.fromkeys(word for name in left for word in name[places]))
         if segment not in known:
             near = difflib.get_close_matches(segment, known, 1)
             if not near:
                 return ""
             segments[at] = near[0]
-        left = [name for name in left if len(name) > at and name[at] == segments[at]]
+        left = [name for name in left if segments[at] in name[places]]
     respelt = ".".join(segments)
     found = respelt != pattern and any(matches(name, respelt) for name in names)
     return respelt if found else ""

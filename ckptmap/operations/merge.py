@@ -186,7 +186,7 @@ def plan_merge(
         if name in OPTION_NAMES and name not in OPTIONS:
             raise ArgumentError(
                 "CKM516",
-                f"{name}: is not an option of a merge, which takes {some(OPTIONS)}",
+                f"{name}: is not an option of a merge, expected one of {some(OPTIONS)}",
                 "merge first, then convert the merged checkpoint with it",
             )
     argument_checks.known_keywords(options, (*OPTIONS, *RUN_OPTION_NAMES, *OWN), "merge()")

@@ -53,7 +53,9 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
     difference, strays = family.differences(written, config)
     notes = [_strays(family, strays)] if strays else []
     if difference is None:
-        return Remarks(notes=[*notes, *_left_out(left_out)])
+        kept = {*selection.weights}
+        of_model = family.fitting({fqn: infos[fqn] for fqn in infos if fqn not in kept})
+        return Remarks(notes=[*notes, *_left_out(of_model)])
     return Remarks(notes=[f"config.json describes {difference}; {AT_RANDOM}", *notes])
 
 
@@ -145,5 +147,6 @@ def _left_out(count: int) -> list[str]:
     if not count:
         return []
     return [
-        f"config.json describes the whole model, and {counted(count, 'weight')} of it stay behind: {AT_RANDOM}"
+        f"config.json describes the whole model, and {counted(count, 'weight')} of it"
+        f" {'stays' if count == 1 else 'stay'} behind: {AT_RANDOM}"
     ]

@@ -18,7 +18,7 @@ from typing import Unpack
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.columns import each
-from ckptmap.core.formatting import counted, human
+from ckptmap.core.formatting import counted, human, some
 from ckptmap.core.printable import as_lines
 from ckptmap.core.short_repr import short
 from ckptmap.core.signatures import spelled_out
@@ -43,6 +43,8 @@ from ckptmap.setups import Aim
 from ckptmap.version import __version__
 
 SCHEMA = 1
+CARRIED_SHOWN = 12
+"""Files beside the weights that the text of a plan names; random states are a file a rank."""
 BATCH = 1000
 """Lines that are hashed at once."""
 PATH_OPTIONS = ("names_like", "config_from", "like", "base", "tp_plan", "as_")
@@ -259,7 +261,7 @@ class Plan:
         lines += listed("dropped", self.dropped)
         lines += listed("tied", self.tied)
         if self.carried:
-            lines.append(f"carried: {', '.join(sorted(self.carried))}")
+            lines.append(f"carried: {some(sorted(self.carried), CARRIED_SHOWN)}")
         lines += [f"moved: {self.moved}"] if self.moved else []
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"unresolved: {u.key}: {u.reason}; {u.hint}" for u in self.unresolved]

@@ -429,9 +429,15 @@ def test_commands_of_other_tools(typed: str, meant: str, run: Run) -> None:
     assert run(meant, "--help")[0] == 0
 
 
+@pytest.mark.parametrize("name", ["load", "save", "translate", "open"])
+def test_calls_of_the_library_are_no_commands(name: str, run: Run) -> None:
+    code, _, err = run(name, "x.pt")
+    assert code == 2 and f"ckptmap.{name}(" in err and hasattr(ckptmap, name)
+
+
 def test_words_for_commands_are_no_commands_of_ours() -> None:
     from ckptmap_cli.typer_app import COMMANDS
-    from ckptmap_cli.usage_hints import COMMANDS_MEANT
+    from ckptmap_cli.usage_hints import COMMANDS_MEANT, IN_PYTHON
 
-    assert not {*COMMANDS} & {*COMMANDS_MEANT}
+    assert not {*COMMANDS} & {*COMMANDS_MEANT, *IN_PYTHON}
     assert {*COMMANDS, "--help", "--version"} >= {*COMMANDS_MEANT.values()}

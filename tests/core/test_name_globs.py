@@ -55,6 +55,8 @@ def test_every_line_of_the_table_matches_what_it_stands_for() -> None:
         ("lm_haed", "did you mean 'lm_head'?"),
         ("model.layer.1.*", "did you mean 'model.layers.1.*', which matches 2?"),
         ("modl.layesr.{1..2}.*", "did you mean 'model.layers.{1..2}.*', which matches 4?"),
+        ("*.layer.1.*", "did you mean '*.layers.1.*', which matches 2?"),
+        ("*.layers.{0..1}.nrom", "did you mean '*.layers.{0..1}.norm', which matches 2?"),
         ("zzz", ""),
     ],
 )

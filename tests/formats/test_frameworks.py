@@ -225,7 +225,7 @@ def test_accelerate_loads_what_is_written(
     plan = ckptmap.plan(framework_directories / name, setup, world_size=world_size, **order)
     plan.execute(tmp_path / "out")
     assert not plan.dropped and not any("left behind" in note for note in plan.notes)
-    said = "random states: of ranks 0 to 0, there were 1"
+    said = "random states: rank 0 keeps its own, ranks 1 to 2 begin with fresh ones"
     assert (said in plan.notes) == bool(world_size)
     truth = str(framework_directories / f"{name}.truth")
     args = ["accelerate", str(tmp_path / "out"), truth, kind]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -104,6 +104,13 @@ def test_an_output_that_lacks_weights_of_its_config_says_so(
     (tmp_path / "unknown.json").write_text(json.dumps({**config, "model_type": "mine"}))
     unknown = told(llama, tmp_path / "unknown.json", exclude="model.layers.0.*")
     assert "describes the whole model, and 9 weights of it stay behind" in unknown
+
+
+def test_what_is_no_weight_of_the_model_is_not_missed(llama: Path, tmp_path: Path) -> None:
+    """`n_averaged` of an AveragedModel: transformers looks for no such weight."""
+    state = load_file(llama / "model.safetensors")
+    averaged = saved({**state, "n_averaged": torch.tensor(3)}, tmp_path)
+    assert "config.json describes" not in told(averaged, llama, drop="n_averaged")
 
 
 def test_weights_of_another_size_are_told(llama: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def pickled(path: Path, **entries: object) -> Path:
 
 
 def test_an_object_that_is_not_written_is_left_out_with_a_note(tmp_path: Path) -> None:
-    weights = {"a.weight": torch.ones(2), "a._extra_state": Unknown()}
+    weights = {"a.weight": torch.ones(2)}
     hyper = {"net": torch.nn.Linear(2, 2), "lr": 0.1, "args": Unknown()}
     path = pickled(tmp_path / "x.pt", state_dict=weights, hyper_parameters=hyper, optimizer={
         "state": {0: {"exp_avg": torch.ones(2)}},
@@ -55,7 +55,7 @@ def test_an_object_that_is_not_written_is_left_out_with_a_note(tmp_path: Path) -
     plan = ckptmap.plan(path, "hf")
     assert not plan.unresolved
     (note,) = [note for note in plan.notes if note.startswith("left out, and not read: ")]
-    for key in ("hyper_parameters.net", "hyper_parameters.args", "state_dict.a._extra_state"):
+    for key in ("hyper_parameters.net", "hyper_parameters.args"):
         assert plan.dropped[key] == "hf has no place for what is not a weight"
         assert f"{key} (an object of unknown class " in note
     assert plan.dropped["optimizer"] == "hf has no place for optimizer state"
@@ -65,14 +65,21 @@ def test_an_object_that_is_not_written_is_left_out_with_a_note(tmp_path: Path) -
     assert [key for key in without if key.startswith("optimizer")] == []
 
 
-@pytest.mark.parametrize("name", ["model", "state_dict"])
-def test_a_module_under_a_name_of_weights_is_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model", "state_dict", "generator"])
+def test_a_module_that_is_an_entry_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
     """It may be the model itself, pickled whole beside its average: what is left is none of it."""
     path = pickled(tmp_path / "x.pt", **{name: torch.nn.Linear(2, 2)}, ema={"w": torch.ones(2)})
     (item,) = ckptmap.plan(path, "hf").unresolved
     assert item.key == name and f"--drop {name}" in item.hint
-    flat = pickled(tmp_path / "y.pt", w=torch.ones(2), head=torch.nn.Linear(2, 2))
-    assert [item.key for item in ckptmap.plan(flat, "hf").unresolved] == ["head"]
+
+
+@pytest.mark.parametrize("odd", [Unknown(), torch.nn.Linear(2, 2), torch.ones(2, device="meta")])
+@pytest.mark.parametrize("root", ["", "model"])
+def test_an_object_beside_weights_may_be_one(odd: object, root: str, tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "head": odd}
+    path = pickled(tmp_path / "y.pt", **({root: state} if root else state))
+    (item,) = ckptmap.plan(path, "hf").unresolved
+    assert item.key == ".".join(filter(None, [root, "head"]))
 
 
 def test_where_nothing_is_left_some_names_and_the_nearest_are_shown(source: Path) -> None:

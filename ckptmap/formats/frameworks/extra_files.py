@@ -74,9 +74,13 @@ class AccelerateFiling(ReadsFiles):
         loaders, which count the batches that each rank drew. `before` and `after` are numbers of ranks."""
         notes = []
         if any(map(_RANDOM.fullmatch, keys)):
-            notes.append(
-                f"random states: of ranks 0 to {min(before, after) - 1}, there were {before}"
-            )
+            kept = min(before, after)
+            text = f"random states: {_ranks(0, kept, 'keeps its own', 'keep their own')}"
+            if after > before:
+                text += f", {_ranks(before, after, 'begins', 'begin')} with fresh ones"
+            elif before > after:
+                text += f", {_ranks(after, before, 'has', 'have')} no place"
+            notes.append(text)
         loaders = [key for key in keys if key.startswith("dl_state_dict")]
         if loaders:
             notes.append(
@@ -84,6 +88,11 @@ class AccelerateFiling(ReadsFiles):
                 f"leave it behind with --drop 'dl_state_dict*' to begin the epoch anew"
             )
         return notes
+
+
+def _ranks(first: int, stop: int, one: str, many: str) -> str:
+    """Return "rank 0 VERB" or "ranks 0 to 3 VERB"."""
+    return f"rank {first} {one}" if stop - first == 1 else f"ranks {first} to {stop - 1} {many}"
 
 
 class TrainerFiling:

@@ -57,6 +57,10 @@ OTHER_FORM = re.compile(
 )
 """Weights in other formats. Libraries ignore them beside safetensors; an earlier save may have left
 them."""
+OF_TRAINING = re.compile(
+    r"(optim(izer)?|scheduler|scaler|rng_state|random_states?)([-_.]\w+)*\.(pt|pth|bin|pkl)"
+)
+"""What a training loop saved beside the weights; a directory of a known framework is read by its own module."""
 UNFINISHED = re.compile(r".*\.(incomplete|part|partial|tmp|crdownload|aria2)[^.]*")
 
 HF = Setup(
@@ -111,7 +115,8 @@ class HfDirectory:
                     files = (*files, where)
         notes += _unread(place.names, shards)
         missing = weights_of_modules(root, place.mounts) if MODULES in place.names else ()
-        unread = (*filter(OTHER_FORM.fullmatch, place.names), *missing)
+        beside = (n for n in place.names if OTHER_FORM.fullmatch(n) or OF_TRAINING.fullmatch(n))
+        unread = (*beside, *missing)
         return Index(
             self.name,
             leaves,

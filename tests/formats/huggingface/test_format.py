@@ -400,6 +400,14 @@ def test_weights_in_other_forms_are_named(copy: FilePath) -> None:
     assert "left behind: pytorch_model.bin, tf_model.h5" in ckptmap.plan(copy, "hf").notes
 
 
+@pytest.mark.parametrize("to", ["hf", "full"])
+def test_what_a_training_loop_saved_beside_the_weights_is_named(to: str, copy: FilePath) -> None:
+    """`save_pretrained`, and `torch.save` of the optimizer: it was passed over without a word."""
+    torch.save({"state": {}, "param_groups": []}, copy / "optimizer.pt")
+    (copy / "scheduler_1.bin").write_bytes(b"PK")
+    assert "left behind: optimizer.pt, scheduler_1.bin" in ckptmap.plan(copy, to).notes
+
+
 def test_cache_snapshot_links_to_blobs(saved: FilePath, tmp_path: FilePath) -> None:
     repo = tmp_path / "models--a--b"
     snapshot = repo / "snapshots" / "0123abc"
