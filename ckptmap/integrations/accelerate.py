@@ -10,6 +10,7 @@ schedulers, random states, samplers and custom objects.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -126,9 +127,10 @@ def _without(owner: object, *names: str) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _plain(state: Mapping[str, object]) -> dict[str, object]:
+def _plain(state: Mapping[str, object]) -> OrderedDict[str, object]:
+    """Return weights by plain names; in an OrderedDict, by which accelerate knows that ties may be in it."""
     names = strip_wrappers(list(state), WHERE)
-    return {plain: state[key] for key, plain in names.items()}
+    return OrderedDict((plain, state[key]) for key, plain in names.items())
 
 
 @contextmanager

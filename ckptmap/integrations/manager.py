@@ -127,9 +127,10 @@ class TitanManager:
     dataloader     an object with `state_dict` and `load_state_dict`; its state is of each rank
     states         further such objects by name: `{"train_state": trainer}`
 
-    The step that is saved is due as the manager says, and always where it is the last one. Written
-    against torchtitan's `BaseCheckpointManager` of November 2026: `load(step)`, `save(curr_step,
-    last_step)`, `maybe_wait_for_staging()`, `maybe_wait_for_saving()`, `close()`.
+    The step that is saved is due as the manager says, and always where it is the last one. Tested with
+    torchtitan 0.3.0: its containers, its data loader, and the calls of its trainer, `load(step)`,
+    `save(curr_step, last_step)`, `maybe_wait_for_staging()`, `maybe_wait_for_saving()`, `close()`. In a
+    script the line is `trainer.checkpointer = TitanManager(manager, trainer.model_parts, ...)`.
     """
 
     def __init__(

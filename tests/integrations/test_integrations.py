@@ -338,3 +338,21 @@ def test_export_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(CkptmapError, match="out"):
         export(net(0), tmp_path / "out", "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_accelerate_saves_tied_weights(tmp_path: Path) -> None:
+    """As it does alone: one of the names goes, and `load_state` ties them again."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(made := net(0), torch.optim.AdamW(made.parameters()))
+    install(accelerator)
+    train(model, optimizer, 0, 1)
+    accelerator.save_state(str(tmp_path / "out"))
+    before = [param.detach().clone() for param in model.parameters()]
+    train(model, optimizer, 1, 2)
+    accelerator.load_state(str(tmp_path / "out"))
+    pairs = zip(before, model.parameters(), strict=True)
+    assert all(torch.equal(old, new) for old, new in pairs)
+    assert (
+        accelerator.unwrap_model(model).head.weight is accelerator.unwrap_model(model).embed.weight
+    )

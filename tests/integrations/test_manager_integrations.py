@@ -4,6 +4,7 @@ stopped. The trainer of torchtitan is an imitation of its calls."""
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,9 @@ def test_trainer_saves_after_the_evaluation_of_a_step(name: str, tmp_path: Path)
 def test_trainer_on_two_ranks(tmp_path: Path) -> None:
     """Under DDP, in the middle of an epoch, with evaluation: tests/ranks/trainer_manager.py."""
     run_ranks("tests.ranks.trainer_manager", 2, [str(tmp_path)], timeout=240)
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
+def test_parts_of_torchtitan_on_two_ranks(tmp_path: Path) -> None:
+    """Its containers, its data loader, and what its own manager saved: tests/ranks/torchtitan_parts.py."""
+    run_ranks("tests.ranks.torchtitan_parts", 2, [str(tmp_path)], timeout=240)

@@ -99,6 +99,7 @@ SLOW = frozenset(
         "integrations/test_manager_integrations.py",
         "live/load/test_every_form.py",
         "live/load/test_exact_keeps_its_word.py::test_precision_that_is_set_by_backend",
+        "live/load/test_exact_keeps_its_word.py::test_settings_that_a_file_has_in_another_form",
         "live/load/test_load.py::test_an_optimizer_built_before_has_what_was_loaded",
         "live/load/test_load.py::test_the_dense_model_is_never_materialised",
         "live/load/test_load_corpus.py::test_every_case_loads",

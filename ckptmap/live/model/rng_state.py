@@ -124,7 +124,8 @@ def recorded(
     }
     own = {path: value for path, value in plain.items() if path[:2] == head}
     nested: Any = nest(own).get(KEY, {})
-    found |= nested.get(head[1], {})
+    mine = nested.get(head[1]) if isinstance(nested, Mapping) else None
+    found |= mine if isinstance(mine, Mapping) else {}
     return found if "cpu" in found else {}
 
 

@@ -68,7 +68,7 @@ class SavedClasses:
 
     def __init__(self, checkpoint: Checkpoint, optimizer: object) -> None:
         """`optimizer` is `unwrapped`."""
-        self._checkpoint = checkpoint
+        self._keys = beside_params.recorded(checkpoint)
         self._settings: dict[int, Mapping[str, object]] = {}
         self._named: dict[str, LiveOptimizer] = {}
         found = nest(checkpoint.plain).get(run_settings.KEY)
@@ -76,11 +76,13 @@ class SavedClasses:
         version = saved.get("version")
         if not isinstance(version, int) or version < run_settings.ALL_ENTRIES:
             return
-        recorded = saved.get("optimizer") or {}
-        several = isinstance(optimizer, SeveralOptimizers)
-        known = (recorded.get("several") or {}) if several else {beside_params.ALONE: recorded}
+        recorded = saved.get("optimizer")
+        known: object = {beside_params.ALONE: recorded}
+        if isinstance(optimizer, SeveralOptimizers):
+            known = recorded.get("several") if isinstance(recorded, Mapping) else None
         for name, one in beside_params.by_name(optimizer).items():
-            was, now = known.get(name), run_settings.class_of(one)
+            was = known.get(name) if isinstance(known, Mapping) else None
+            now = run_settings.class_of(one)
             if isinstance(was, Mapping) and all(was.get(key) == now.get(key) for key in COMPARED):
                 self._settings |= {id(inner): was for inner in inner_optimizers(one)}
                 self._named[name] = one
@@ -91,7 +93,7 @@ class SavedClasses:
 
     def restore_keys(self) -> None:
         """Give these optimizers the state that they had under keys that are no parameters."""
-        beside_params.restore(self._checkpoint, self._named)
+        beside_params.restore(self._keys, self._named)
 
     def of_param(
         self, owner: ParamOwner, sources: Sequence[Source]

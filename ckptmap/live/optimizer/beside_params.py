@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.state_paths import nest
+from ckptmap.errors import LoadError
 from ckptmap.live.model import integer_keys
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.optimizer.group_objects import is_object
@@ -113,21 +114,44 @@ def _is_plain(key: object, value: object) -> bool:
     return type(key) in (str, int) and not is_object(value)
 
 
-def restore(checkpoint: Checkpoint, optimizers: Mapping[str, LiveOptimizer]) -> None:
-    """Give each optimizer the keys that it had on this rank, or on the first one where fewer ranks saved,
-    and no others."""
+def recorded(checkpoint: Checkpoint) -> dict[str, Mapping[Any, object]]:
+    """Return the keys that each optimizer had on this rank, or on the first one where fewer ranks saved, by
+    its name. Raises LoadError CKM506 where they are no dicts."""
     values = {**checkpoint.plain, **checkpoint.other}
     saved = nest({path: value for path, value in values.items() if path[0] == KEY}).get(KEY, {})
     by_rank: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {}
-    mine = by_rank.get(f"rank{rank_and_world()[0]}", by_rank.get("rank0")) or {}
+    own = by_rank.get(f"rank{rank_and_world()[0]}", by_rank.get("rank0"))
+    mine = _dict(own, checkpoint.path)
+    return {
+        name: integer_keys.restored(_dict(found, checkpoint.path)) for name, found in mine.items()
+    }
+
+
+def restore(
+    keys: Mapping[str, Mapping[Any, object]], optimizers: Mapping[str, LiveOptimizer]
+) -> None:
+    """Give each optimizer the keys that were recorded for it, and no others."""
     for name, one in _not_offloaded(optimizers):
         state: Any = one.state
         devices = {p.device: None for group in one.param_groups for p in group["params"]}
         before = dict(_plain_items(one))
         for key in before:
             del state[key]
-        for key, value in integer_keys.restored(mine.get(name) or {}).items():
+        for key, value in keys.get(name, {}).items():
             state[key] = _live(value, before.get(key), next(iter(devices), None))
+
+
+def _dict(found: object, path: str) -> Mapping[str, Any]:
+    """Return what a file has as a dict. Raises LoadError CKM506 where it has something else."""
+    if isinstance(found, Mapping):
+        return found
+    if not found:
+        return {}
+    raise LoadError(
+        "CKM506",
+        f"{path}: extra.{KEY}: is a {type(found).__name__}, expected values by name",
+        "ckptmap.save writes no such value: save the run again, or load without optimizer",
+    )
 
 
 def _live(value: object, live: object, device: torch.device | None) -> object:

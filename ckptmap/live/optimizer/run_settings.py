@@ -248,18 +248,25 @@ def differences(
             phrases.append(_phrase(title, saved[key], live.get(key)))
     phrases += _differing_entries("compile mode", saved.get("compile"), live.get("compile"))
     if "gradients" in saved:
-        gradients_of = (_gradients(run.get("gradients") or {}, settled) for run in (saved, live))
+        gradients_of = (_gradients(_entries(run["gradients"]), settled) for run in (saved, live))
         phrases += _differing_entries("gradients", *gradients_of)
     if live.get("optimizer") is not None:
-        phrases += _of_optimizer("optimizer", saved.get("optimizer") or {}, live["optimizer"])
+        phrases += _of_optimizer("optimizer", _entries(saved.get("optimizer")), live["optimizer"])
     return phrases
 
 
-def _of_optimizer(title: str, saved: Settings, live: Settings) -> list[str]:
+def _entries(value: object) -> Mapping[str, Any]:
+    """Return a dict of settings; one with the value itself where a file has no dict, which differs from any."""
+    if isinstance(value, Mapping):
+        return value
+    return {"": value} if value else {}
+
+
+def _of_optimizer(title: str, saved: Mapping[str, Any], live: Settings) -> list[str]:
     """Return a phrase for every difference of an optimizer, or of several by name."""
-    several, now = (each.get("several") or {} for each in (saved, live))
+    several, now = (_entries(each.get("several")) for each in (saved, live))
     if several.keys() != now.keys():
-        return [_phrase(f"{title}s", sorted(several) or "one", sorted(now) or "one")]
+        return [_phrase(f"{title}s", sorted(map(str, several)) or "one", sorted(now) or "one")]
     phrases = _differing_rounding(title, saved, live)
     phrases += [
         _phrase(f"{title} {key}", saved.get(key), live.get(key))
@@ -268,16 +275,17 @@ def _of_optimizer(title: str, saved: Settings, live: Settings) -> list[str]:
     ]
     phrases += _differing_entries(title, saved.get("flags"), live.get("flags"))
     for name, one in now.items():
-        phrases += _of_optimizer(f"{title} {name!r}", several[name], one)
+        phrases += _of_optimizer(f"{title} {name!r}", _entries(several[name]), one)
     return phrases
 
 
-def _gradients(settings: Settings, settled: Collection[str]) -> Settings:
+def _gradients(settings: Mapping[str, Any], settled: Collection[str]) -> Settings:
     """Return the settings of gradients that must be equal. Where the wrappers that average may differ, so
     may the dtype in which they do."""
     kept = {name: value for name, value in settings.items() if name not in settled}
     if gradients.AVERAGED in settled:
         texts = settings.get(gradients.PRECISION) or ()
+        texts = texts if isinstance(texts, list | tuple) else [texts]
         policies = (str(text).split(" ") for text in texts)
         bare = {
             " ".join(w for w in words if not w.startswith("reduce_dtype=")) for words in policies
@@ -286,7 +294,7 @@ def _gradients(settings: Settings, settled: Collection[str]) -> Settings:
     return kept
 
 
-def _differing_rounding(title: str, saved: Settings, live: Settings) -> list[str]:
+def _differing_rounding(title: str, saved: Mapping[str, Any], live: Settings) -> list[str]:
     """Return whether random bits of rounding come from elsewhere than they did. A seed is restored."""
     was, is_now = (rounding.how(run) for run in (saved, live))
     return [] if was == is_now else [_phrase(f"{title} rounds", was, is_now)]
@@ -301,8 +309,8 @@ def without_names(settings: Mapping[str, Any]) -> Settings:
     return kept
 
 
-def _differing_entries(title: str, saved: Settings | None, live: Settings | None) -> list[str]:
-    saved, live = saved or {}, live or {}
+def _differing_entries(title: str, was: object, now: object) -> list[str]:
+    saved, live = _entries(was), _entries(now)
     keys = [key for key in {**saved, **live} if saved.get(key) != live.get(key)]
     return [_phrase(f"{title} {key}", saved.get(key), live.get(key)) for key in keys]
 

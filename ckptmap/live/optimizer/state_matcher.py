@@ -291,7 +291,8 @@ class StateMatcher:
                 elif has_other_blocks(owner.part, target, name, lazy):
                     self._plan.other_blocks.append(f"{target.fqn}.{name}")
                 elif not family.mixed and (lazy.encoding != "dense" or lazy.dtype != dtype):
-                    self._plan.lossy.append(f"{target.fqn}.{name}: {lazy.dtype} becomes {dtype}")
+                    was = lazy.dtype if lazy.encoding == "dense" else lazy.encoding
+                    self._plan.lossy.append(f"{target.fqn}.{name}: {was} becomes {dtype}")
 
     def _unused(self, owner: ParamOwner, source: Source) -> list[str]:
         """Return the entries that the optimizer has no place for."""

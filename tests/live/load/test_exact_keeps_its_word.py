@@ -3,6 +3,7 @@ makes it refuse, and each field of a report is either such a list or known to be
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -16,10 +17,11 @@ import torch
 from torch import nn
 
 import ckptmap
-from ckptmap.errors import LoadError
+from ckptmap.errors import CkptmapError, LoadError
 from ckptmap.live.load.continuation import refuse_changes
 from ckptmap.live.model.load_report import NO_CHANGES, RESTORED, LoadReport, StateReport
 from ckptmap.live.optimizer.state_loader import StateLoader
+from ckptmap.live.save import collect, exchange
 from tests.support.paths import ROOT
 
 WHOLE = LoadReport(loaded=("weight",), state=StateReport(loaded=("weight.exp_avg",)))
@@ -229,3 +231,66 @@ def test_modules_in_evaluation_are_told_of(saved: Path) -> None:
     model.eval()
     report = ckptmap.load(saved, model, optimizer, exact=True)
     assert "0 of 2 modules were in evaluation mode when it was saved, 2 are now" in str(report)
+
+
+ODD: dict[str, Any] = {
+    "a text": "x", "a number": -1, "a list": [1, [2]], "a dict": {"a": {"b": []}}, "bytes": b"z", "nothing": None,
+}  # fmt: skip
+SETTINGS = [
+    ("compile",), ("gradients",), ("gradients", "mixed precision"), ("optimizer",), ("optimizer", "flags"),
+    ("optimizer", "several"), ("optimizer", "rounding"), ("layout",), ("placements",), ("plain_forms",),
+    ("buffers",), ("modules_in_evaluation",), ("base",), ("models",), ("world_size",),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_settings_that_a_file_has_in_another_form(
+    odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are what a file says: a load goes on or refuses, and never fails otherwise."""
+    put = exchange.put
+    for key in SETTINGS:
+
+        def damaged(held: Any, path: Any, value: Any, *, key: Any = key) -> None:
+            if path == ("extra", "ckptmap"):
+                inner = value = dict(value)
+                for part in key[:-1]:
+                    inner[part] = inner = dict(inner[part])
+                inner[key[-1]] = ODD[odd]
+            put(held, path, value)
+
+        monkeypatch.setattr(exchange, "put", damaged)
+        try:
+            ckptmap.save(tmp_path / "out", *made(), overwrite=True, background=False).wait()
+        except CkptmapError:
+            continue
+        for exact in (False, True):
+            with contextlib.suppress(CkptmapError):
+                ckptmap.load(tmp_path / "out", *made(), exact=exact)
+
+
+@pytest.mark.parametrize("odd", [odd for odd in ODD if odd != "a dict"])
+def test_values_that_a_file_has_in_another_form(
+    odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random streams, and keys of an optimizer that are no parameters: `exact` never takes them."""
+    put = collect.put
+
+    def with_key() -> tuple[nn.Module, Any]:
+        model, optimizer = made()
+        optimizer.state["rounds"] = {"done": 7}
+        return model, optimizer
+
+    for name in ("rng", "optimizer_keys"):
+
+        def damaged(
+            held: Any, path: Any, value: Any, private: Any = False, *, at: Any = name
+        ) -> None:
+            put(held, path, ODD[odd] if path == ("extra", at, "rank0") else value, private)
+
+        monkeypatch.setattr(collect, "put", damaged)
+        ckptmap.save(tmp_path / "out", *with_key(), overwrite=True, background=False).wait()
+        if odd == "nothing" and name == "optimizer_keys":
+            continue  # as of a run that had none
+        with pytest.raises(LoadError):
+            ckptmap.load(tmp_path / "out", *with_key(), exact=True)

@@ -232,6 +232,13 @@ def test_the_error_is_measured(folder: Path) -> None:
     assert "error" in str(entry) and "recoded" in str(report)
 
 
+def test_moments_in_codes_are_named_by_their_encoding(folder: Path) -> None:
+    """Their values are float32 in both cases."""
+    report = ckptmap.load(folder / "bnb8", *run("adamw", seed=1))
+    assert "0.weight.exp_avg: bnb8bit becomes bfloat16" in report.inexact
+    assert "2.weight.exp_avg: float32 becomes bfloat16" in report.inexact, "it is small"
+
+
 def test_fp32_moments_for_those_that_can_step_with_them(folder: Path) -> None:
     model, optimizer = run("ao8", seed=1)
     ckptmap.load(folder / "bnb32", model, optimizer, precision="fp32")
