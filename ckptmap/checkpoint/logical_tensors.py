@@ -122,9 +122,12 @@ class LogicalTensors(Mapping[str, Group]):
 
     def kinds(self, fqns: Iterable[str]) -> list[WeightKind]:
         """Return for each weight one object that all weights share that are known to be like it."""
+        return list(map(self._by_kind().__getitem__, fqns))
+
+    def _by_kind(self) -> Mapping[str, WeightKind]:
         if self._kinds is None:
             self._kinds = {**self._infos, **self._forms}
-        return list(map(self._kinds.__getitem__, fqns))
+        return self._kinds
 
     def infos(self) -> dict[str, TensorInfo]:
         """Return shape and dtype of every weight; no group is made for that."""
@@ -173,9 +176,10 @@ class LogicalTensors(Mapping[str, Group]):
 
     def encodings(self) -> tuple[str, ...]:
         """Return the names of their encodings, in order of first use."""
-        forms = self._forms
-        if not forms and self._dense:
+        if not self._forms and self._dense:
             return (DENSE.name,)  # without a loop over 100,000 tensors
-        held = distinct([forms.get(fqn) for fqn in self._infos]).values()
-        names = (DENSE.name if form is None else form.encoding.name for form in held)
+        kinds = distinct(self._by_kind().values()).values()
+        names = (
+            DENSE.name if isinstance(kind, TensorInfo) else kind.encoding.name for kind in kinds
+        )
         return tuple(dict.fromkeys(names))
