@@ -143,7 +143,7 @@ def _has_long_number(text: str) -> bool:
     closely. A search through all of the text takes twice as long as `json.loads`.
     """
     sample = text[::STEP]
-    if b"0" * MARKS not in sample.encode("ascii", "replace").translate(_AS_ZEROS):
+    if sample.isascii() and b"0" * MARKS not in sample.encode().translate(_AS_ZEROS):
         return False
     return any(
         _LONG_NUMBER.search(text, max(0, run.start() * STEP - STEP), run.end() * STEP)
