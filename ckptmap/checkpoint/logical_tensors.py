@@ -16,7 +16,7 @@ DENSE = Dense()
 T = TypeVar("T", bound="StoredTensor | WeightForm | LoneWeight")
 
 
-class Placed(NamedTuple, Generic[T]):
+class PlacedWeights(NamedTuple, Generic[T]):
     """Weights as columns: their places in stored order, FQNs, and what is known of each."""
 
     places: list[int]
@@ -28,10 +28,10 @@ class Placed(NamedTuple, Generic[T]):
         self.fqns.extend(fqns)
         self.held.extend(held)
 
-    def in_order(self) -> Placed[T]:
+    def in_order(self) -> PlacedWeights[T]:
         """Return the same by rising places."""
         order = sorted(range(len(self.places)), key=self.places.__getitem__)
-        return Placed(*(list(map(column.__getitem__, order)) for column in self))  # type: ignore[arg-type]
+        return PlacedWeights(*(list(map(column.__getitem__, order)) for column in self))  # type: ignore[arg-type]
 
 
 class LogicalTensors(Mapping[str, Group]):
@@ -71,11 +71,14 @@ class LogicalTensors(Mapping[str, Group]):
 
     @classmethod
     def in_order(
-        cls, formed: Placed[WeightForm | LoneWeight], dense: Placed[StoredTensor], shares: bool
+        cls,
+        formed: PlacedWeights[WeightForm | LoneWeight],
+        dense: PlacedWeights[StoredTensor],
+        shares: bool,
     ) -> LogicalTensors:
         """Return weights that were put together, and plain tensors, in stored order."""
         formed, dense = formed.in_order(), dense.in_order()
-        every = Placed[StoredTensor | WeightForm | LoneWeight](
+        every = PlacedWeights[StoredTensor | WeightForm | LoneWeight](
             [*formed.places, *dense.places],
             [*formed.fqns, *dense.fqns],
             [*formed.held, *dense.held],
