@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptmap import registry
-from ckptmap.checkpoint.logical_tensors import LogicalTensors, Placed
+from ckptmap.checkpoint.logical_tensors import LogicalTensors, PlacedWeights
 from ckptmap.core.columns import distinct
 from ckptmap.core.encoding_records import EncodingRecords
 from ckptmap.core.quantized_codes import Repairs
@@ -71,7 +71,7 @@ def group_parts(
     if len(stored) == len(leaves) and not records and _is_plain(distinct(infos).values()):
         return LogicalTensors(stored if columns is None else columns)
     places: Sequence[int] = range(len(stored))
-    formed = Placed[WeightForm | LoneWeight]([], [], [])
+    formed = PlacedWeights[WeightForm | LoneWeight]([], [], [])
     if len(stored) < len(leaves):
         places = _among_leaves(leaves, where, refused, formed)
     mine = EncodingRecords(records_below(records, root))
@@ -88,7 +88,7 @@ def group_parts(
             fqns = groups.fqns if len(at) == len(modules) else [groups.fqns[i] for i in at]
             formed.add(map(places.__getitem__, parts[0]), fqns, [form] * len(at))
     numbers = left.left()
-    dense = Placed(
+    dense = PlacedWeights(
         list(map(places.__getitem__, numbers)),
         list(map(left.table.keys.__getitem__, numbers)),
         list(map(left.table.tensors.__getitem__, numbers)),
@@ -100,7 +100,7 @@ def _among_leaves(
     leaves: Mapping[Path, Leaf],
     where: str,
     refused: list[RefusedLeaf],
-    formed: Placed[WeightForm | LoneWeight],
+    formed: PlacedWeights[WeightForm | LoneWeight],
 ) -> list[int]:
     """Return the place of each stored tensor among the leaves; add the weights of others to `formed`.
 
@@ -131,7 +131,9 @@ def records_below(
     records: Mapping[str, Mapping[str, object]], root: Path
 ) -> dict[str, Mapping[str, object]]:
     """Return the records of the tensors below `root`, by FQN counted from there."""
-    prefix = join(root) + "." if root else ""
+    if not root:
+        return dict(records)
+    prefix = join(root) + "."
     return {k.removeprefix(prefix): r for k, r in records.items() if k.startswith(prefix)}
 
 

@@ -16,7 +16,7 @@ DENSE = Dense()
 T = TypeVar("T", bound="StoredTensor | WeightForm | LoneWeight")
 
 
-class Placed(NamedTuple, Generic[T]):
+class PlacedWeights(NamedTuple, Generic[T]):
     """Weights as columns: their places in stored order, FQNs, and what is known of each."""
 
     places: list[int]
@@ -28,10 +28,10 @@ class Placed(NamedTuple, Generic[T]):
         self.fqns.extend(fqns)
         self.held.extend(held)
 
-    def in_order(self) -> Placed[T]:
+    def in_order(self) -> PlacedWeights[T]:
         """Return the same by rising places."""
         order = sorted(range(len(self.places)), key=self.places.__getitem__)
-        return Placed(*(list(map(column.__getitem__, order)) for column in self))  # type: ignore[arg-type]
+        return PlacedWeights(*(list(map(column.__getitem__, order)) for column in self))  # type: ignore[arg-type]
 
 
 class LogicalTensors(Mapping[str, Group]):
@@ -71,11 +71,14 @@ class LogicalTensors(Mapping[str, Group]):
 
     @classmethod
     def in_order(
-        cls, formed: Placed[WeightForm | LoneWeight], dense: Placed[StoredTensor], shares: bool
+        cls,
+        formed: PlacedWeights[WeightForm | LoneWeight],
+        dense: PlacedWeights[StoredTensor],
+        shares: bool,
     ) -> LogicalTensors:
         """Return weights that were put together, and plain tensors, in stored order."""
         formed, dense = formed.in_order(), dense.in_order()
-        every = Placed[StoredTensor | WeightForm | LoneWeight](
+        every = PlacedWeights[StoredTensor | WeightForm | LoneWeight](
             [*formed.places, *dense.places],
             [*formed.fqns, *dense.fqns],
             [*formed.held, *dense.held],
@@ -122,9 +125,12 @@ class LogicalTensors(Mapping[str, Group]):
 
     def kinds(self, fqns: Iterable[str]) -> list[WeightKind]:
         """Return for each weight one object that all weights share that are known to be like it."""
+        return list(map(self._by_kind().__getitem__, fqns))
+
+    def _by_kind(self) -> Mapping[str, WeightKind]:
         if self._kinds is None:
             self._kinds = {**self._infos, **self._forms}
-        return list(map(self._kinds.__getitem__, fqns))
+        return self._kinds
 
     def infos(self) -> dict[str, TensorInfo]:
         """Return shape and dtype of every weight; no group is made for that."""
@@ -173,9 +179,10 @@ class LogicalTensors(Mapping[str, Group]):
 
     def encodings(self) -> tuple[str, ...]:
         """Return the names of their encodings, in order of first use."""
-        forms = self._forms
-        if not forms and self._dense:
+        if not self._forms and self._dense:
             return (DENSE.name,)  # without a loop over 100,000 tensors
-        held = distinct([forms.get(fqn) for fqn in self._infos]).values()
-        names = (DENSE.name if form is None else form.encoding.name for form in held)
+        kinds = distinct(self._by_kind().values()).values()
+        names = (
+            DENSE.name if isinstance(kind, TensorInfo) else kind.encoding.name for kind in kinds
+        )
         return tuple(dict.fromkeys(names))

@@ -6,15 +6,22 @@ Some twenty schemes ask, and there may be 70,000 records of one scheme: they are
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TypeAlias
+
+from ckptmap.core.columns import firsts
 
 Record: TypeAlias = Mapping[str, object]
 
 
 class EncodingRecords(dict[str, Record]):
     """Records by FQN; not changed once a scheme was asked."""
+
+    @cached_property
+    def firsts(self) -> Sequence[tuple[str, Record]]:
+        """The different objects among the records, each with the first FQN that has it."""
+        return firsts(self)
 
     @cached_property
     def by_scheme(self) -> Mapping[object, Mapping[str, Record]]:
@@ -25,6 +32,11 @@ class EncodingRecords(dict[str, Record]):
             if isinstance(scheme, str):
                 found[scheme][fqn] = record
         return dict(found)
+
+
+def different(records: Mapping[str, Record]) -> Sequence[tuple[str, Record]]:
+    """Return the different objects among records, each with the first FQN that has it."""
+    return records.firsts if isinstance(records, EncodingRecords) else firsts(records)
 
 
 def records_of(records: Mapping[str, Record], schemes: Collection[str]) -> dict[str, Record]:

@@ -29,6 +29,7 @@ SHOWN = 20
 
 MARKS = 5
 STEP = MAX_DIGITS // MARKS
+_NO_MARKS = bytes(byte for byte in range(256) if byte not in b",[{")
 _AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _MARKS = re.compile(rf"\d{{{MARKS},}}")
 _LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
@@ -52,7 +53,7 @@ def parse_json(
     allow_nan   True: NaN and Infinity, which JSON has no form for, and numbers that float64 cannot
                 hold, are read as Python reads them. Configs of transformers hold them.
     """
-    return _parsed(_text(data, max_nbytes), allow_nan, _unique)
+    return _parsed(*_text(data, max_nbytes), allow_nan, _unique)
 
 
 def parse_object(
@@ -67,7 +68,7 @@ def parse_pairs(data: bytes | bytearray | str, *, max_nbytes: int = MAX_NBYTES) 
 
     Keys that stand there twice are kept, for a caller that names them itself. Raises JsonError.
     """
-    return _parsed(_text(data, max_nbytes), False, tuple)
+    return _parsed(*_text(data, max_nbytes), False, tuple)
 
 
 def parse_strings(text: str, at: int) -> tuple[tuple[tuple[str, str], ...], int]:
@@ -91,7 +92,8 @@ def as_object(value: object) -> dict[str, object]:
     return value
 
 
-def _text(data: bytes | bytearray | str, max_nbytes: int) -> str:
+def _text(data: bytes | bytearray | str, max_nbytes: int) -> tuple[str, int]:
+    """Return the text, and how many brackets open in it; those in strings count, too."""
     if len(data) > max_nbytes:
         raise JsonError(f"expected at most {max_nbytes} bytes, got {len(data)} or more")
     if isinstance(data, str):
@@ -104,14 +106,16 @@ def _text(data: bytes | bytearray | str, max_nbytes: int) -> str:
             raise JsonError(f"byte {error.start}: expected UTF-8, got {got!r}") from error
     if text.startswith("\ufeff"):
         raise JsonError("byte 0: expected JSON, got a byte order mark (save the text without one)")
-    if len(text) > MAX_VALUES:  # a shorter one cannot have so many
-        values = text.count(",") + text.count("[") + text.count("{")
-        if values > MAX_VALUES:
-            raise JsonError(f"expected at most {MAX_VALUES} JSON values, got {values}")
-    return text
+    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    marks = raw.translate(None, _NO_MARKS)  # once through the text, not once for each mark
+    if len(marks) > MAX_VALUES:
+        raise JsonError(f"expected at most {MAX_VALUES} JSON values, got {len(marks)}")
+    return text, len(marks) - marks.count(b",")
 
 
-def _parsed(text: str, allow_nan: bool, pairs: Callable[[list[tuple[str, Any]]], object]) -> Any:
+def _parsed(
+    text: str, brackets: int, allow_nan: bool, pairs: Callable[[list[tuple[str, Any]]], object]
+) -> Any:
     # `int` itself is much faster, and right where no run of digits is long.
     integer = _integer if _has_long_number(text) else int
     real, constant = (float, float) if allow_nan else (_finite, _constant)
@@ -127,8 +131,7 @@ def _parsed(text: str, allow_nan: bool, pairs: Callable[[list[tuple[str, Any]]],
         raise JsonError(_what(error, text)) from error
     except RecursionError as error:
         raise _too_deep(_depth(text)) from error
-    depth = _depth(text)
-    if depth > MAX_DEPTH:
+    if brackets > MAX_DEPTH and (depth := _depth(text)) > MAX_DEPTH:
         raise _too_deep(depth)
     return value
 
@@ -140,7 +143,7 @@ def _has_long_number(text: str) -> bool:
     closely. A search through all of the text takes twice as long as `json.loads`.
     """
     sample = text[::STEP]
-    if b"0" * MARKS not in sample.encode("ascii", "replace").translate(_AS_ZEROS):
+    if sample.isascii() and b"0" * MARKS not in sample.encode().translate(_AS_ZEROS):
         return False
     return any(
         _LONG_NUMBER.search(text, max(0, run.start() * STEP - STEP), run.end() * STEP)
@@ -158,8 +161,6 @@ def _what(error: json.JSONDecodeError, text: str) -> str:
 
 def _depth(text: str) -> int:
     """Return how many levels of arrays and objects the text has."""
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
-        return 0  # it cannot have more levels than brackets
     brackets = _BRACKETS.sub("", _STRING.sub("", text))
     return max(accumulate(map(_STEPS.__getitem__, brackets)), default=0)
 

@@ -9,15 +9,17 @@ a mask once: a name has the same numbers at the same places.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 _MASK = str.maketrans("23456789", "1" * 8)
+_BYTES = bytes.maketrans(b"23456789", b"1" * 8)
 _DIGIT = re.compile("[01]")
 
 
 def digit_masks(names: Collection[str]) -> list[str]:
     """Return each name with 1 in place of each digit but 0."""
-    masks = "\n".join(names).translate(_MASK).split("\n")
+    text = "\n".join(names).encode("utf-8", "surrogatepass")
+    masks = text.translate(_BYTES).decode("utf-8", "surrogatepass").split("\n")
     if len(masks) != len(names):  # a name has a line feed in it, or there is none
         return [name.translate(_MASK) for name in names]
     return masks
@@ -28,12 +30,15 @@ def has_digits(pattern: str) -> bool:
     return _DIGIT.search(pattern) is not None
 
 
-def without_numbers(names: Collection[str], replaced: Callable[[str], str]) -> list[str]:
+def without_numbers(
+    names: Collection[str], replaced: Callable[[str], str], masks: Sequence[str] | None = None
+) -> list[str]:
     """Return `replaced(name)` for each name.
 
     replaced  puts a sign in the place of numbers, and looks at digits only for being one, or being 0
+    masks     those of the names, if the caller has them
     """
-    masks = digit_masks(names)
+    masks = digit_masks(names) if masks is None else masks
     made = {mask: replaced(mask) for mask in {*masks}}
     mixed = {mask for mask, text in made.items() if has_digits(text)}  # w1 and w2 have one mask
     if not mixed:

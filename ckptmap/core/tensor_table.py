@@ -6,6 +6,7 @@ model.layers.{0..31}.self_attn.q_proj.weight  32x [4096, 4096] bfloat16 -> nf4
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -50,16 +51,19 @@ class KeyPattern:
         return NUMBER.sub(lambda match: _span(next(spans), match.group()), self.first)
 
 
-def fold(names: Sequence[str], looks: Sequence[TensorSummary]) -> list[KeyPattern]:
-    """Return the patterns of the names, in order of first appearance."""
+def fold(
+    names: Sequence[str], looks: Sequence[TensorSummary], masks: Sequence[str] | None = None
+) -> list[KeyPattern]:
+    """Return the patterns of the names, in order of first appearance.
+
+    masks  the digit masks of the names, if the caller has them
+    """
     number_of: dict[tuple[object, ...], int] = {}
     kinds = each(looks, lambda look: number_of.setdefault(look[:4], len(number_of)))
-    by_mask: dict[tuple[str, int], list[int]] = {}
-    for index, key in enumerate(zip(digit_masks(names), kinds, strict=True)):
-        if key in by_mask:
-            by_mask[key].append(index)
-        else:
-            by_mask[key] = [index]
+    by_mask = defaultdict[tuple[str, int], list[int]](list)
+    masks = digit_masks(names) if masks is None else masks
+    for index, key in enumerate(zip(masks, kinds, strict=True)):
+        by_mask[key].append(index)
     found: dict[tuple[str, int], list[tuple[str, Sequence[int]]]] = {}
     for (mask, kind), at in by_mask.items():
         for pattern, some in _by_pattern(mask, names, at).items():
@@ -157,8 +161,10 @@ def _without_tail(key: str, name: str) -> tuple[str, str]:
     return ".".join([*old, "{name}"]), ".".join([*new, "{name}"])
 
 
-def table(names: Sequence[str], looks: Sequence[TensorSummary]) -> list[str]:
-    """Return aligned lines: name, count, shape, kind, fidelity, size; see `fitted`."""
+def table(
+    names: Sequence[str], looks: Sequence[TensorSummary], masks: Sequence[str] | None = None
+) -> list[str]:
+    """Return aligned lines: name, count, shape, kind, fidelity, size; see `fitted`. `masks` as those of `fold`."""
     cells = [
         (
             f"{g.look.role}: {g.pattern}" if g.look.role != "model" else g.pattern,
@@ -168,7 +174,7 @@ def table(names: Sequence[str], looks: Sequence[TensorSummary]) -> list[str]:
             g.look.fidelity,
             human(g.nbytes),
         )
-        for g in fold(names, looks)
+        for g in fold(names, looks, masks)
     ]
     if not cells:
         return []

@@ -39,9 +39,12 @@ def tail(shape: str) -> tuple[str, int] | None:
     return None if match is None else (shape[: match.start()] + HOLE, int(match[0]))
 
 
-def skeletons(keys: Collection[str]) -> list[str]:
-    """Return the skeleton of each key; one search for all keys that differ in digits alone."""
-    return without_numbers(keys, lambda key: skeleton(key)[0])
+def skeletons(keys: Collection[str], masks: Sequence[str] | None = None) -> list[str]:
+    """Return the skeleton of each key; one search for all keys that differ in digits alone.
+
+    masks  the digit masks of the keys, if the caller has them
+    """
+    return without_numbers(keys, lambda key: skeleton(key)[0], masks)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.columns import distinct, distinct_at, each
 from ckptmap.core.formatting import counted, human
 from ckptmap.core.name_globs import matches, suggestion
+from ckptmap.core.name_shapes import digit_masks
 from ckptmap.core.printable import as_lines
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import KeyPattern, TensorSummary, fold, table
@@ -55,7 +56,8 @@ class InspectReport:
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
         self.states = [lazy for states in named.values() for lazy in states.values()]
         self.other = list(ckpt.other.values())
-        shapes = skeletons(names)
+        self._masks = digit_masks(names)
+        shapes = skeletons(names, self._masks)
         self.schemes = self._schemes(names, shapes)
         self.notes += self._prefix_notes(names, shapes)
 
@@ -171,7 +173,9 @@ class InspectReport:
     def _table(self) -> list[str]:
         """Return the lines of the table. Optimizer state, which repeats every weight two or three
         times, is listed only where `keys` is given."""
-        return table(*self._rows(with_states=self.keys != "*"))
+        names, looks = self._rows(with_states=self.keys != "*")
+        only_weights = self.keys == "*" and len(names) == len(self._masks)
+        return table(names, looks, self._masks if only_weights else None)
 
     def patterns(self) -> list[KeyPattern]:
         """Return the rows of the table, optimizer state among them."""

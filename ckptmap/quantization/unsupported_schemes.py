@@ -178,7 +178,10 @@ def int8_without_scales(infos: Mapping[str, TensorInfo]) -> list[str]:
 
 def missing_scales_note(infos: Mapping[str, TensorInfo]) -> list[str]:
     """Return the notes about codes without scales, empty weights and foreign schemes."""
-    notes = []
+    notes: list[str] = []
+    few = distinct(infos.values()).values()
+    if not any(0 in info.shape or info.shape[1:] == (1,) or info.dtype in CODES for info in few):
+        return notes  # the usual case
     empty = sum(each(infos.values(), lambda info: 0 in info.shape))
     if empty * 2 > len(infos):
         notes.append(
@@ -198,8 +201,8 @@ def missing_scales_note(infos: Mapping[str, TensorInfo]) -> list[str]:
 
 def foreign_notes(infos: Mapping[str, TensorInfo]) -> list[str]:
     """Return a note for each foreign scheme with the names of its parts, as `inspect` prints them."""
-    if CODES.isdisjoint({info.dtype for info in infos.values()}):
-        return []  # the usual case
+    if CODES.isdisjoint(info.dtype for info in distinct(infos.values()).values()):
+        return []
     schemes: dict[str, list[str]] = {}
     for key, name in foreign_tensors(infos).items():
         if name not in (WITHOUT_SCALES, INT8_WITHOUT_SCALES):

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from ckptmap.core.columns import each
 from ckptmap.core.json_text import parse_json
 from ckptmap.formats.huggingface.loaded_names import loaded_as
 
@@ -106,11 +107,12 @@ def by_stored_name(
     takes once loaded.
     """
     stored = set(keys)
-    lost = {
-        fqn
-        for fqn, record in records.items()
-        if record.get("scheme") == SCHEME and not _is_stored(fqn, record, stored)
-    }
+    mine = {fqn: record for fqn, record in records.items() if record.get("scheme") == SCHEME}
+    first_of = dict(zip(mine, each(mine.values(), _first_part), strict=True))
+    first_keys = [part_key(fqn, part) for fqn, part in first_of.items()]
+    there = list(map(stored.__contains__, first_keys))
+    missing = [fqn for fqn, is_there in zip(mine, there, strict=True) if not is_there]
+    lost = {fqn for fqn in missing if not any(key in stored for key in parts_of(fqn, mine[fqn]))}
     if not lost:
         return dict(records)
     others = loaded_as(keys)
@@ -125,12 +127,10 @@ def by_stored_name(
     return renamed
 
 
-def _is_stored(fqn: str, record: Mapping[str, object], stored: Collection[str]) -> bool:
-    """Return whether a part of the tensor is stored under its name; the first one mostly is."""
+def _first_part(record: Mapping[str, object]) -> str:
+    """Return the name of the first part of a tensor, by which it is mostly found; "" where none is named."""
     names = record.get("names")
-    if isinstance(names, list) and names and part_key(fqn, str(names[0])) in stored:
-        return True
-    return any(key in stored for key in parts_of(fqn, record))
+    return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def _json(text: str) -> object:

@@ -35,8 +35,6 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckptmap.storage.pinned_memory import copies_pinned, host_memory
-
 if TYPE_CHECKING:
     import torch
 
@@ -93,6 +91,9 @@ def sent_behind(values: torch.Tensor, device: torch.device | str) -> torch.Tenso
     it. A device that copies no pinned memory gets it as `sent` sends it.
     """
     import torch
+
+    # Here: recognizing tensors needs no pinned memory, nor the threads that its module imports.
+    from ckptmap.storage.pinned_memory import copies_pinned, host_memory
 
     at = torch.device(device)
     if not copies_pinned(at):

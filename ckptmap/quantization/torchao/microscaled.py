@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from ckptmap.core.columns import each, firsts
+from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import different, records_of
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.formats.safetensors.torchao_metadata import part_key
@@ -59,14 +60,14 @@ class _Scheme(LinearLayerScheme):
         """Return the groups of torchao's metadata and of records. Raises SourceError CKM115."""
         flat = {
             id(record)
-            for fqn, record in firsts(records)
+            for fqn, record in different(records)
             if is_flattened(record) and self._is_mine(described(fqn, record))
         }
-        mine = {
-            fqn: record
-            for fqn, record in records.items()
-            if id(record) in flat or record.get("scheme") == self.name
-        }
+        mine = records_of(records, (self.name,))
+        if flat:
+            mine = {
+                fqn: record for fqn, record in records.items() if id(record) in flat or fqn in mine
+            }
         return WeightForms(stored).groups(
             mine, lambda fqn, near: self._flat(fqn, mine[fqn], near), each(mine.values(), repr)
         )

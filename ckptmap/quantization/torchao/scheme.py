@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ckptmap.core.columns import each, firsts
+from ckptmap.core.columns import each
+from ckptmap.core.encoding_records import different, records_of
 from ckptmap.core.json_text import parse_json
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.weight_columns import Found, Groups
@@ -99,13 +100,14 @@ class TorchaoScheme(LinearLayerScheme):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups of records and of torchao's metadata. Raises SourceError CKM115."""
-        flat = {id(r) for fqn, r in firsts(records) if flat_of(fqn, r, self.kinds) is not None}
-        mine = {
-            fqn: record
-            for fqn, record in records.items()
-            if (id(record) in flat and not self.leaves(fqn, stored))
-            or record.get("scheme") == self.name
-        }
+        flat = {id(r) for fqn, r in different(records) if flat_of(fqn, r, self.kinds) is not None}
+        mine = records_of(records, (self.name,))
+        if flat:
+            mine = {
+                fqn: record
+                for fqn, record in records.items()
+                if (id(record) in flat and not self.leaves(fqn, stored)) or fqn in mine
+            }
 
         def made(fqn: str, near: Mapping[str, StoredTensor]) -> Found:
             entry = flat_of(fqn, mine[fqn], self.kinds)
