@@ -29,7 +29,8 @@ help:  ## What there is to make
 demo: $(STAMP)  ## A Llama under FSDP1 on 4 ranks becomes NF4 under FSDP2 on 2
 	@$(BIN)/python examples/demo.py
 
-test: lint docs  ## Lint, types, the documentation, and every test
+test: $(STAMP)  ## Lint, types, the documentation, and every test
+	@$(MAKE) --no-print-directory --jobs=2 lint docs
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(STAMP)  ## The quick tests, which start no ranks: about 2 minutes on 2 cores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,10 +16,13 @@ from tests.support.paths import ROOT
 
 @pytest.mark.ranks
 def test_demo(tmp_path: Path) -> None:
-    """In a copy, so that it writes its folder there; the demo itself fails on any difference."""
+    """In a copy, so that it writes its folder there; the demo itself fails on any difference. Its ranks
+    share an import of torch."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    torchrun = [sys.executable, str(ROOT / "tests" / "support" / "torchrun.py")]
+    program = "import sys, demo; demo.PROGRAMS['torchrun'] = sys.argv[1:]; sys.exit(demo.main())"
     done = subprocess.run(
-        [sys.executable, tmp_path / "examples" / "demo.py"],
+        [sys.executable, "-c", program, *torchrun], env=os.environ | {"PYTHONPATH": "examples"},
         cwd=tmp_path, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -68,14 +68,7 @@ def main() -> None:
     requests, answers = os.dup(0), os.dup(1)
     for fd in (0, 1):
         os.dup2(os.open(os.devnull, os.O_RDWR), fd)
-    for name in PRELOADED:
-        importlib.import_module(name)
-    for name in OURS:
-        package = importlib.import_module(name)
-        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
-            importlib.import_module(module.name)
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be lost in a fork"
-    gc.freeze()  # what is shared stays shared
+    preload()
     answer(answers, "started", -1, os.getpid())
     live: dict[int, int] = {}
     unread = b""
@@ -94,6 +87,18 @@ def main() -> None:
         reap(live, answers)
     for pid in live:
         os.killpg(pid, signal.SIGKILL)
+
+
+def preload() -> None:
+    """Import what ranks share, before the first of them is forked."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    for name in OURS:
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            importlib.import_module(module.name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be lost in a fork"
+    gc.freeze()  # what is shared stays shared
 
 
 def answer(fd: int, *words: Any) -> None:

@@ -215,7 +215,8 @@ def _read_by_imports(*environments: Mapping[str, str]) -> set[str]:
     """Return the variables that a library may read while it is imported, and never again."""
     prefixes = ("HF_", "HUGGINGFACE_", "LD_", "OMP_", "TORCH", "TRANSFORMERS_")
     names = {name for env in environments for name in env if name.startswith(prefixes)}
-    return names - {"TORCHELASTIC_USE_AGENT_STORE"}
+    # inductor sets the folder of its cache itself, when it is first used: in this process, too.
+    return names - {"TORCHELASTIC_USE_AGENT_STORE", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 class _Server:

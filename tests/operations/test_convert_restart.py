@@ -21,6 +21,7 @@ import ckptmap
 from ckptmap.errors import CkptmapError, DestinationError
 from ckptmap.operations import overwrite as check_overwrite
 from tests.support.files import leftovers, tree
+from tests.support.forked import Process, forked, run_forked
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(source: Path, dst: Path, to: str, *more: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "ckptmap",
-        "convert",
-        str(source),
-        str(dst),
-        "--to",
-        to,
-        "--quiet",
-        *more,
-    ]
+    return ["ckptmap", "convert", str(source), str(dst), "--to", to, "--quiet", *more]
 
 
 def journaled(folder: Path) -> int:
@@ -55,7 +45,7 @@ def journaled(folder: Path) -> int:
         return 0
 
 
-def killed_after(units: int, process: subprocess.Popen[bytes], folder: Path) -> bool:
+def killed_after(units: int, process: Process, folder: Path) -> bool:
     """SIGKILL once `units` more are journaled; False where the run was done before."""
     wanted = journaled(folder) + units
     while journaled(folder) < wanted and process.poll() is None:
@@ -75,12 +65,12 @@ def test_killed_at_any_point_and_continued(to: str, source: Path, tmp_path: Path
     for units in (0, 1, 2, 4, 1, 3):
         line = [*command(source, work / "out", to, *options), "--threads", "1"]
         line += ["--no-sync"] * (units % 2)  # either continues what the other began
-        process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        kills += killed_after(units, process, work)
+        with forked(*line) as process:
+            kills += killed_after(units, process, work)
         if (work / "out").exists():
             assert tree(work / "out") == expected
     assert kills >= 3
-    done = subprocess.run(line, check=True, timeout=120, capture_output=True)
+    done = run_forked(*line, check=True)
     assert done.stdout
     assert tree(work / "out") == expected
     assert leftovers(work) == []
@@ -91,25 +81,22 @@ def test_old_destination_stays_until_the_new_one_is_whole(source: Path, tmp_path
     ckptmap.convert(source, dst, to="hf", include=("l.0.*",))
     old = tree(dst)
     fresh = tmp_path / "fresh"
-    subprocess.run(command(source, fresh, "hf-bf16"), check=True, timeout=120)
+    run_forked(*command(source, fresh, "hf-bf16"), check=True)
     new = tree(fresh)
     rng = random.Random(5)
     for _ in range(6):
-        process = subprocess.Popen(
-            command(source, dst, "hf-bf16", "--overwrite"), stderr=subprocess.DEVNULL
-        )
-        killed_after(rng.randrange(8), process, tmp_path)
+        with forked(*command(source, dst, "hf-bf16", "--overwrite")) as process:
+            killed_after(rng.randrange(8), process, tmp_path)
         assert tree(dst) in (old, new)
-    subprocess.run(command(source, dst, "hf-bf16", "--overwrite"), check=True, timeout=120)
+    run_forked(*command(source, dst, "hf-bf16", "--overwrite"), check=True)
     assert tree(dst) == new
     assert leftovers(tmp_path) == []
 
 
 def test_interrupt_says_how_to_continue(source: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
-    process = subprocess.Popen(
-        command(source, dst, "full-nf4", "--threads", "1"), stderr=subprocess.PIPE, text=True
-    )
+    line = [sys.executable, "-m", *command(source, dst, "full-nf4", "--threads", "1")]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not any(tmp_path.glob(".out.ckptmap-*/journal.jsonl")) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -119,7 +106,7 @@ def test_interrupt_says_how_to_continue(source: Path, tmp_path: Path) -> None:
     assert "same command" in stderr
     assert "Traceback" not in stderr
     assert not dst.exists()
-    subprocess.run(command(source, dst, "full-nf4"), check=True, timeout=120)
+    run_forked(*command(source, dst, "full-nf4"), check=True)
     assert ckptmap.verify(dst, against=source).ok
 
 

@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ckptmap.storage import publish_by_marker
 from ckptmap.storage.own_files import MANIFEST, PENDING
 from ckptmap.storage.publish import WorkDirectory
 from tests.support.files import leftovers, tree
+from tests.support.forked import run_code
 
 A = "a" * 16
 NOTE = "its files were moved one by one, ckptmap.manifest.json last"
@@ -141,11 +141,10 @@ def test_killed_after_any_step_it_is_no_checkpoint_and_the_next_run_finishes(
     dst, kills = tmp_path / "out", 0
     for step in range(20):
         ckptmap.convert(other, dst, to="hf", overwrite=True)
-        run = [sys.executable, "-c", code]
-        done = subprocess.run([*run, str(step)], check=False)
-        if done.returncode == 0:
+        ended = run_code(code, step)
+        if ended == 0:
             break
-        assert done.returncode == 9
+        assert ended == 9
         kills += 1
         with pytest.raises(
             SourceError, match="is not complete: ckptmap publishes it now"
@@ -153,8 +152,7 @@ def test_killed_after_any_step_it_is_no_checkpoint_and_the_next_run_finishes(
             ckptmap.open(dst)
         assert caught.value.code == "CKM111"
         assert not ckptmap.verify(dst).ok
-        done = subprocess.run([*run, "99"], check=False)
-        assert done.returncode == 0
+        assert run_code(code, 99) == 0
         assert ckptmap.verify(dst, against=source).ok and leftovers(tmp_path) == []
         assert sorted(os.listdir(dst)) == [".metadata", "__0_0.distcp", MANIFEST]
     assert kills >= 6
@@ -232,7 +230,7 @@ def test_another_run_takes_it_back_first(source: Path, tmp_path: Path) -> None:
         f"ckptmap.convert({str(source)!r}, {str(dst)!r}, to='hf')"
     )
     for to in ("hf", "fsdp2"):
-        assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == 9
+        assert run_code(killed) == 9
         report = ckptmap.convert(source, dst, to=to)
         assert any("it was taken back first" in note for note in report.notes)
         assert (report.continued_nbytes > 0) == (to == "hf")
@@ -400,14 +398,12 @@ def test_a_file_system_that_replaces_full_directories_loses_nothing_by_the_probe
     dst = tmp_path / "out"
     old, new = (made(tmp_path / f"{name}.safetensors", len(name)) for name in ("a", "bc"))
     ckptmap.convert(old, dst, to="hf")
-    run = [sys.executable, "-c", REPLACING, str(new), str(dst), str(after)]
-    done = subprocess.run(run, check=False)
-    assert done.returncode == (9 if after <= 2 else 0)
+    assert run_code(REPLACING, new, dst, after) == (9 if after <= 2 else 0)
     if after <= 2:
         with pytest.raises(DestinationError, match="out: exists"):
             ckptmap.convert(new, dst, to="hf")
         assert ckptmap.verify(dst, against=old).ok
-        assert subprocess.run([*run[:-1], "99"], check=False).returncode == 0
+        assert run_code(REPLACING, new, dst, 99) == 0
     assert ckptmap.verify(dst, against=new).ok
     assert leftovers(tmp_path) == []
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 from torch import nn
@@ -13,6 +10,7 @@ from torch import nn
 import ckptmap
 from ckptmap.storage.locks import Lock
 from ckptmap.storage.recover import lock_path
+from tests.support.forked import run_code
 
 KILLED = """
 import os, signal, sys
@@ -26,9 +24,7 @@ CONVERTED = KILLED + "ckptmap.convert(sys.argv[2], sys.argv[1], to='hf')"
 
 
 def killed(code: str, *paths: Path) -> None:
-    arguments = [sys.executable, "-c", code, *map(str, paths)]
-    done = subprocess.run(arguments, env=os.environ, timeout=120)
-    assert done.returncode == -signal.SIGKILL
+    assert run_code(code, *paths) == -signal.SIGKILL
 
 
 def hidden(folder: Path) -> list[str]:
