@@ -206,7 +206,7 @@ TABLE: Mapping[str, CliOption] = {
         "PATH",
     ),
     "max_shard_size": CliOption(
-        "Size of the largest file where DST is split into several; default: 5GB.",
+        "Size of the largest file where DST is split into several; default: 5GB, and one file for GGUF.",
         "SIZE",
         field="max_shard_nbytes",
         names=("--max-shard-size", "--max-shard-nbytes"),

@@ -45,18 +45,22 @@ def forms() -> str:
 
     parts = [
         "# Forms of quantized weights\n",
-        "Every form below is read: it is decoded, or moved as it is. `ckptmap merge` merges a LoRA adapter into it, and"
-        " writes bfloat16, or any form that is written, with `--force`. *Loaded* says what `ckptmap.load` puts into a"
-        " live model of its library, or into any other: codes, or their values. *Codes kept* names the forms that take"
-        " the codes unchanged where blocks are of equal size.\n",
+        "*Read* says whether the values are decoded; where no encoding is asked for, the bytes move as they are. *Written* says"
+        " what follows the setup in `--to`, or that `--as` alone writes the form, into a release like the one that it names."
+        " *Merged* says what `ckptmap merge` makes of a LoRA adapter over the form: values, in bfloat16 or any form that is"
+        " written, and with `--force` the form itself. *Loaded* says what `ckptmap.load` puts into frozen layers of a live"
+        " model: codes, or their values; other layers take values. *Codes kept* names the forms that take the codes unchanged"
+        " where blocks are of equal size. The table is made from the registry, and a test tries each cell.\n",
         "| form | read | written | merged | loaded | codes kept |",
         "|---|---|---|---|---|---|",
     ]
     for form in encoding_forms():
+        read = "values" if form.is_decoded else "bytes"
+        written = f"`-{form.suffix}`" if form.suffix else "`--as`" if form.is_encoded else "no"
+        merged = ("values, itself" if form.is_encoded else "values") if form.is_decoded else "no"
+        loaded = "codes" if form.is_live else read
         kept = " ".join(f"`-{suffix}`" for suffix in form.kept_in) or "none"
-        loaded = "codes" if form.is_live else "values"
-        written = f"`-{form.suffix}`" if form.suffix else "no"
-        parts.append(f"| {form.name} | yes | {written} | yes | {loaded} | {kept} |")
+        parts.append(f"| {form.name} | {read} | {written} | {merged} | {loaded} | {kept} |")
     parts.append(
         "\nGPTQ codes of 4 and 8 bits are kept where groups are of neighbouring columns. Those of 2 and 3 bits, and those in"
         " act-order (`g_idx`, `desc_act`), are kept in `--as` of their own release and where no form is named. Another form"

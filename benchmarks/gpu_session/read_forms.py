@@ -29,16 +29,16 @@ def more_forms() -> Iterator[tuple[str, Any, Any]]:
 
     matrix, stack = TensorInfo(SIDES, "bfloat16"), TensorInfo((2, *SIDES), "bfloat16")
     for scheme in registry.schemes():
-        if isinstance(scheme, HasExample):
+        if scheme.name == "gguf":
+            for encoding in _blocks():
+                yield scheme.name, encoding, TensorInfo(SIDES, "float32")
+        elif isinstance(scheme, HasExample):
             for encoding in _variants(scheme.example(matrix)):
                 yield scheme.name, encoding, matrix
         elif scheme.suffix and scheme.target(NAME, matrix) is None:
             encoding = scheme.target(EXPERTS, stack)
             if encoding is not None:
                 yield scheme.name, encoding, stack
-        elif scheme.name == "gguf":
-            for encoding in _blocks():
-                yield scheme.name, encoding, TensorInfo(SIDES, "float32")
 
 
 def _variants(encoding: Any) -> Iterator[Any]:

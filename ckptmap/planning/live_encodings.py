@@ -8,13 +8,13 @@ one can.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ckptmap import registry
 from ckptmap.errors import PlanError
-from ckptmap.protocols import Setup
+from ckptmap.protocols import Scheme, Setup
 from ckptmap.protocols.offers import offers
 
 
@@ -24,6 +24,13 @@ class HeldLive(Protocol):
 
     name: str
     live: str
+
+
+@runtime_checkable
+class ReadsMore(Protocol):
+    """A scheme that reads encodings of several names: blocks of every type of ggml, codes of 2 and of 4 bits."""
+
+    more_names: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -127,11 +134,22 @@ TABLE: dict[tuple[str, str], LiveSupport] = {
 }
 
 
+def scheme_of(encoding: str) -> Scheme | None:
+    """Return the scheme that reads an encoding of this name; None: no scheme of its own does."""
+    schemes = registry.schemes()
+    named = [one for one in schemes if one.name == encoding]
+    return next(iter(named or [one for one in schemes if encoding in _more_names(one)]), None)
+
+
+def _more_names(scheme: Scheme) -> Collection[str]:
+    return scheme.more_names if offers(scheme, ReadsMore) else ()
+
+
 def _support(setup: Setup, encoding: str) -> LiveSupport | None:
     """Return the table's row for the pair; None: it has none, or the encoding is dense."""
     if encoding == "dense":  # isinstance with a protocol costs as much as planning a tensor
         return None
-    scheme = next((one for one in registry.schemes() if one.name == encoding), None)
+    scheme = scheme_of(encoding)
     if scheme is None or not offers(scheme, HeldLive):
         return None
     refusal = None if setup.demands is None else setup.demands.refusal(encoding, "float32")

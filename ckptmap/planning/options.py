@@ -23,7 +23,6 @@ from ckptmap.protocols.progress import Progress
 from ckptmap.storage.hub.resolve import local
 from ckptmap.storage.hub.uri import is_hub
 
-MAX_SHARD_NBYTES = 5_000_000_000
 MAX_MEMORY = 64 << 20
 """Bytes of all buffers of a process, those of its threads included."""
 DEVICE_MEMORY = 256 << 20
@@ -110,8 +109,8 @@ class Options:
     that; given as True, all weights."""
     base: str | None = None
     """The checkpoint with the scales of payloads that the source holds alone."""
-    max_shard_nbytes: int = MAX_SHARD_NBYTES
-    """Bytes of the largest file of a sharded output."""
+    max_shard_nbytes: int | None = None
+    """Bytes of the largest file of a sharded output; None: 5 GB, and one GGUF file, whatever its size."""
     config_from: str | None = None
     """A directory or config.json whose files are carried to the output."""
     as_: str | None = None
@@ -128,8 +127,9 @@ class Options:
             self._store("wrap", tuple(name for text in given for name in text.split(",")))
         if self.world_size is not None:  # its range is the setup's to check
             argument_checks.integer("world_size", self.world_size, -(1 << 63))
-        size = argument_checks.nbytes("max_shard_nbytes", self.max_shard_nbytes)
-        self._store("max_shard_nbytes", size)
+        if self.max_shard_nbytes is not None:
+            size = argument_checks.nbytes("max_shard_nbytes", self.max_shard_nbytes)
+            self._store("max_shard_nbytes", size)
         renaming = self.renaming
         self._store("rename", renaming.rename)
         self._store("strip_prefix", renaming.strip_prefix or None)
@@ -246,8 +246,8 @@ class MergeOptionKeywords(TypedDict, total=False):
     wrap: Patterns | None
     root: str | None
     config_from: Path | None
-    max_shard_nbytes: Size
-    max_shard_size: Size
+    max_shard_nbytes: Size | None
+    max_shard_size: Size | None
     like: Path | None
     exact_scales: bool | Patterns
     strip_prefix: str | None

@@ -1,16 +1,17 @@
-"""Layers of SigLIP with packed codes: transformers fails when it loads them.
+"""Layers with packed codes that transformers fails to load, because it fills their `weight` first.
 
-The initialization of its towers fills `q_proj.weight`, `fc1.weight` and their siblings, and runs although the
-file holds the layer, for a layer whose codes are packed has no parameter `weight`. Source: transformers 5.23,
-models/siglip/modeling_siglip.py (`_init_weights`). Gemma 3, PaliGemma and ColPali hold such a tower.
+The initialization of some models reads `q_proj.weight`, `fc1.weight` and their siblings by name, and runs although
+the file holds the layer; a layer whose codes are packed has no parameter `weight`. `filled_layers` lists the models.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from shlex import quote
 
 from ckptmap.errors import PlanError
+from ckptmap.planning.filled_layers import filled_names
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.tensors import TensorInfo
 
@@ -18,8 +19,13 @@ SIGLIP = frozenset({
     "siglip", "siglip_text_model", "siglip_vision_model",
     "siglip2", "siglip2_text_model", "siglip2_vision_model",
 })  # fmt: skip
-"""Their `model_type` in config.json, at its root or within."""
-_LAYER = re.compile(r"(?P<stem>.+?)\.(?:self_attn\.(?:q|k|v|out)_proj|mlp\.fc[12])\.weight")
+"""Their `model_type` in config.json, at its root or within: towers of other models, mostly."""
+_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj"})
+_OUT = ("out_proj", "o_proj")
+"""What the last projection of an attention is called; a language model and a tower beside it differ in that."""
+_MLP = frozenset({"fc1", "fc2"})
+LISTED = 5
+"""Names that a hint lists."""
 
 Encodings = Mapping[str, tuple[Encoding, TensorInfo]]
 
@@ -27,33 +33,67 @@ Encodings = Mapping[str, tuple[Encoding, TensorInfo]]
 def require_initializable(
     encodings: Encodings, settings: object, model_types: Collection[str]
 ) -> None:
-    """Raise PlanError CKM203 where a layer of SigLIP would hold no parameter `weight`.
+    """Raise PlanError CKM203 where a layer that transformers fills would hold no parameter `weight`.
 
     `settings` is the output's `quantization_config`: other libraries keep codes in `weight` once loaded.
     """
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    present = sorted(SIGLIP.intersection(model_types))
-    if not present or method != "compressed-tensors":
+    if method != "compressed-tensors":
         return
-    for fqn, (encoding, info) in encodings.items():
-        layer = _LAYER.fullmatch(fqn)
-        if layer and _is_siglip(layer["stem"], encodings) and _is_packed(encoding, info):
-            above = re.split(r"\.?\b(encoder|head)\b", layer["stem"], maxsplit=1)
-            tower = above[0] or above[1]
+    for model_type in sorted(model_types):
+        names = filled_names(model_type)
+        packed = [
+            fqn
+            for fqn, (encoding, info) in (encodings.items() if names else ())
+            if _is_filled(fqn, names, encodings) and _is_packed(encoding, info)
+        ]
+        if packed:
             raise PlanError(
                 "CKM203",
-                f"{fqn}: cannot be {encoding.name} beside a config.json with {present[0]}: transformers fills"
-                " its weight before it loads it, which fails where the codes are packed",
-                f"leave the tower as it is with --no-encode '{tower}.*', or choose --to hf-ct-fp8, which keeps"
-                " codes in `weight`",
+                f"{packed[0]}: cannot be {encodings[packed[0]][0].name} beside a config.json with {model_type}:"
+                " transformers fills its weight before it loads it, which fails where the codes are packed",
+                f"{_left(packed, model_type)}choose --to hf-ct-fp8, which keeps codes in `weight`",
             )
 
 
-def _is_siglip(stem: str, names: Collection[str]) -> bool:
-    """Return whether the layer has the names of SigLIP's; those of a language model have `o_proj`."""
-    return (
-        f"{stem}.self_attn.out_proj.weight" in names or f"{stem}.attention.in_proj_weight" in names
-    )
+def _left(packed: Collection[str], model_type: str) -> str:
+    """Return the hint that leaves these weights as they are, the tower or all of their names; "" for many names."""
+    fqn = next(iter(packed))
+    if model_type in SIGLIP:
+        above = re.split(r"\.?\b(encoder|head)\b", fqn, maxsplit=1)
+        return f"leave the tower as it is with --no-encode '{above[0] or above[1]}.*', or "
+    globs = dict.fromkeys(f"*.{'.'.join(each.split('.')[-2:])}" for each in packed)
+    options = " ".join(f"--no-encode {quote(glob)}" for glob in globs)
+    return f"leave them as they are with {options}, or " if len(globs) <= LISTED else ""
+
+
+def _is_filled(fqn: str, names: Collection[str], present: Collection[str]) -> bool:
+    """Return whether transformers fills the weight, which has one of these names as its module's."""
+    *path, last = fqn.split(".")
+    if last != "weight" or not path:
+        return False
+    name = path[-1]
+    if name.isdigit() and len(path) > 1:
+        name = f"{path[-2]}[]"
+    if name not in names:
+        return False
+    stem = ".".join(path[:-1])
+    if name in _ATTENTION:
+        return _ends_as(stem, names, present)
+    if name in _MLP and not _ATTENTION.isdisjoint(names):
+        layer = stem.rpartition(".")[0]
+        inside = (f"{layer}.self_attn", f"{layer}.attention")
+        return any(_ends_as(each, names, present) for each in inside)
+    return True
+
+
+def _ends_as(attention: str, names: Collection[str], present: Collection[str]) -> bool:
+    """Return whether an attention has a last projection of these names; one of a model without any, none at all."""
+    if f"{attention}.in_proj_weight" in present:
+        return True
+    known = [out for out in _OUT if out in names]
+    found = [out for out in _OUT if f"{attention}.{out}.weight" in present]
+    return bool(set(known) & set(found)) if known else not found
 
 
 def _is_packed(encoding: Encoding, info: TensorInfo) -> bool:

@@ -39,6 +39,7 @@ from ckptmap.planning.remarks import Unresolved, leave_behind
 from ckptmap.planning.report import Report
 from ckptmap.protocols import CarriedFile
 from ckptmap.protocols.file_systems import Fingerprint
+from ckptmap.protocols.writing import SHARD_NBYTES
 from ckptmap.setups import Aim
 from ckptmap.version import __version__
 
@@ -118,6 +119,7 @@ class Plan:
         seen = hashlib.sha256()
         options = {**asdict(self.options), **dict.fromkeys(PATH_OPTIONS)}
         options["optimizer_keys"] = self.options.optimizer_keys or "fqn"
+        options["max_shard_nbytes"] = self.options.max_shard_nbytes or SHARD_NBYTES
         options = {k: v for k, v in options.items() if v or k not in LATER_OPTIONS}
         seen.update(json.dumps([__version__, SCHEMA, options, self.world_size]).encode())
         if self.ckpt.renamings:

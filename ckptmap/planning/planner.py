@@ -123,8 +123,8 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
     remarks += encoding_remarks(request, layout, encodings, remarks.dropped, layout.tied)
     values = {names.of_extra(path): value for path, value in selection.values.items()}
     records = {**layout.records, **_foreign_records(ckpt, names, encodings)}
-    if request.reference is not None and not request.reference.ckpt.index.records:
-        records = {}  # its config.json tells how it is encoded, and nothing else does
+    if request.reference is not None and request.reference.needs_no_records:
+        records = {}
     files, encodes = file_layout(
         request, layout, {**optimizer.values, **values}, records, sharding.world_size, carried.stem,
         carried.inner,

@@ -20,6 +20,7 @@ from ckptmap.planning.options import Options
 from ckptmap.protocols import Setup, part_key
 from ckptmap.setups import Aim, parse
 from ckptmap.storage.files import Files
+from ckptmap.tensors import Cut, Opaque
 
 DECIDED = (
     "wrap", "names_like", "names", "base", "encode", "no_encode", "exact_scales", "keep_layout", "root", "strict",
@@ -44,6 +45,15 @@ class Reference:
     def keeps(self, fqn: str) -> bool:
         """Return whether the weight is written as the bytes of the reference."""
         return self.unchanged is not None and fqn in self.unchanged
+
+    @property
+    def needs_no_records(self) -> bool:
+        """Whether the names of its tensors and its config.json tell how they are encoded. A pickled object of a
+        library's class becomes tensors, of which only a record tells."""
+        leaves = self.ckpt.index.leaves.values()
+        return not self.ckpt.index.records and not any(
+            isinstance(leaf, Opaque | Cut) for leaf in leaves
+        )
 
     def aim(self) -> Aim:
         """Return its setup. Raises PlanError CKM201 where no writer writes it."""

@@ -10,6 +10,9 @@ from ckptmap.protocols.layouts import FlatUnit, Placement
 from ckptmap.protocols.setups import CarriedFile
 from ckptmap.tensors import Box, Path, TensorInfo
 
+SHARD_NBYTES = 5_000_000_000
+"""Bytes of the largest file of a sharded format, where nobody says another size."""
+
 
 class OutTensor(NamedTuple):
     """A stored tensor to be written: its path in the state dict, shape and dtype, and how it is cut.
@@ -40,7 +43,8 @@ class OutState:
     extra: Mapping[Path, object] = field(default_factory=dict)
     records: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     world_size: int = 1
-    max_shard_nbytes: int = 5_000_000_000
+    max_shard_nbytes: int | None = None
+    """Bytes of the largest file of several; None: as the format has it (`SHARD_NBYTES`, or one file)."""
     stem: str | None = None
     """How names of weight files begin, where the library that loads them looks for one of its own."""
     places: Mapping[str, tuple[str, int]] = field(default_factory=dict)

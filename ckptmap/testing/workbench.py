@@ -60,7 +60,8 @@ class Workbench:
     def options(self) -> dict[str, Any]:
         """The options of every conversion: small shards, so that a format with shards writes several."""
         ranks = {"world_size": self.world_size} if self.setup.sharded else {}
-        return {"max_shard_nbytes": SHARD_NBYTES, **ranks}
+        shards = {} if self.writer.one_file else {"max_shard_nbytes": SHARD_NBYTES}
+        return {**shards, **ranks}
 
     def planned(self, source: Path, **options: object) -> Plan:
         """Return a plan made with the adapters registered; the answers of the writer are checked."""

@@ -55,7 +55,7 @@ def encodings() -> list[str]:
 
 def gguf_types() -> list[str]:
     """The encodings of GGUF's types: only a GGUF file is written in each."""
-    return [s.suffix for s in registry.schemes() if getattr(s, "live", "") == "gguf"]
+    return [s.suffix for s in registry.schemes() if s.suffix and getattr(s, "live", "") == "gguf"]
 
 
 @dataclass(frozen=True)

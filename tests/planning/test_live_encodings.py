@@ -14,11 +14,13 @@ from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import ckptmap
+from benchmarks.gpu_session.read_forms import more_forms
 from ckptmap import registry
-from ckptmap.planning.live_encodings import HeldLive, LiveSupport, rows
+from ckptmap.planning.live_encodings import TABLE, HeldLive, LiveSupport, rows, scheme_of
 from ckptmap.quantization.torchao.int8 import Int8Scheme
 from ckptmap.setups import names
 from ckptmap.testing import registered
+from tests.support.gguf_files import blocks, write
 
 INT8 = ("int8", "bnb-int8", "ct-int8")
 FLOAT8 = ("float8", "fp8", "ct-fp8")
@@ -83,6 +85,26 @@ def test_planning_refuses_what_fsdp1_cannot_hold(
     plan = ckptmap.plan(tmp_path / "q.pt", "fsdp1-bf16", world_size=2)  # the nearest
     assert plan.steps[0].target == "bfloat16"
     ckptmap.plan(tmp_path / "q.pt", "fsdp2", world_size=2)
+
+
+def test_every_encoding_that_is_read_is_in_the_table() -> None:
+    """By its own name: blocks of ggml's types, and codes of other widths, are of a scheme with another."""
+    names = {encoding.name for _, encoding, _ in more_forms()} | {f"ct-int{n}" for n in range(1, 9)}
+    assert len(names) > 35
+    for name in names:
+        scheme = scheme_of(name)
+        assert isinstance(scheme, HeldLive), name
+        assert ("FSDP1", scheme.live) in TABLE
+
+
+def test_planning_refuses_blocks_of_any_type_in_fsdp1(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", {"fc.weight": ("Q4_K", blocks("Q4_K", (256, 256)))})
+    with pytest.raises(
+        ckptmap.CkptmapError, match=r"fc\.weight: gguf-q4_k in a model of fsdp1"
+    ) as e:
+        ckptmap.plan(tmp_path / "m.gguf", "fsdp1", world_size=2)
+    assert e.value.code == "CKM317" and "--to fsdp1-bf16" in e.value.hint
+    ckptmap.plan(tmp_path / "m.gguf", "fsdp1-bf16", world_size=2)
 
 
 def doctor(*args: str) -> subprocess.CompletedProcess[str]:

@@ -1,11 +1,15 @@
-"""Layers of SigLIP, whose initialization in transformers needs a parameter `weight`."""
+"""Layers whose initialization in transformers needs a parameter `weight`: SigLIP's towers, T5, Mask2Former."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
@@ -16,6 +20,8 @@ from transformers import (
 
 import ckptmap
 from ckptmap.errors import PlanError
+from ckptmap.planning.filled_layers import filled_names
+from tests.support.mask2former import mask2former
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -39,7 +45,21 @@ def paligemma() -> PreTrainedModel:
     )
 
 
-MODELS = {"tower": lambda: SiglipVisionModel(SiglipVisionConfig(**VISION)), "inside": paligemma}
+def t5() -> PreTrainedModel:
+    config = transformers.T5Config(
+        d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=128,
+        decoder_start_token_id=0, feed_forward_proj="gated-gelu",
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+MODELS: dict[str, Any] = {
+    "tower": lambda: SiglipVisionModel(SiglipVisionConfig(**VISION)),
+    "inside": paligemma,
+    "t5": t5,
+    "mask2former": mask2former,
+}
+SIGLIP = ("tower", "inside")
 
 
 def saved(kind: str, path: Path) -> type[PreTrainedModel]:
@@ -68,6 +88,34 @@ def test_packed_layers_are_refused_with_a_command_that_works(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["ct-int8", "ct-int4"])
+def test_some_layers_of_a_model(form: str, tmp_path: Path) -> None:
+    """The hint names those of Mask2Former's pixel decoder; all others are packed, and the model computes."""
+    made = saved("mask2former", tmp_path / "in")
+    with pytest.raises(PlanError, match=r"sampling_offsets\.weight'") as caught:
+        ckptmap.plan(tmp_path / "in", f"hf-{form}")
+    words = shlex.split(caught.value.hint.partition(", or")[0])
+    left = [words[at + 1] for at, word in enumerate(words) if word == "--no-encode"]
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to=f"hf-{form}", no_encode=left)
+    ckptmap.convert(tmp_path / "out", tmp_path / "values", to="hf-bf16")
+    image = torch.ones(1, 3, 64, 64, dtype=torch.bfloat16)
+    found = []
+    for name in ("out", "values"):
+        model, said = made.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(said.values()), said
+        with torch.no_grad():
+            found.append(model.eval()(pixel_values=image).masks_queries_logits)
+    assert torch.equal(*found)
+
+
+@pytest.mark.slow
+def test_all_layers_of_a_model(tmp_path: Path) -> None:
+    saved("t5", tmp_path / "in")
+    with pytest.raises(PlanError, match=r"config.json with t5: .*; choose --to hf-ct-fp8"):
+        ckptmap.plan(tmp_path / "in", "hf-ct-int8")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_codes_in_the_weight_itself_load(kind: str, tmp_path: Path) -> None:
     made = saved(kind, tmp_path / "in")
@@ -81,8 +129,57 @@ def test_transformers_still_fails_on_packed_layers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Should a later release load them, the refusal can go."""
-    monkeypatch.setattr("ckptmap.planning.packed_layers.SIGLIP", frozenset())
+    monkeypatch.setattr("ckptmap.planning.packed_layers.filled_names", lambda kind: frozenset())
     made = saved(kind, tmp_path / "in")
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-ct-int8")
     with pytest.raises(AttributeError, match="weight"):
         made.from_pretrained(tmp_path / "out")
+
+
+LOOKED_AT = """
+afmoe align altclip bridgetower chinese_clip clap clipseg clvp conditional_detr d_fine dab_detr data2vec
+deformable_detr deimv2 detr distilbert esm esmfold2 evolla falcon_mamba flaubert funnel git gpt2 gpt_bigcode
+grounding_dino groupvit kosmos2 longcat_flash longt5 lw_detr mamba mamba2 mask2former maskformer minicpm_ocr
+minicpmv4_6 minicpmv4_7 mlcd mm_grounding_dino mt5 nanochat nemotron3_diarization neomme omdet_turbo oneformer
+owlv2 owlvit patchtsmixer phi4_multimodal pix2struct pop2piano pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4
+qwen3_5_moe qwen3_next qwen3_omni_moe qwen4_exp recurrent_gemma rf_detr rt_detr rt_detr_v2 sam3_lite_text
+seamless_m4t seamless_m4t_v2 sew sew_d siglip siglip2 speecht5 switch_transformers t5 t5gemma t5gemma2
+table_transformer udop umt5 unispeech unispeech_sat unlimited_ocr videoprism vitdet vjepa2 wav2vec2
+wav2vec2_bert wav2vec2_conformer wavlm whisper x_clip xlm xlstm
+"""
+"""Families whose `_init_weights` names a weight. Those of `filled_layers` fail where a layer lacks it; the others name
+embeddings, convolutions and routers, or a layer in a case that no released config has."""
+BODY = re.compile(r"    def _init_weights\(.*?(?=\n    def |\n    @|\n\w|\Z)", re.S)
+READ = re.compile(r"\w+(?:\.\w+)+(?:\[-?\d+\])?(?:\.\w+)*\.weight\b|\w+\[[^\]]+\]\.weight\b")
+
+
+def test_every_family_that_names_weights_was_looked_at() -> None:
+    """Of the installed release: a family that is new to it is met here, not by a user."""
+    folder = Path(transformers.__file__).parent / "models"
+    naming = {
+        file.parent.name
+        for file in folder.glob("*/modeling_*.py")
+        if any(map(READ.search, BODY.findall(file.read_text(encoding="utf-8"))))
+    }
+    assert naming == set(LOOKED_AT.split())
+
+
+@pytest.mark.parametrize("kind", ["siglip_vision_model", "t5", "mask2former"])
+def test_the_table_is_what_transformers_does(kind: str) -> None:
+    """Each module is initialized while one of the layers inside lacks its weight."""
+    made = {"siglip_vision_model": MODELS["tower"], "t5": t5, "mask2former": mask2former}[kind]
+    with torch.device("meta"):
+        model = made()
+        filled = set()
+        for stem, module in model.named_modules():
+            for path, layer in module.named_modules():
+                if path and type(layer) is torch.nn.Linear and path.count(".") < 2:
+                    weight = layer._parameters.pop("weight")
+                    try:
+                        model._init_weights(module)
+                    except AttributeError:
+                        *_, above, last = f"..{stem}.{path}".split(".")
+                        filled.add(f"{above}[]" if last.isdigit() else last)
+                    layer._parameters["weight"] = weight
+    assert filled - {"lm_head"} <= filled_names(kind)
+    assert len(filled) > 3

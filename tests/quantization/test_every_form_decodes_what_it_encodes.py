@@ -32,6 +32,10 @@ def test_values_come_back(encoding: Any, info: TensorInfo) -> None:
     flat = weight(512, info.dtype)[:96].contiguous()
     values = flat if len(info.shape) == 2 else torch.stack([flat, flat * 3])
     parts = encode(encoding, info, values)
+    described = {name: part.dtype for name, part in encoding.parts(info).items()}
+    assert {
+        name: str(part.dtype).removeprefix("torch.") for name, part in parts.items()
+    } == described
     found = decode(encoding, info, placed(encoding, info, parts, "cpu"), "cpu")
     wide, wanted = found.float(), values.float()
     assert float((wide - wanted).norm() / wanted.norm()) < 0.7

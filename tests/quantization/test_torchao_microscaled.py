@@ -183,6 +183,29 @@ def test_float8_in_e5m2(form: str, tmp_path: Path) -> None:
     same(unflattened(tmp_path / "hf")["fc.weight"].dequantize(), made.dequantize())
 
 
+def float8_e5m2(weight: torch.Tensor) -> Any:
+    return Float8Tensor.from_hp(weight, torch.float8_e5m2, PerRow())
+
+
+@pytest.mark.parametrize("make", [float8_e5m2, lambda w: mx(w, torch.float8_e5m2, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_changed_weight_is_given_back_in_e5m2(
+    make: Callable[[torch.Tensor], Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The codes and scales are those that torchao makes of the trained values."""
+    weight = values(dtype)
+    pickle(tmp_path / "release.pt", make(weight))
+    trained = weight.flip(0).contiguous() * 1.5
+    bias = torch.load(tmp_path / "release.pt", weights_only=False)["fc.bias"]
+    torch.save({"fc.weight": trained, "fc.bias": bias}, tmp_path / "work.pt")
+    ckptmap.convert(tmp_path / "work.pt", tmp_path / "back.pt", as_=tmp_path / "release.pt")
+    wanted = make(trained)
+    with ckptmap.open(tmp_path / "back.pt") as ckpt:
+        parts = ckpt["fc.weight"].parts
+        assert parts["qdata"].info.dtype == "float8_e5m2"
+        same(ckpt["fc.weight"].read(), wanted.dequantize())
+
+
 def _cut(tensors: Tensors) -> None:
     tensors["fc._weight_scale"] = tensors["fc._weight_scale"].view(torch.uint8)[:, :-1].contiguous()
 

@@ -34,6 +34,6 @@ class GgufDemands:
 
     def refusal(self, encoding: str, dtype: str) -> str | None:
         if encoding != "dense":
-            known = encoding.startswith(BLOCKS)
+            known = encoding == BLOCKS.rstrip("-") or encoding.startswith(BLOCKS)
             return None if known else f"a GGUF file holds blocks of ggml's, and none of {encoding}"
         return None if dtype in DTYPES else f"GGUF has no type of tensor for {dtype}"

@@ -161,4 +161,15 @@ def _lacking(found: Mapping[str, Sidecar]) -> list[str]:
             f" config.json is none of {', '.join(model_types())}; give another with --config-from PATH"
         )
     rows = config.get("vocab_size")
-    return notes + _unlike(found, rows if type(rows) is int else 0)
+    return notes + _further_ends(config) + _unlike(found, rows if type(rows) is int else 0)
+
+
+def _further_ends(config: Mapping[str, object]) -> list[str]:
+    """Return a note on tokens that end a text and have no key: GGUF states one."""
+    stated = config.get("eos_token_id")
+    if not isinstance(stated, list) or len(stated) < 2:
+        return []
+    return [
+        f"config.json: {len(stated)} tokens end a text (eos_token_id {str(stated)[:60]}), and tokenizer.ggml.eos_token_id"
+        " states one of them: llama.cpp stops at another only where it knows its text, <|eot_id|> or <|im_end|> for example"
+    ]

@@ -22,7 +22,15 @@ from ckptmap.storage.files import Files
 KeyValues: TypeAlias = Mapping[str, bytes]
 """Key -> its type and value, as they are written."""
 VERSION = 3
-_U32, _I32, _F32, _BOOL, _TEXT, _ARRAY, _U64 = 4, 5, 6, 7, 8, 9, 10
+_U16, _U32, _I32, _F32, _BOOL, _TEXT, _ARRAY, _U64 = 2, 4, 5, 6, 7, 8, 9, 10
+
+
+def u16(value: int) -> bytes:
+    return struct.pack("<IH", _U16, value)
+
+
+def i32(value: int) -> bytes:
+    return struct.pack("<Ii", _I32, value)
 
 
 def u32(value: int) -> bytes:

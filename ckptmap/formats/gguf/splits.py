@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,25 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 COUNT, NUMBER = "split.count", "split.no"
-SPLIT_KEYS = (COUNT, NUMBER, "split.tensors.count")
+TENSORS = "split.tensors.count"
+SPLIT_KEYS = (COUNT, NUMBER, TENSORS)
 WHOLE = "copy or download all of its files into one directory"
+
+
+def runs_of(sizes: Sequence[int], limit: int | None) -> list[slice]:
+    """Return which tensors lie in each file: as many as fit, in their order, and one at least. None: all in one."""
+    ends, filled = [], 0
+    for at, nbytes in enumerate(sizes):
+        if limit is not None and filled and filled + nbytes > limit:
+            ends.append(at)
+            filled = 0
+        filled += nbytes
+    return [slice(*pair) for pair in pairwise([0, *ends, len(sizes)])]
+
+
+def split_name(stem: str, number: int, count: int) -> str:
+    """Return the name of a file, of which the first has number 0."""
+    return f"{stem}-{number + 1:05d}-of-{count:05d}.gguf"
 
 
 def holds_gguf(path: Path, mounts: Mounts) -> bool:
@@ -48,7 +66,7 @@ def files_of(path: Path) -> list[str]:
     if match is None or int(match["count"]) < 2:
         return [str(path)]
     count, root = int(match["count"]), str(path.parent)
-    names = [f"{match['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    names = [split_name(match["stem"], number, count) for number in range(count)]
     missing = [name for name in names if not is_file(path.parent / name)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

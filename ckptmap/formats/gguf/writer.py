@@ -1,11 +1,15 @@
-"""Write one GGUF file: header with metadata and tensors' entries, tensors, and ckptmap's manifest behind them.
+"""Write a GGUF file: header with metadata and tensors' entries, tensors, and ckptmap's manifest behind them.
 
     "GGUF" 3, metadata, entries     made of config.json and tokenizer, or those of another GGUF file (`inner_files`)
     rope_freqs.weight and the like  factors that config.json states; llama.cpp wants them as tensors
     tensors                         each from a multiple of general.alignment (32) on, in the order of the source
     manifest                        `footer`
 
-Source: ggml, docs/gguf.md.
+Where a size of files is asked for, and the model is larger, a directory of several, each with a header of its own:
+the first has the metadata, all of them `split.no` and the tensors that lie in them (`splits`), and the manifest lies
+beside them.
+
+Source: ggml, docs/gguf.md; for several files gguf-py, gguf_writer.py (`split_max_size`).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 
@@ -25,13 +29,16 @@ from ckptmap.formats.gguf.description import describe
 from ckptmap.formats.gguf.footer import end_of
 from ckptmap.formats.gguf.header import ALIGNMENT, MAX_DIMS
 from ckptmap.formats.gguf.inner_files import GgufInner
-from ckptmap.formats.gguf.key_values import KeyValues, head, sized, stated_u32
+from ckptmap.formats.gguf.key_values import KeyValues, head, i32, sized, stated_u32, u16
+from ckptmap.formats.gguf.splits import COUNT, NUMBER, TENSORS, runs_of, split_name
 from ckptmap.protocols import OutFile, OutState, OutTensor, Setup, Slot
 from ckptmap.tensors import Box
 
 MAX_NAME_NBYTES = 63
 """Longest name of a tensor that llama.cpp reads (ggml.h, GGML_MAX_NAME, with a zero at its end)."""
 ALIGN = 32
+STEM, MAX_FILES = "model", 65535
+"""How names of the files of a split model begin; and how many there may be: `split.count` is u16."""
 
 GGUF = Setup(
     "gguf",
@@ -70,7 +77,7 @@ class GgufWriter:
     shares_storage = False
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Return the one file.
+        """Return the one file, or those of a split model.
 
         Raise PlanError CKM114 if two tensors have one name, CKM202 for a name that llama.cpp cannot read, CKM203 for a
         dtype or encoding that GGUF has no type for.
@@ -88,7 +95,30 @@ class GgufWriter:
                 for n, v in told.factors.items()
                 if n not in {entry.name for entry in entries}
             ]
-            return [_file(name, told.keys, [*made, *entries])]
+            runs = runs_of([entry.nbytes for entry in entries], state.max_shard_nbytes)
+            if len(runs) == 1:
+                return [_file(name, told.keys, [*made, *entries])]
+            return _files(told.keys, made, [entries[run] for run in runs])
+
+
+def _files(
+    keys: KeyValues, made: Sequence[FileEntry], runs: Sequence[Sequence[FileEntry]]
+) -> list[OutFile]:
+    """Return the files of a split model: the first has the metadata, and the factors that are made of them."""
+    count, tensors = len(runs), len(made) + sum(map(len, runs))
+    if count > MAX_FILES:
+        raise PlanError(
+            "CKM203", f"the model would be split into {count} files, of which GGUF counts {MAX_FILES}",
+            "allow larger files: --max-shard-size 5GB",
+        )  # fmt: skip
+    files = []
+    for number, run in enumerate(runs):
+        split = {NUMBER: u16(number), COUNT: u16(count), TENSORS: i32(tensors)}
+        told = {**(keys if number == 0 else {}), **split}
+        entries = [*made, *run] if number == 0 else run
+        whole = _file(split_name(STEM, number, count), told, entries)
+        files.append(replace(whole, holds_manifest=False))
+    return files
 
 
 def _entry(tensor: OutTensor, records: Mapping[str, Mapping[str, object]]) -> FileEntry:

@@ -43,6 +43,7 @@ from ckptmap.formats.safetensors.file import (
 )
 from ckptmap.formats.safetensors.header_writer import emit
 from ckptmap.protocols import Index, OutFile, OutState, Place, Setup
+from ckptmap.protocols.writing import SHARD_NBYTES
 from ckptmap.storage.safe_names import is_file
 from ckptmap.tensors import Box, Path
 
@@ -256,7 +257,7 @@ class HfWriter:
         named = split_alike(keys, state.places)
         kept_order = bool(named)
         if not named:
-            shards = split_shards(sizes, state.max_shard_nbytes) or [[]]
+            shards = split_shards(sizes, state.max_shard_nbytes or SHARD_NBYTES) or [[]]
             named = [(shard_name(stem, n, len(shards)), s) for n, s in enumerate(shards, 1)]
         weight_map: dict[str, str] = {}
         about = torchao_metadata.write(state.records, keys)

@@ -56,6 +56,7 @@ RENAMINGS = (
     _renaming(_VIT, (r"\.mlp\.weights_in$", ".mlp.gate_proj")),  # DINOv2's SwiGLU, cut in two
     _renaming(_VIT, (r"\.mlp\.weights_in$", ".mlp.up_proj")),
     _renaming(_SWIN, *_FLAT_BLOCK),
+    _renaming(_SWIN, (r"(^|\.)(?<!swin\.)(encoder\.layers\.\d+\.(?:blocks|downsample)\.)", r"\1swin.\2")),  # as a backbone
     _renaming(r"(?:^|\.)layer\.\d+\.attention\.q_proj\.", (r"(^|\.)layer\.", r"\1model.layer.")),  # DINOv3
     _renaming(r"^embed_out\.", (r"^embed_out$", "lm_head")),  # GPT-NeoX
     _renaming(r"^backbone\.layers\.\d+\.mixer\.", (r"^backbone\.", "model.")),  # Nemotron-H

@@ -93,12 +93,20 @@ class TorchaoFloat8:
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
-        scale = divide(absmax, 448.0)
+        scale = divide(absmax, self.reach)
         wide = scale.to(torch.float32)
         return scale.to(getattr(torch, self.scale_dtype)), wide.masked_fill(wide == 0, 1.0)
 
     def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
-        values.div_(operand).clamp_(-448.0, 448.0)
+        values.div_(operand).clamp_(-self.reach, self.reach)
+
+
+@dataclass(frozen=True)
+class TorchaoFloat8E5m2(TorchaoFloat8):
+    """The same in e5m2: scale = absmax / 57344."""
+
+    codes_dtype: ClassVar[str] = "float8_e5m2"
+    reach: ClassVar[float] = 57344.0
 
 
 @dataclass(frozen=True)

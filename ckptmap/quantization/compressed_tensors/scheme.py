@@ -245,6 +245,7 @@ class CompressedInt4(_Target):
     name = "ct-int4"
     suffix = "ct-int4"
     live = "microscaled"
+    more_names = tuple(f"ct-int{bits}" for bits in (1, 2, 3, 5, 6, 7))
 
     def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding:
         return Packed(block, scale_dtype, bits=4)

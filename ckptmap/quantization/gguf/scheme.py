@@ -25,6 +25,8 @@ class GgufScheme:
 
     name = SCHEME
     suffix = ""
+    live = "gguf"
+    more_names = tuple(GgufBlocks(kind).name for kind in DECODERS)
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
@@ -43,6 +45,10 @@ class GgufScheme:
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         return Refusal("name the type to write: gguf-q8_0")
+
+    def example(self, info: TensorInfo) -> Encoding:
+        """Return an encoding of a type that is only read: see `planning.encoding_forms`."""
+        return GgufBlocks("Q4_K")
 
 
 def _group(fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]) -> Found:

@@ -37,3 +37,11 @@ class Mxfp8Rule:
 
     def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
         values.mul_(operand).clamp_(-self.largest, self.largest)
+
+
+@dataclass(frozen=True)
+class Mxfp8E5m2Rule(Mxfp8Rule):
+    """The same with codes in e5m2, of which the largest is 57344."""
+
+    codes_dtype: ClassVar[str] = "float8_e5m2"
+    largest: ClassVar[float] = 57344.0

@@ -194,6 +194,7 @@ class QuantoPackedScheme(_Scheme):
     """Recognizes packed codes by their names; those whose shape nothing tells are left."""
 
     name = QuantoPacked.scheme
+    more_names = ("quanto-qint2", "quanto-qint4")
     ending = "._data._data"
 
     def example(self, info: TensorInfo) -> Encoding:

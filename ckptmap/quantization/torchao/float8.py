@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ckptmap.protocols import Encoding, Refusal
-from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoFloat8
+from ckptmap.quantization.blockwise.rounding_rules import (
+    RoundingRule,
+    TorchaoFloat8,
+    TorchaoFloat8E5m2,
+)
 from ckptmap.quantization.torchao import config_json as torchao_config
 from ckptmap.quantization.torchao.safetensors_flat import part_key
 from ckptmap.quantization.torchao.scheme import TorchaoEncoding, TorchaoScheme
@@ -60,11 +64,14 @@ class Float8Scheme(TorchaoScheme):
 
 @dataclass(frozen=True)
 class Float8E5m2(Float8):
-    """The same with codes in e5m2, which is read only."""
+    """The same with codes in e5m2, which `--as` alone writes."""
 
     name: ClassVar[str] = "float8-e5m2"
     scheme: ClassVar[str] = "float8-e5m2"
     codes_dtype: ClassVar[str] = "float8_e5m2"
+
+    def rule(self, info: TensorInfo) -> RoundingRule:
+        return TorchaoFloat8E5m2(self.scale_dtype)
 
 
 class Float8E5m2Scheme(Float8Scheme):

@@ -25,7 +25,7 @@ from ckptmap.quantization.blockwise.exponents import exponents_of
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
 from ckptmap.quantization.blockwise.scaled_encoding import POWERS, ScaledEncoding
 from ckptmap.quantization.microscaling import swizzle
-from ckptmap.quantization.microscaling.mxfp8 import Mxfp8Rule
+from ckptmap.quantization.microscaling.mxfp8 import Mxfp8E5m2Rule, Mxfp8Rule
 from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
 from ckptmap.quantization.microscaling.nvfp4_encoder import Nvfp4Rule, TorchaoRule
 from ckptmap.quantization.microscaling.packed_fp4 import PackedFp4
@@ -225,6 +225,9 @@ class AoMxE5m2(AoMxfp8):
     scheme: ClassVar[str] = "torchao-mxfp8-e5m2"
     codes_dtype: ClassVar[str] = "float8_e5m2"
     elements: ClassVar[str] = "float8_e5m2"
+
+    def rule(self, info: TensorInfo) -> RoundingRule:
+        return Mxfp8E5m2Rule("up", EXPONENTS)
 
 
 Microscaled = AoMxfp4 | AoNvfp4 | AoMxfp8

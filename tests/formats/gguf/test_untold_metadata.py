@@ -58,6 +58,16 @@ def test_a_size_of_another_type(key: str, value: object, tmp_path: Path) -> None
     assert any(f"{key}: {value!r} is no number that llama." in note for note in notes), notes
 
 
+def test_further_tokens_that_end_a_text(tmp_path: Path) -> None:
+    """Llama 3 and Gemma 3 state several; the file states the first."""
+    (note,) = noted(tmp_path, eos_token_id=[2, 5, 9])
+    assert (
+        "3 tokens end a text (eos_token_id [2, 5, 9]), and tokenizer.ggml.eos_token_id states one"
+        in note
+    )
+    assert fields(tmp_path / "m.gguf")["tokenizer.ggml.eos_token_id"] == 2
+
+
 def test_experts_that_are_not_counted(tmp_path: Path) -> None:
     (note,) = noted(tmp_path, "qwen3_moe", drop="num_experts_per_tok")
     assert "states no num_experts_per_tok (qwen3moe.expert_used_count)" in note
