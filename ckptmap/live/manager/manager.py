@@ -184,7 +184,7 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait until the last save is published and old checkpoints are removed. Raises its error."""
         last, self._last = self._last, None  # its error is raised once
-        if last is not None:
+        if last is not None and not (last.done and last.is_told):
             last.wait()
         if self._cleaner is not None:
             self._cleaner.join()

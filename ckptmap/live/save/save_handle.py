@@ -43,6 +43,8 @@ class SaveHandle:
         self._run: Callable[[], tuple[str, ...]] | None = run
         self._notes: tuple[str, ...] = ()
         self._error: BaseException | None = None
+        self.is_told = False
+        """Whether the next `save` has raised the error of this one."""
         self._thread: threading.Thread | None = None
         if background:
             self._thread = threading.Thread(target=self._work, name="ckptmap-save")
@@ -104,7 +106,7 @@ def settle_started() -> BaseException | None:
         handle = _started.pop(0)
         error = handle.settle()
         if error is not None and unseen is None:
-            unseen = _named(error, handle)
+            unseen, handle.is_told = _named(error, handle), True
     return unseen
 
 

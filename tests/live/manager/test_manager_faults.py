@@ -299,6 +299,16 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-3"]
 
 
+def test_an_error_that_the_next_save_has_raised_is_not_raised_again(tmp_path: Path) -> None:
+    """Neither by `close`, where a caller has caught it."""
+    (tmp_path / "step-1" / "of somebody").mkdir(parents=True)
+    with ckptmap.CheckpointManager(tmp_path) as manager:
+        manager.save(1, model(1))
+        with pytest.raises(CkptmapError, match=r"the save before.*step-1: exists"):
+            manager.save(2, model(2))
+    assert not (tmp_path / "step-2").exists()
+
+
 def test_a_signal_after_a_save_that_failed(tmp_path: Path, logged: list[str]) -> None:
     """The last save is not lost for the error of the one before, which is logged."""
     manager = ckptmap.CheckpointManager(tmp_path)
