@@ -131,6 +131,7 @@ def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
 
 
 _HEAD = '{"' + METADATA + '":'
+_VALUES = {"float16", "bfloat16", "float32"}
 _BETWEEN = ']},"'
 """What stands between two entries."""
 _TAIL = re.compile(r'([^".]+)":\{"dtype":"([A-Z0-9_]+)","shape":\[([0-9,]*)\],"data_offsets":')
@@ -183,8 +184,8 @@ def _parse_regular(
     start = 8 + len(raw)
     _check_end(start + stops.pop(), file_nbytes, where)
     begins = [start + n for n in stops]
-    if cut is not None:
-        cut.add(stems, lasts)
+    if cut is not None and not {info.dtype for _, info in kinds.values()} <= _VALUES:
+        cut.add(stems, lasts)  # no scheme looks for parts among plain weights
     about = _metadata(metadata, where)
     return Header(keys, infos, begins, start, file_nbytes - start, about)
 
