@@ -41,9 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ProcessorTime())
 
 
-LONGEST = ("test_resume_exact.py", "test_lowbit_reshard.py", "test_translate.py")
-"""Files that take minutes, and come late in the order of names: one worker would do the last of them
-while the others wait."""
+LONGEST = (
+    "test_conformance.py", "test_examples.py", "test_lowbit_reshard.py", "test_output_digests.py",
+    "test_resume_exact.py", "test_torture.py", "test_translate.py", "test_worlds.py",
+)  # fmt: skip
+"""Files that take more than 20 seconds, and come late in the order of names or take a minute: one worker would do
+the last of them while the others wait."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -17,8 +17,9 @@ from torch import nn
 
 import ckptmap
 from ckptmap.errors import LoadError
+from tests.support import resume_model
 from tests.support.odd_optimizers import RESTORED, Odd, state_of
-from tests.support.resume_model import WRAPS, batch, net
+from tests.support.resume_model import WRAPS, net
 
 
 class Unlike(Odd):
@@ -35,14 +36,9 @@ def built(name: str, wrap: str, seed: int) -> tuple[nn.Module, Any]:
 
 
 def train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for step in range(first, last):
-        words = batch(step, rank)
-        logits = model(words[:, :-1])
-        loss: Any = nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    resume_model.train(
+        model, optimizer, first, last, dist.get_rank() if dist.is_initialized() else 0
+    )
 
 
 def goes_on(name: str, wrap: str, folder: Path) -> None:

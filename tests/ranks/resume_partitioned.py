@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ckptmap
-from tests.support.resume_model import batch, ddp, net, plain
+from tests.support import resume_model
+from tests.support.resume_model import ddp, net, plain
 
 
 def built(seed: int) -> tuple[nn.Module, Any, Any]:
@@ -33,12 +34,7 @@ def built(seed: int) -> tuple[nn.Module, Any, Any]:
 def train(model: nn.Module, optimizer: Any, scheduler: Any, first: int, last: int) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     for step in range(first, last):
-        words = batch(step, rank)
-        logits = model(words[:, :-1])
-        loss: Any = nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        resume_model.train(model, optimizer, step, step + 1, rank)
         scheduler.step()
 
 

@@ -56,7 +56,7 @@ def read(folder: Path, name: str) -> None:
                     fresh, theirs = run(name, 2)
                     train(fresh, theirs, 0, 1, dist.get_rank())
                     assert made == forms(fresh, theirs), "not as the optimizer itself would"
-                train(model, optimizer, 3, 5, dist.get_rank())
+                train(model, optimizer, 3, 4, dist.get_rank())
                 if precision != "fp32":
                     continue
                 assert not any(coded for coded, _ in forms(model, optimizer).values())

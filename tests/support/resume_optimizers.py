@@ -80,6 +80,15 @@ BNB_OTHERS: dict[str, Callable[[Iterable[Tensor]], Any]] = {
 ALL = {**TORCH, **ROUNDING, **BNB, **BNB_OTHERS}
 
 
+def step_at_random(model: Any, optimizer: Any, steps: int = 1) -> None:
+    """Take steps with random gradients."""
+    for _ in range(steps):
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
 def inner(value: Any) -> list[Tensor]:
     """The plain tensors that a state tensor is made of, on this rank."""
     local = value.to_local() if hasattr(value, "to_local") else value

@@ -23,6 +23,7 @@ from ckptmap.live.model.load_report import NO_CHANGES, RESTORED, LoadReport, Sta
 from ckptmap.live.optimizer.state_loader import StateLoader
 from ckptmap.live.save import collect, exchange
 from tests.support.paths import ROOT
+from tests.support.resume_optimizers import step_at_random
 
 WHOLE = LoadReport(loaded=("weight",), state=StateReport(loaded=("weight.exp_avg",)))
 CHANGES = [field.name for field in fields(LoadReport) if field.name not in NO_CHANGES]
@@ -76,10 +77,7 @@ def made(
     torch.manual_seed(0)
     model = nn.Sequential(Counted(), nn.Linear(4, 4)) if model is None else model
     optimizer = build(model.parameters(), **options)
-    for param in model.parameters():
-        param.grad = torch.randn_like(param)
-    optimizer.step()
-    optimizer.zero_grad()
+    step_at_random(model, optimizer)
     return model, optimizer
 
 

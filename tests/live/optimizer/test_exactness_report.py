@@ -18,7 +18,7 @@ from ckptmap.live.optimizer.stored_state import step_like
 from ckptmap.live.optimizer.torch_optim import TorchAdam
 from tests.conftest import Device
 from tests.corpus.ranks import run_ranks
-from tests.support.resume_optimizers import torchao
+from tests.support.resume_optimizers import step_at_random, torchao
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +44,7 @@ def stepped(
     torch.manual_seed(0)
     model = Small() if model is None else model
     optimizer = build(model.parameters())
-    for _ in range(steps):
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
-        optimizer.step()
-    optimizer.zero_grad()
+    step_at_random(model, optimizer, steps)
     return model, optimizer
 
 
