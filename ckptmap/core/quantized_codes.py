@@ -150,11 +150,35 @@ class EncodesSome(Protocol):
 
 
 @runtime_checkable
+class WritesAfresh(Protocol):
+    """An encoding with details of the file that it was read from, which new files do not repeat."""
+
+    def afresh(self) -> Encoding:
+        """Return the same codes and blocks in the form that new files have."""
+
+
+@runtime_checkable
 class ReadBySome(Protocol):
     """An encoding with forms that its own library, or transformers, no longer loads."""
 
     def unread(self) -> str:
         """Return why this form is not loaded, and by whom it is; "" where it is loaded."""
+
+
+@runtime_checkable
+class RoundedOnLoading(Protocol):
+    """An encoding whose scales transformers casts to the dtype of the model while it loads them."""
+
+    def rounded(self, info: TensorInfo) -> str:
+        """Return how it rounds the scales of a weight; "" where their dtype is that of the weight."""
+
+
+@runtime_checkable
+class TakesConv1D(Protocol):
+    """A scheme whose library quantizes `Conv1D` of GPT-2, too: the transpose of the stored weight."""
+
+    def across(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """Return the encoding of such a weight, of a model that is known to have these modules; None: it is none."""
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from ckptmap.core.log import log
 from ckptmap.core.printable import one_line
 from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.core.signatures import spelled_out
+from ckptmap.errors import RunError
 from ckptmap.execution import check_source
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.execute import execute
@@ -79,10 +80,15 @@ def run(
         try:
             return _run(plan, dst, how, ranks)
         except CoarseScales as error:
+            if plan.reference is not None:  # which decides how scales are stored
+                raise RunError(error.code, error.message, _OTHER_FORM) from error
             finer = with_exact_scales(plan, error.fqns) if ranks.world_size == 1 else None
             if finer is None:
                 raise
             return _run(finer, dst, how, ranks)
+
+
+_OTHER_FORM = "the checkpoint of --as has no other scales: say which form to write, --to hf-bf16, or --to hf-bnb-nf4-dq --exact-scales"
 
 
 def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks) -> Report:

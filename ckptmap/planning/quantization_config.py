@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from ckptmap.core.formatting import counted
-from ckptmap.core.quantized_codes import ReadBySome, StacksExperts
+from ckptmap.core.quantized_codes import ReadBySome, RoundedOnLoading, StacksExperts
 from ckptmap.core.tensor_table import listed
 from ckptmap.errors import PlanError
 from ckptmap.formats.huggingface.loaded_names import UNKNOWN, loaded_as
@@ -177,6 +177,14 @@ class WrittenWeights:
         notes = listed("not loaded by all", {fqn: reason for fqn, reason in some.items() if reason})
         if not self.fresh:
             return notes
+        rounded = {
+            fqn: encoding.rounded(info)
+            for fqn, (encoding, info) in self.encodings.items()
+            if offers(encoding, RoundedOnLoading)
+        }
+        notes += listed(
+            "rounded by transformers", {fqn: how for fqn, how in rounded.items() if how}
+        )
         loaded = {name for name, scheme in self.schemes.items() if isinstance(scheme, Declares)}
         for scheme in self.schemes.values():
             loaded |= set(scheme.declares) if isinstance(scheme, DeclaresEach) else set()

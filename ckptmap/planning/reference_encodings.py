@@ -11,7 +11,12 @@ from collections.abc import Collection, Sequence
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.formatting import counted
-from ckptmap.core.quantized_codes import EncodesSome, Repairs, ScalesActivations
+from ckptmap.core.quantized_codes import (
+    EncodesSome,
+    Repairs,
+    ScalesActivations,
+    WritesAfresh,
+)
 from ckptmap.errors import PlanError
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity
 from ckptmap.planning.key_selection import Selection
@@ -76,7 +81,10 @@ def _encoding(mine: LazyTensor, theirs: LazyTensor) -> Encoding | None:
     if encoding == mine.encoding_ and mine.info == theirs.info:
         return None
     repaired = encoding.repaired() if offers(encoding, Repairs) else None
-    return repaired or encoding
+    if repaired is not None:
+        return repaired
+    fresh = encoding.afresh() if offers(encoding, WritesAfresh) else encoding
+    return fresh if fresh.name == encoding.name else encoding  # else it is not made anew
 
 
 def _hindrance(mine: LazyTensor, theirs: LazyTensor, encoding: Encoding) -> str | None:

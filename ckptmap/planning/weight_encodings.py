@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.columns import distinct, each
 from ckptmap.core.name_globs import matches_any
-from ckptmap.core.quantized_codes import FallsBack, ScalesActivations, StacksExperts, TakesByForm
+from ckptmap.core.quantized_codes import (
+    FallsBack,
+    ScalesActivations,
+    StacksExperts,
+    TakesByForm,
+    TakesConv1D,
+)
 from ckptmap.core.tensor_table import listed
 from ckptmap.core.weight_columns import WeightForm, WeightKind
+from ckptmap.errors import CkptmapError
+from ckptmap.mapping.model_config import config_beside
 from ckptmap.planning.encoding_choice import (
     as_demanded,
     beside_ties,
@@ -26,6 +35,7 @@ from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
 from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.protocols.offers import offers
+from ckptmap.quantization.linear_weights import CONV1D_MODELS
 from ckptmap.quantization.unsupported_schemes import (
     INT8_WITHOUT_SCALES,
     RESTORE,
@@ -147,7 +157,7 @@ class _Choice:
         request, scheme = self._request, self._scheme
         lazy, encoding = request.ckpt[fqn], None
         if fqn not in self._foreign:
-            encoding = encoding_for(
+            encoding = self._across(lazy) or encoding_for(
                 lazy,
                 None if fqn in self._beside else scheme,
                 request.options,
@@ -162,6 +172,28 @@ class _Choice:
         if scheme is not None and not request.options.encode:
             left = _left_by_shape(lazy, scheme, request.options)
         return _Chosen(None, (lazy.encoding_, lazy.info), left)
+
+    def _across(self, lazy: LazyTensor) -> Encoding | None:
+        """Return the encoding of a `Conv1D`, where config.json tells that the model has them."""
+        scheme, options = self._scheme, self._request.options
+        if scheme is None or not self._has_conv1d or lazy.encoding == scheme.name:
+            return None
+        asked = not options.encode or matches_any(lazy.fqn, options.encode)
+        if not asked or matches_any(lazy.fqn, options.no_encode) or lazy.fqn in self._beside:
+            return None
+        return scheme.across(lazy.fqn, lazy.info) if offers(scheme, TakesConv1D) else None
+
+    @cached_property
+    def _has_conv1d(self) -> bool:
+        request = self._request
+        if request.carrier is None or not offers(self._scheme, TakesConv1D):
+            return False
+        try:
+            where = request.ckpt.index.sidecar_dir or request.ckpt.path
+            config = config_beside(where, request.ckpt.files.mounts, request.options.config_from)
+        except CkptmapError:  # the carrier's to refuse
+            return False
+        return config is not None and config.get("model_type") in CONV1D_MODELS
 
 
 def _decoded_experts(anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:

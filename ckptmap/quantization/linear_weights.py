@@ -57,14 +57,16 @@ CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transform
 """Those relatives, by `model_type`; others have linear layers of the same names."""
 
 
-ACROSS = "bitsandbytes quantizes the transpose of a Conv1D, which is read, and not made anew"
+def is_conv1d_weight(fqn: str, info: TensorInfo) -> bool:
+    """Return whether a tensor is, by its name, the weight of a `Conv1D` in one of `CONV1D_MODELS`."""
+    return is_linear_weight(fqn, info) and not CONV1D.isdisjoint(fqn.split(".")[-2:-1])
 
 
 def is_linear_module(fqn: str, info: TensorInfo) -> bool:
     """Return whether a tensor is the weight of an `nn.Linear` that libraries quantize.
 
-    Libraries that quantize modules take `nn.Linear` only, so `Conv1D` of GPT-2 and modules that are kept in
-    fp32 do not count.
+    Most libraries that quantize modules take `nn.Linear` only, so `Conv1D` of GPT-2 and modules that are kept in
+    fp32 do not count; bitsandbytes' own integration takes `Conv1D`, too.
     """
     path = fqn.split(".")
     return is_linear_weight(fqn, info) and not CONV1D.intersection(path[-2:-1]) and not is_wide(fqn)

@@ -20,7 +20,9 @@ from ckptmap.errors import ArgumentError, CkptmapError, DestinationError, PlanEr
 from tests.corpus.models import tiny_llama
 from tests.corpus.ranks import run_ranks
 from tests.ranks.train_two import TRAINED
+from tests.support import bnb_cases
 from tests.support.int8_models import QUERY, compressed, dense, llama, loaded, logits
+from tests.support.paths import GOLDEN
 from tests.support.quantized_models import WRITERS
 
 FILE = "model.safetensors"
@@ -150,6 +152,44 @@ def test_unchanged_weights_are_the_bytes_of_the_release(
             values = ckpt[QUERY].read().float()
             assert float((values - wanted).norm() / wanted.norm()) < 0.1
             assert ckpt[QUERY].encoding_ == ckptmap.open(release)[QUERY].encoding_
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_changed_weights_of_double_quantized_releases(kind: str, tmp_path: Path) -> None:
+    """bitsandbytes' JSON of a weight ends with an offset of as many digits as it has; ours leaves room for any."""
+    release, work = tmp_path / "release", tmp_path / "work.pt"
+    bnb_cases.quantized(dense(tmp_path / "dense"), kind, True).save_pretrained(release)
+    ckptmap.convert(release, work, to="full-bf16")
+    edited(work, noisy(QUERY, NORM))
+    report = ckptmap.convert(work, tmp_path / "back", as_=release)
+    assert report.likeness is not None
+    assert report.likeness.changed == {QUERY: "quantize", NORM: "bytes"}
+    given, got = load_file(release / FILE), load_file(tmp_path / "back" / FILE)
+    assert given.keys() == got.keys()
+    stem = QUERY.removesuffix("weight")
+    for key, tensor in given.items():
+        if key != NORM and not key.startswith(stem):
+            assert same_bytes(tensor, got[key]), key
+    assert bool(logits(loaded(tmp_path / "back")).isfinite().all())
+    with ckptmap.open(tmp_path / "back") as ckpt:
+        wanted, values = torch.load(work)[QUERY].float(), ckpt[QUERY].read().float()
+        assert ckpt[QUERY].encoding == f"bnb-{kind}-dq"
+        assert float((values - wanted).norm() / wanted.norm()) < 0.15
+
+
+def test_outliers_that_the_scales_of_a_release_cannot_hold(tmp_path: Path) -> None:
+    """`--to` stores such scales exactly; the form of the release is what `--as` asks for."""
+    release = GOLDEN / "torchao" / "0.18-nf4.pt"
+    ckptmap.convert(release, tmp_path / "work.pt", to="full-fp32")
+
+    def change(state: dict[str, torch.Tensor]) -> None:
+        state["1.weight"] = (state["1.weight"].flip(0) * 1.25).contiguous()
+
+    edited(tmp_path / "work.pt", change)
+    with pytest.raises(CkptmapError, match="would decode to zero") as caught:
+        ckptmap.convert(tmp_path / "work.pt", tmp_path / "back.pt", as_=release)
+    assert caught.value.code == "CKM311" and "--to hf-bf16" in caught.value.hint
+    assert not (tmp_path / "back.pt").exists()
 
 
 def test_trained_under_fsdp2_and_given_back(

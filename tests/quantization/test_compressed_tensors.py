@@ -387,3 +387,25 @@ def test_integer_codes_are_those_of_compressed_tensors(name: str, tmp_path: Path
         parts = encoded(encoding, values, split)
         for part in parts.keys() - {name for name, _, _ in encoding.extra}:
             assert torch.equal(parts[part], stored[encoding.part_key(QUERY, part)]), (part, split)
+
+
+@pytest.mark.parametrize("form", ["fp8", "bnb-int8"])
+def test_scales_that_transformers_rounds_are_told(form: str, tmp_path: Path) -> None:
+    """Codes of other libraries keep their scales in float32, which from_pretrained casts to the model's bfloat16.
+
+    Should a later release keep them, the note can go.
+    """
+    to = "ct-fp8" if form == "fp8" else "ct-int8"
+    ckptmap.convert(dense(tmp_path / "dense", hidden=128), tmp_path / "in", to=f"hf-{form}")
+    report = ckptmap.convert(tmp_path / "in", tmp_path / "out", to=f"hf-{to}")
+    (note,) = [n for n in report.notes if n.startswith("rounded by transformers: model.layers.0.")]
+    assert "its scales are float32, which from_pretrained casts to bfloat16" in note
+    model = loaded(tmp_path / "out")
+    logits(model)  # which decodes the weights
+    values = model.get_parameter(QUERY)
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        mine = ckpt[QUERY].read()
+    assert values.dtype == mine.dtype == torch.bfloat16 and not torch.equal(values, mine)
+    assert torch.allclose(values.float(), mine.float(), rtol=2**-7, atol=0)
+    plain = ckptmap.convert(tmp_path / "dense", tmp_path / "fresh", to=f"hf-{to}")
+    assert not [n for n in plain.notes if n.startswith("rounded")]

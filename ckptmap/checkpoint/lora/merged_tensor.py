@@ -20,9 +20,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
-from ckptmap.core.quantized_codes import Repairs, ScalesActivations
+from ckptmap.core.quantized_codes import Repairs, ScalesActivations, WritesAfresh
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
 from ckptmap.storage.box_reader import row_major_boxes
@@ -39,14 +39,6 @@ TILE = (16, 4096)
 """Rows and columns of the base whose change is made at once: 256 KiB."""
 NORM_NUMEL = 1 << 18
 """Elements of a weight held at once while the norms of its rows are taken."""
-
-
-@runtime_checkable
-class WritesAfresh(Protocol):
-    """An encoding with details of the file that it was read from, which new files do not repeat."""
-
-    def afresh(self) -> Encoding:
-        """Return the same codes and blocks in the form that new files have."""
 
 
 @dataclass(frozen=True)

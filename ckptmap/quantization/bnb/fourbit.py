@@ -28,8 +28,8 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal
 from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.bnb import double_quant
+from ckptmap.quantization.bnb.across_encoder import AcrossEncoder
 from ckptmap.quantization.bnb.fourbit_encoder import FourBitEncoder, FourBitRecoder
-from ckptmap.quantization.linear_weights import ACROSS
 from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -281,9 +281,7 @@ class FourBit:
     # ------------------------------------------------------------------ writing
 
     def cannot_encode(self, info: TensorInfo) -> Refusal | None:
-        """Return why values are not encoded so: codes that lie across, double quantization of others."""
-        if self.transposed:
-            return Refusal(ACROSS)
+        """Return why values are not encoded so: double quantization of others."""
         if self.nested not in (None, Nested()):
             return Refusal(
                 f"its double quantization is {self.nested}, and bitsandbytes makes {Nested()}"
@@ -291,7 +289,8 @@ class FourBit:
         return None
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
-        return FourBitEncoder(self, info, device)
+        made = FourBitEncoder(self, info, device)
+        return AcrossEncoder(made, info, device) if self.transposed else made
 
     def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
         mine = self.grid(info)

@@ -15,14 +15,20 @@ from ckptmap.protocols import Encoding, Refusal
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.bnb.fourbit import BLOCKS, FourBit, Nested
 from ckptmap.quantization.bnb.fourbit_reader import find_fourbit
-from ckptmap.quantization.linear_weights import CONV1D, LinearLayerScheme, is_expert, is_wide
+from ckptmap.quantization.linear_weights import (
+    CONV1D,
+    LinearLayerScheme,
+    is_conv1d_weight,
+    is_expert,
+    is_wide,
+)
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 
 class FourBitScheme(ReadsFiles, LinearLayerScheme):
     """A scheme with blocks of 64 and codes in u8; subclasses choose NF4 or FP4, single or double.
 
-    `Conv1D` weights of GPT-2, held as [in, out], stay dense: bitsandbytes quantizes their transpose.
+    `Conv1D` weights of GPT-2 are held as [in, out], and bitsandbytes quantizes their transpose.
     """
 
     name: str
@@ -41,6 +47,13 @@ class FourBitScheme(ReadsFiles, LinearLayerScheme):
         encoding = FourBit(self.kind, nested=Nested() if self.double else None)
         parts = encoding.parts(info)
         return parts if isinstance(parts, Refusal) else encoding
+
+    def across(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """Return the encoding for a `Conv1D`: see `core.quantized_codes.TakesConv1D`."""
+        encoding = self.encoding(info)
+        if not is_conv1d_weight(fqn, info) or not isinstance(encoding, FourBit):
+            return None
+        return replace(encoding, transposed=True)
 
     def takes(self, fqn: str) -> bool:
         """Return whether transformers can load the tensor in 4 bits.

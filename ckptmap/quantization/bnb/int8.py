@@ -24,7 +24,7 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import SourceError
-from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols import Encoder, Encoding, Group, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.exact_division import divide
@@ -40,9 +40,15 @@ from ckptmap.quantization.blockwise.rounding_rules import BitsandbytesInt8, Roun
 from ckptmap.quantization.blockwise.scaled_encoder import Constants
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.bnb.across_encoder import AcrossEncoder
 from ckptmap.quantization.bnb.config_agreement import kept_modules, require_bits
 from ckptmap.quantization.bnb.fourbit_reader import Conv1DModels
-from ckptmap.quantization.linear_weights import ACROSS, LinearLayerScheme, is_expert, is_wide
+from ckptmap.quantization.linear_weights import (
+    LinearLayerScheme,
+    is_conv1d_weight,
+    is_expert,
+    is_wide,
+)
 from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
@@ -114,8 +120,11 @@ class BnbInt8(ScaledEncoding):
         return BitsandbytesInt8()
 
     def cannot_encode(self, info: TensorInfo) -> Refusal | None:
-        """Return that the codes of a `Conv1D`, which lie across, are not made anew."""
-        return Refusal(ACROSS) if self.transposed else super().cannot_encode(info)
+        return super().cannot_encode(self.stored(info))
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        made = super().encoder(self.stored(info), device)
+        return AcrossEncoder(made, info, device) if self.transposed else made
 
     def constants(self, info: TensorInfo) -> Constants:
         return {name: (dtype, (0,)) for name, dtype, _ in self.extra}
@@ -149,7 +158,7 @@ class BnbInt8(ScaledEncoding):
 class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
     """Recognizes LLM.int8 by its key `SCB`, and quantizes the weights of linear layers to it.
 
-    `Conv1D` weights of GPT-2, held as [in, out], stay dense: bitsandbytes quantizes their transpose.
+    `Conv1D` weights of GPT-2 are held as [in, out], and bitsandbytes quantizes their transpose.
     """
 
     name = "bnb-int8"
@@ -175,6 +184,11 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         encoding = BnbInt8(extra=_FORMAT_PART)
         return encoding.refusal(info) or encoding
+
+    def across(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """Return the encoding for a `Conv1D`: see `core.quantized_codes.TakesConv1D`."""
+        encoding = BnbInt8(extra=_FORMAT_PART, transposed=True)
+        return encoding if is_conv1d_weight(fqn, info) else None
 
     def takes(self, fqn: str) -> bool:
         """Return whether transformers can load the tensor in int8: see `is_expert` and `is_wide`."""

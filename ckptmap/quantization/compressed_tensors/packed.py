@@ -42,6 +42,7 @@ from ckptmap.tensors import Box, TensorInfo
 if TYPE_CHECKING:
     import torch
 
+_FLOATS = ("float32", "float16", "bfloat16")
 PACKED_ZERO = "int32"
 """The dtype of packed zero points; others are not packed and have the scale's shape."""
 
@@ -224,6 +225,9 @@ class Packed(ScaledEncoding):
         )
         return IntegerEncoder((info.shape[0], info.shape[1]), form, self.constants(info))
 
+    def rounded(self, info: TensorInfo) -> str:
+        return rounded_scales(self.scale_dtype, info)
+
     def unread(self) -> str:
         """Return who loads groups of columns in any order: see `core.quantized_codes.ReadBySome`."""
         return ACT_ORDER if self.ordered else ""
@@ -349,3 +353,16 @@ def _packed(write: Write, width: int) -> Write:
     words = packed_rows(write.values, width)
     first = write.box.offsets[0] // width * -(-width // 4)
     return Write("packed", flat(first, words.numel()), words)
+
+
+def rounded_scales(scale_dtype: str, info: TensorInfo) -> str:
+    """Return how transformers rounds scales: see `core.quantized_codes.RoundedOnLoading`.
+
+    It casts every floating tensor of a file to the dtype of the model (5.23, `from_pretrained`).
+    """
+    if scale_dtype not in _FLOATS or scale_dtype == info.dtype or info.dtype == "float32":
+        return ""
+    return (
+        f"its scales are {scale_dtype}, which from_pretrained casts to {info.dtype}: values differ where {info.dtype} does"
+        " not hold a scale; ckptmap.load decodes them as they are"
+    )

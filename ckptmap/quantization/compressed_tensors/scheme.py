@@ -46,7 +46,11 @@ from ckptmap.quantization.compressed_tensors.config_json import (
     declared,
 )
 from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncoder, IntegerForm
-from ckptmap.quantization.compressed_tensors.packed import Packed, packed_keeping
+from ckptmap.quantization.compressed_tensors.packed import (
+    Packed,
+    packed_keeping,
+    rounded_scales,
+)
 from ckptmap.quantization.compressed_tensors.packed_reader import find_packed
 from ckptmap.quantization.compressed_tensors.stacked_experts import misread
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
@@ -74,6 +78,9 @@ class Plain(ScaledEncoding):
     activations: ClassVar[Collection[str]] = ACTIVATIONS
 
     scale_stored: tuple[int, ...] | None = None
+
+    def rounded(self, info: TensorInfo) -> str:
+        return rounded_scales(self.scale_dtype, info)
 
     def part_key(self, key: str, part: str) -> str:
         if part in ACTIVATIONS:
