@@ -81,7 +81,7 @@ class Nvfp4(PackedFp4):
         device: torch.device,
     ) -> torch.Tensor:
         """Send the stored scales, and compute there: a stored one has one byte, a factor four."""
-        if device.type == "cpu":
+        if device.type == "cpu" or not parts["scale"].is_cpu:
             return self.decoded_scales(info, parts, grid)
         try:
             self._require_finite(parts, grid)
