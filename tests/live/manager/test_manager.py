@@ -74,7 +74,7 @@ def test_nothing_to_restore_and_a_step_that_is_not_there(tmp_path: Path) -> None
         manager.restore(model(0), step=4)
     with pytest.raises(SourceError, match="expected a checkpoint with the metric of keep_best"):
         manager.restore(model(0), step="best")
-    with pytest.raises(LoadError, match="tensors do not fit"):
+    with pytest.raises(LoadError, match="tensor does not fit"):
         manager.restore(nn.Linear(3, 2))
 
 
