@@ -182,7 +182,7 @@ def _convert(
                 overwrite=overwrite,
                 sync=sync,
                 threads=1,
-                max_shard_nbytes=2000,
+                max_shard_nbytes=None if dst.endswith(".gguf") else 2000,  # one file stays one
             )
 
     words = (
