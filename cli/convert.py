@@ -13,7 +13,7 @@ import typer
 
 from .option_table import TABLE
 from .printer import Printer
-from .shared_parameters import DryRun, Dst, Json, Quiet, Src, To
+from .shared_parameters import DryRun, Dst, Json, Quiet, Src, To, number
 from .typed_options import TypedOptions, takes_options
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def command(
         float,
         typer.Option(
             metavar="SECONDS",
-            min=1.0,
-            help="Under torchrun: give up a rank after this time without a sign of life.",
+            parser=number(float, 1),
+            help="Under torchrun: give up a rank after this time without a sign of life, 1 or more.",
         ),
     ] = 120.0,
     dry_run: DryRun = False,

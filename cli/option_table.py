@@ -40,7 +40,7 @@ class CliOption:
     default   the default as a user would type it, where it differs from the field's
     read      makes the field's value of the typed one
     check     refuses a typed value
-    at_least  smallest number that typer accepts
+    at_least  the smallest whole number that is accepted; None: the option is not a number
     complete  returns the values that a shell offers
     """
 
@@ -59,7 +59,7 @@ class CliOption:
 
 TABLE: Mapping[str, CliOption] = {
     "world_size": CliOption(
-        "Number of ranks to shard DST for; default: as many as wrote SRC.", at_least=1
+        "Number of ranks to shard DST for, 1 or more; default: as many as wrote SRC.", at_least=1
     ),
     "max_memory": CliOption(
         "Upper bound for all buffers of a rank, 2MiB or more; default:"

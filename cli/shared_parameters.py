@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from .completion import SETUPS
+
+T = TypeVar("T", int, float)
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
@@ -19,6 +21,23 @@ def one_of(*choices: str) -> Callable[[str], str]:
         return value
 
     return check
+
+
+def number(kind: Callable[[str], T], least: int) -> Callable[[str], T]:
+    """Return a parser of numbers, `int` or `float`, that refuses those below `least` with a text of ours: that of
+    typer differs from one version to the next, and may leave out what was typed."""
+    what = "a whole number" if kind is int else "a number"
+
+    def parse(text: str) -> T:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is not {what}") from None
+        if not value >= least:  # NaN is refused, too
+            raise typer.BadParameter(f"{text!r}, expected {what} of {least} or more")
+        return value
+
+    return parse
 
 
 Src = Annotated[

@@ -18,6 +18,7 @@ import typer
 from ckptmap.planning.options import Options, RunOptions
 
 from .option_table import TABLE, Value, read_param_order
+from .shared_parameters import number
 
 if TYPE_CHECKING:
     from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -61,11 +62,11 @@ def _parameter(name: str, help: str) -> inspect.Parameter:
         kind = list[str] | None
     about = typer.Option(
         *(option.names or ("--" + name.replace("_", "-"),)),
-        metavar=option.metavar,
+        metavar=option.metavar or (None if option.at_least is None else "N"),
         help=help or option.help,
         show_default=option.show_default,
         callback=option.check,
-        min=option.at_least,
+        parser=None if option.at_least is None else number(int, option.at_least),
         autocompletion=option.complete,
     )
     return inspect.Parameter(

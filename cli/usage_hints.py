@@ -67,7 +67,6 @@ GUESS = re.compile(r" \((?:Possible options|Did you mean)[^)]*\)| Did you mean .
 def usage_message(text: str) -> str:
     """Return the parser's message as one line; of an option that other tools have without its guesses."""
     message = " ".join(text.split()).removeprefix("Invalid value: ")
-    message = message.replace("is not a valid integer range", "is not a whole number")
     command = NO_COMMAND.match(message)
     if _word(message) or (command is not None and command[1] in {*COMMANDS_MEANT, *IN_PYTHON}):
         message = GUESS.sub("", message)

@@ -286,6 +286,8 @@ def test_a_form_of_torchao_that_is_not_read(run: Run, tmp_path: Path) -> None:
         (["--worldsize", "2"], "Possible options: --world-size", "ckptmap convert --help"),
         (["-to", "hf"], "No such option: -t", "long options have two dashes: --to; "),
         (["--world-size", "two"], "'two' is not a whole number", "ckptmap convert --help"),
+        (["--world-size", "0"], "'0', expected a whole number of 1 or more", "--help"),
+        (["--rank-timeout", "nan"], "'nan', expected a number of 1 or more", "--help"),
         (["--to"], "Option '--to' requires an argument", "ckptmap convert --help"),
     ],
 )
