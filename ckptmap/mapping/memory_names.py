@@ -20,10 +20,10 @@ deepseek_v4 dots1 ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite
 glm5_next_text glm_moe_dsa hunyuan_v1_moe hy_v3 jamba kimi_k25 kimi_linear kolibri1 laguna lfm2_moe
 longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl mistral_large4_text mixtral
 nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen3_omni_moe
-qwen3_omni_moe_text qwen3_omni_moe_thinker qwen4_exp_text solar_open
+qwen3_omni_moe_text qwen3_omni_moe_thinker qwen4_exp_text sarvam_mla sarvam_moe solar_open
 """
 SPLIT_ON_DISK = frozenset(_SPLIT.split())
-"""Model types whose experts transformers 5.23 joins when it loads a model and splits when it saves one
+"""Model types whose experts transformers 5.24 joins when it loads a model and splits when it saves one
 (conversion_mapping.py, converters with MergeModulelist). Others, such as gpt_oss and llama4, have
 joined experts on disk, too."""
 JOINED = (".experts.gate_up_proj", ".experts.up_proj")

@@ -14,9 +14,10 @@ from ckptmap.core.formatting import counted
 from ckptmap.core.quantized_codes import ReadBySome, RoundedOnLoading, StacksExperts
 from ckptmap.core.tensor_table import listed
 from ckptmap.errors import PlanError
-from ckptmap.formats.huggingface.loaded_names import UNKNOWN, loaded_as
+from ckptmap.formats.huggingface.loaded_names import loaded_as
 from ckptmap.formats.huggingface.tied_heads import unstored
 from ckptmap.planning.packed_layers import require_initializable
+from ckptmap.planning.renamed_layers import require_found
 from ckptmap.planning.stacked_experts import misread_experts, require_experts_found
 from ckptmap.protocols import Encoding
 from ckptmap.protocols.offers import offers
@@ -73,13 +74,6 @@ class DeclaresEach(Protocol):
     ) -> Mapping[str, object]:
         """Return the entries of a config that are not about weights, such as a quantized KV cache, as
         they hold for a model with weights of these `names`."""
-
-
-@runtime_checkable
-class FindsByLoadedName(Protocol):
-    """A scheme whose library looks up a weight by its name in the loaded model, not in the file."""
-
-    by_loaded_name: bool
 
 
 @runtime_checkable
@@ -222,21 +216,7 @@ class WrittenWeights:
             require_experts_found(self.encodings, document[QUANTIZATION])
             require_initializable(self.encodings, document[QUANTIZATION], model_types)
         self._require_served(encoded, model_types)
-        by_loaded_name = [
-            (fqn, scheme)
-            for fqn, scheme in encoded
-            if isinstance(self.schemes.get(scheme), FindsByLoadedName)
-        ]
-        unknown = sorted(UNKNOWN & model_types)
-        if unknown and by_loaded_name:
-            fqn, scheme = by_loaded_name[0]
-            raise PlanError(
-                "CKM203",
-                f"{fqn}: cannot be {scheme} beside a config.json: transformers renames the weights"
-                f" of {unknown[0]} while loading, and would not find {scheme} of the names on disk",
-                "choose --to hf-bnb-int8, which it finds by module; or --to full-"
-                f"{scheme}, which ckptmap.load takes",
-            )
+        require_found(self.encodings, self.schemes, document.get(QUANTIZATION), model_types)
 
     def _require_experts_found(self, fqn: str, scheme: str, settings: object) -> None:
         """Raise PlanError CKM203 where transformers takes the stacked experts of Llama 4 apart for the

@@ -145,7 +145,7 @@ owlv2 owlvit patchtsmixer phi4_multimodal pix2struct pop2piano pp_doclayout_v2 p
 qwen3_5_moe qwen3_next qwen3_omni_moe qwen4_exp recurrent_gemma rf_detr rt_detr rt_detr_v2 sam3_lite_text
 seamless_m4t seamless_m4t_v2 sew sew_d siglip siglip2 speecht5 switch_transformers t5 t5gemma t5gemma2
 table_transformer udop umt5 unispeech unispeech_sat unlimited_ocr videoprism vitdet vjepa2 wav2vec2
-wav2vec2_bert wav2vec2_conformer wavlm whisper x_clip xlm xlstm
+wav2vec2_bert wav2vec2_conformer wavlm wavtokenizer whisper x_clip xlm xlstm
 """
 """Families whose `_init_weights` names a weight. Those of `filled_layers` fail where a layer lacks it; the others name
 embeddings, convolutions and routers, or a layer in a case that no released config has."""

@@ -3,7 +3,7 @@
     language_model.model.layers.0.mlp.up_proj    -> model.language_model.layers.0.mlp.up_proj
     vit.encoder.layer.0.attention.attention.key  -> vit.layers.0.attention.k_proj
 
-The loader renames keys while it reads (transformers 5.23, conversion_mapping.py), but looks up
+The loader renames keys while it reads (transformers 5.24, conversion_mapping.py), but looks up
 modules by their new names in the quantization settings of a file or config. So these settings must
 list the new names as well. A file does not state which class will load it. Therefore one module may
 get several new names here; a name that fits no module does no harm.
@@ -58,6 +58,15 @@ RENAMINGS = (
     _renaming(_SWIN, *_FLAT_BLOCK),
     _renaming(_SWIN, (r"(^|\.)(?<!swin\.)(encoder\.layers\.\d+\.(?:blocks|downsample)\.)", r"\1swin.\2")),  # as a backbone
     _renaming(r"(?:^|\.)layer\.\d+\.attention\.q_proj\.", (r"(^|\.)layer\.", r"\1model.layer.")),  # DINOv3
+    _renaming(
+        r"\.mlp\.c_fc_0\.",  # EXAONE 3
+        (r"^transformer\.h\.", "model.layers."),
+        (r"\.attn\.attention\.out_proj$", ".self_attn.o_proj"),
+        (r"\.attn\.attention\.", ".self_attn."),
+        (r"\.mlp\.c_fc_0$", ".mlp.gate_proj"),
+        (r"\.mlp\.c_fc_1$", ".mlp.up_proj"),
+        (r"\.mlp\.c_proj$", ".mlp.down_proj"),
+    ),
     _renaming(r"^embed_out\.", (r"^embed_out$", "lm_head")),  # GPT-NeoX
     _renaming(r"^backbone\.layers\.\d+\.mixer\.", (r"^backbone\.", "model.")),  # Nemotron-H
     _renaming(r"^thinker\.", (r"^thinker\.", "")),  # Qwen2.5-Omni
@@ -92,17 +101,25 @@ def loaded_as(keys: Collection[str]) -> Callable[[str], list[str]]:
 
 
 _UNKNOWN = """
-altclip axk2 bailing_hybrid cohere_asr colqwen2 conditional_detr cosmos3_edge cosmos3_omni d_fine
-deepseek_ocr2 deepseek_v4 deformable_detr detr dinov3_convnext dots3_note dots3_note_audio_encoder
-dots3_note_vision_encoder emu3 ernie4_5_vl_moe gemma4_unified glm5_next glm5_next_text
-gradium_phonon_tts granite_speech granite_speech_plus gte hrm_text hunyuan_vl hy_v4
-hyperclovax_vision_v2 inkling2 inkling2_text inkling_mm_model jev jina_embeddings_v3 kimi_k25
-kimi_linear lfm3 lfm3_vl_vision lw_detr maskformer mimi mimi_decoder mimi_encoder minimax_m3_vl
-mistral_large4 mistral_large4_text molmo2 molmo2_text nemo_speechlm nemotron_h_omni nomic_bert
-paddleocr_vl pi0 pixio pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4 qianfan_ocr qwen4_exp_text
-radio rf_detr rt_detr rt_detr_v2 sam3_tracker sam3_tracker_video sapiens2 segformer shieldgemma2
-step3p5_vision step3p7 t5gemma2_encoder timesfm2_5 timm_wrapper tipsv2 tipsv2_dpt
-tipsv2_text_model tipsv2_vision_model ultrabert ultravbert unlimited_ocr vibevoice_asr vit_mae
+altclip apertus1p5_text axk2 bailing_hybrid cohere_asr colqwen2 conditional_detr cosmos3_edge
+cosmos3_omni d_fine deepseek_ocr2 deepseek_v4 deformable_detr detr dinov3_convnext dory dots3_note
+dots3_note_audio_encoder dots3_note_vision_encoder emu3 ernie4_5_vl_moe gemma4_unified glm5_next
+glm5_next_text gradium_phonon_tts granite_speech granite_speech_plus gte hrm_text hunyuan_vl hy_v4
+hy_v4_vl hy_v4_vl_text hyperclovax_vision_v2 inkling2 inkling2_loop inkling2_loop_text inkling2_text
+inkling_mm_model jev jina_embeddings_v3 kimi_k25 kimi_linear lara_mini lfm3 lfm3_vl_vision lw_detr
+maskformer mimi mimi_decoder mimi_encoder minimax_m3_vl mistral_large4 mistral_large4_text molmo2
+molmo2_text nemo_speechlm nemotron_h_omni nomic_bert paddleocr_vl pi0 pixio pp_doclayout_v2
+pp_doclayout_v3 pp_doclayout_v4 qianfan_ocr qwen4_exp_text radio rf_detr rt_detr rt_detr_v2
+sam3_tracker sam3_tracker_video sapiens2 sarvam_moe segformer shieldgemma2 step3p5_vision step3p7
+t5gemma2_encoder timesfm2_5 timm_wrapper tipsv2 tipsv2_dpt tipsv2_text_model tipsv2_vision_model
+ultrabert ultravbert unlimited_ocr vibevoice_asr vit_mae
 """
 UNKNOWN = frozenset(_UNKNOWN.split())
-"""Model types whose linear layers transformers 5.23 renames or cuts differently from RENAMINGS."""
+"""Model types whose linear layers transformers 5.24 renames or cuts differently from RENAMINGS."""
+_CUT = """
+gradium_phonon_tts gte hrm_text inkling_mm_model jina_embeddings_v3 kimi_k25 lara_mini minimax_m3_vl
+mistral_large4 nemo_speechlm nomic_bert qianfan_ocr radio sapiens2 sarvam_moe step3p5_vision
+"""
+CUT = frozenset(_CUT.split())
+"""Model types with linear layers that transformers 5.24 cuts, joins or permutes while it loads them: `Wqkv` into
+`q_proj`, `k_proj` and `v_proj`. It does so to dense weights alone."""

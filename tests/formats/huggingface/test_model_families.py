@@ -36,7 +36,7 @@ BART = dict(
     max_position_embeddings=64,
 )  # fmt: skip
 KNOWN = """
-aria audioflamingo3 axk1 aya_vision dinov3_vit ernie4_5_moe esm exaone_moe flint fuyu gemma3
+aria audioflamingo3 axk1 aya_vision dinov3_vit ernie4_5_moe esm exaone exaone_moe flint fuyu gemma3
 gemma3n_text glmasr got_ocr2 granitemoe granitemoehybrid granitemoeshared hy_v3 internvl kolibri1
 llava llava_next llava_next_video llava_onevision mimo_v2_flash minimax minimax_m2 mistral3
 mixtral mlcd mllama musicflamingo nemotron_h olmo_hybrid paligemma phimoe pp_chart2table

@@ -1,0 +1,117 @@
+"""Layers that transformers renames or cuts while loading: what it would not find is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import ckptmap
+from ckptmap.errors import PlanError
+from ckptmap.formats.huggingface.loaded_names import CUT
+from tests.support.bnb_cases import refused
+
+HARMLESS = (
+    "conv1d",
+    "mlp.gate.",
+    "moe_statics",
+    "lm_head",
+    "ngram_embedding",
+    "cross_pass_queries",
+)
+"""What transformers cuts or joins that no library quantizes: convolutions, routers, heads and embeddings."""
+FILE = "hf-bnb-nf4", "hf-bnb-int8", "hf-fp8", "hf-ct-int8", "hf-int8"
+
+
+def nomic_bert() -> Any:
+    """One layer `Wqkv` on disk is three in memory."""
+    config = transformers.AutoConfig.for_model(
+        "nomic_bert", vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=1,
+        num_attention_heads=4,
+    )  # fmt: skip
+    return transformers.AutoModel.from_config(config)
+
+
+def exaone() -> Any:
+    """Its layers have the names of GPT-2 on disk and those of Llama in memory."""
+    config = transformers.AutoConfig.for_model(
+        "exaone", vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=None,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def segformer() -> Any:
+    config = transformers.SegformerConfig(
+        hidden_sizes=[64] * 4, num_attention_heads=[1] * 4, depths=[1] * 4, decoder_hidden_size=64
+    )
+    return transformers.SegformerForImageClassification(config)
+
+
+def saved(make: Any, path: Path) -> Any:
+    torch.manual_seed(0)
+    model = make().bfloat16().eval()
+    model.save_pretrained(path)
+    return model
+
+
+def test_every_model_type_whose_layers_transformers_cuts_is_listed() -> None:
+    """Of the installed release: a family that is new to it is met here, not by a user."""
+    from transformers import conversion_mapping
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    conversion_mapping.get_checkpoint_conversion_mapping("llava")
+    rules = conversion_mapping._checkpoint_conversion_mapping_cache
+    cut = {
+        kind
+        for kind, found in rules.items()
+        if kind in CONFIG_MAPPING_NAMES
+        for rule in found
+        if any(type(op).__name__ != "LayerPairCollapse" for op in getattr(rule, "operations", ()))
+        and "expert" not in f"{rule.source_patterns}{rule.target_patterns}"
+        and not any(word in f"{rule.source_patterns}".replace("\\", "") for word in HARMLESS)
+    }
+    assert cut == CUT
+
+
+@pytest.mark.parametrize("to", FILE)
+def test_what_is_cut_while_loading_is_refused(to: str, tmp_path: Path) -> None:
+    saved(nomic_bert, tmp_path / "in")
+    with refused(PlanError, "CKM203", match=r"cuts or joins linear layers of nomic_bert"):
+        ckptmap.plan(tmp_path / "in", to)
+    assert ckptmap.plan(tmp_path / "in", "hf-bf16") and ckptmap.plan(tmp_path / "in", "full-int8")
+
+
+def test_transformers_still_loses_codes_that_it_cuts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should a later release find them, the refusal can go."""
+    monkeypatch.setattr("ckptmap.planning.renamed_layers.CUT", frozenset())
+    model = saved(nomic_bert, tmp_path / "in")
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bnb-int8")
+    _, said = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert "layers.0.self_attn.q_proj.SCB" in said["unexpected_keys"]
+
+
+@pytest.mark.parametrize("to", FILE)
+def test_exaone_is_loaded(to: str, tmp_path: Path) -> None:
+    """Its `mlp.c_proj` stays dense, as the layers of that name do in GPT-2, under its name in memory."""
+    model = saved(exaone, tmp_path / "in")
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to=to)
+    loaded, said = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(said.values()), said
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        theirs, found = (m.bfloat16()(tokens).logits.float() for m in (model, loaded.eval()))
+    assert torch.cosine_similarity(found.flatten(), theirs.flatten(), 0) > 0.9
+
+
+def test_a_layer_that_stays_dense_under_a_name_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    """bitsandbytes is told of it by the name on disk, and would take it for a quantized one."""
+    saved(segformer, tmp_path / "in")
+    assert ckptmap.plan(tmp_path / "in", "hf-bnb-int8")
+    with refused(PlanError, "CKM203", match=r"dense1\.weight: cannot stay dense beside bnb-int8"):
+        ckptmap.plan(tmp_path / "in", "hf-bnb-int8", no_encode=("*.dense1.weight",))
