@@ -9,6 +9,7 @@ from tests.support.mapping_configs import TINY
 def test_model_types_whose_experts_are_split_on_disk() -> None:
     """Only types whose converters stack experts; a Python class among them is no model type."""
     from transformers import conversion_mapping
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     build = conversion_mapping._build_checkpoint_conversion_mapping
     split = {
@@ -21,7 +22,7 @@ def test_model_types_whose_experts_are_split_on_disk() -> None:
     assert {kind for kind in split if kind.islower()} - SPLIT_ON_DISK == {
         "dots3_note_vision_encoder"
     }
-    assert split >= SPLIT_ON_DISK
+    assert split >= SPLIT_ON_DISK.intersection(CONFIG_MAPPING_NAMES)  # the table is of 5.24
 
 
 def test_a_model_in_memory_is_told_by_its_keys_and_its_config() -> None:

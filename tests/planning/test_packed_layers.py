@@ -161,7 +161,7 @@ def test_every_family_that_names_weights_was_looked_at() -> None:
         for file in folder.glob("*/modeling_*.py")
         if any(map(READ.search, BODY.findall(file.read_text(encoding="utf-8"))))
     }
-    assert naming == set(LOOKED_AT.split())
+    assert naming == {name for name in LOOKED_AT.split() if (folder / name).is_dir()}
 
 
 @pytest.mark.parametrize("kind", ["siglip_vision_model", "t5", "mask2former"])

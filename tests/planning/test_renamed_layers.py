@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import ckptmap
 from ckptmap.errors import PlanError
@@ -61,7 +62,6 @@ def saved(make: Any, path: Path) -> Any:
 def test_every_model_type_whose_layers_transformers_cuts_is_listed() -> None:
     """Of the installed release: a family that is new to it is met here, not by a user."""
     from transformers import conversion_mapping
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     conversion_mapping.get_checkpoint_conversion_mapping("llava")
     rules = conversion_mapping._checkpoint_conversion_mapping_cache
@@ -74,7 +74,7 @@ def test_every_model_type_whose_layers_transformers_cuts_is_listed() -> None:
         and "expert" not in f"{rule.source_patterns}{rule.target_patterns}"
         and not any(word in f"{rule.source_patterns}".replace("\\", "") for word in HARMLESS)
     }
-    assert cut == CUT
+    assert cut == CUT.intersection(CONFIG_MAPPING_NAMES)
 
 
 @pytest.mark.parametrize("to", FILE)
@@ -96,6 +96,7 @@ def test_transformers_still_loses_codes_that_it_cuts(
     assert "layers.0.self_attn.q_proj.SCB" in said["unexpected_keys"]
 
 
+@pytest.mark.skipif("exaone" not in CONFIG_MAPPING_NAMES, reason="transformers 5.24 has EXAONE 3")
 @pytest.mark.parametrize("to", FILE)
 def test_exaone_is_loaded(to: str, tmp_path: Path) -> None:
     """Its `mlp.c_proj` stays dense, as the layers of that name do in GPT-2, under its name in memory."""
