@@ -52,6 +52,19 @@ wav2vec2 wav2vec2-conformer: project_hid project_q projection weight_proj
 """
 """Model types: names of their layers. A line that is indented goes on with the one before it."""
 
+_FILLS_EVERY = """
+blt bridgetower clap cvt dinov2 dinov2_with_registers dinov3_vit fastspeech2_conformer hiera ijepa
+mgp-str modernbert-decoder phi4_multimodal_vision pix2struct pvt pvt_v2 radio rwkv sapiens2 seggpt swiftformer swin2sr
+timesformer tipsv2_vision_model videoprism videoprism_text_model videoprism_vision_model vitdet vjepa2
+xcodec xlstm
+"""
+FILLS_EVERY = frozenset(_FILLS_EVERY.split())
+"""Model types that fill the `weight` of each linear layer that they meet, without asking whether it has one.
+
+SigLIP's do, too, and are listed by name above, since they are mostly towers of other models."""
+EVERY: frozenset[str] = frozenset({""})
+"""What stands for the names of all layers."""
+
 
 def filled_names(model_type: str) -> frozenset[str]:
     """Return the last names of the layers that transformers fills in a model of this type."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from shlex import quote
 
 from ckptmap.errors import PlanError
-from ckptmap.planning.filled_layers import filled_names
+from ckptmap.planning.filled_layers import EVERY, FILLS_EVERY, filled_names
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.tensors import TensorInfo
 
@@ -31,17 +31,19 @@ Encodings = Mapping[str, tuple[Encoding, TensorInfo]]
 
 
 def require_initializable(
-    encodings: Encodings, settings: object, model_types: Collection[str]
+    encodings: Encodings, config: Mapping[str, object], model_types: Collection[str]
 ) -> None:
     """Raise PlanError CKM203 where a layer that transformers fills would hold no parameter `weight`.
 
-    `settings` is the output's `quantization_config`: other libraries keep codes in `weight` once loaded.
+    config       the output's config.json; other libraries than compressed-tensors keep codes in `weight` once loaded
+    model_types  its `model_type`, and those of the models that it consists of
     """
+    settings, own = config.get("quantization_config"), config.get("model_type")
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     if method != "compressed-tensors":
         return
     for model_type in sorted(model_types):
-        names = filled_names(model_type)
+        names = EVERY if model_type == own in FILLS_EVERY else filled_names(model_type)
         packed = [
             fqn
             for fqn, (encoding, info) in (encodings.items() if names else ())
@@ -76,7 +78,7 @@ def _is_filled(fqn: str, names: Collection[str], present: Collection[str]) -> bo
     if name.isdigit() and len(path) > 1:
         name = f"{path[-2]}[]"
     if name not in names:
-        return False
+        return names is EVERY
     stem = ".".join(path[:-1])
     if name in _ATTENTION:
         return _ends_as(stem, names, present)

@@ -24,8 +24,8 @@ from ckptmap.protocols.offers import offers
 from ckptmap.tensors import TensorInfo
 
 QUANTIZATION = "quantization_config"
-OWN_LAYERS = frozenset({"falcon", "RefinedWeb", "RefinedWebModel"})
-"""Model types whose linear layers are a subclass of `nn.Linear` that no library quantizes."""
+OWN_LAYERS = frozenset({"falcon", "ibert", "RefinedWeb", "RefinedWebModel"})
+"""Model types whose linear layers are of a class of their own, into which no library's codes are loaded."""
 
 
 STACKED = ".feed_forward.experts.gate_up_proj"
@@ -214,7 +214,7 @@ class WrittenWeights:
             _require_torch_linear(*encoded[0], sorted(OWN_LAYERS & model_types))
             self._require_experts_found(*encoded[0], document[QUANTIZATION])
             require_experts_found(self.encodings, document[QUANTIZATION])
-            require_initializable(self.encodings, document[QUANTIZATION], model_types)
+            require_initializable(self.encodings, document, model_types)
         self._require_served(encoded, model_types)
         require_found(self.encodings, self.schemes, document.get(QUANTIZATION), model_types)
 

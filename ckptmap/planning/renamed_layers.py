@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from typing import Protocol, runtime_checkable
 
 from ckptmap.errors import PlanError
-from ckptmap.formats.huggingface.loaded_names import CUT, UNKNOWN
+from ckptmap.formats.huggingface.loaded_names import CUT, FAILS_BESIDE, UNKNOWN
 from ckptmap.protocols import Encoding
 from ckptmap.protocols.offers import offers
-from ckptmap.quantization.linear_weights import is_linear_weight
+from ckptmap.quantization.linear_weights import is_expert, is_linear_weight, is_wide
 from ckptmap.tensors import TensorInfo
 
 TAKE_ALL = frozenset({"bitsandbytes", "compressed-tensors"})
@@ -43,7 +43,8 @@ def require_found(
     settings     the output's `quantization_config`; None: it has none
     model_types  `model_type` of config.json and of the models that it consists of
     """
-    cut = sorted(CUT.intersection(model_types))
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    cut = sorted((CUT | FAILS_BESIDE.get(str(method), frozenset())).intersection(model_types))
     renamed = sorted(UNKNOWN.intersection(model_types))
     if not cut and not renamed:
         return
@@ -52,8 +53,8 @@ def require_found(
     if cut:
         raise PlanError(
             "CKM203",
-            f"{fqn}: cannot be {name} beside a config.json: transformers cuts or joins linear layers of"
-            f" {cut[0]} while loading, which it cannot do to {name}",
+            f"{fqn}: cannot be {name} beside a config.json: transformers cuts or joins layers of"
+            f" {cut[0]} while loading, which fails with {name}",
             f"leave them as they are, --to hf or hf-bf16; or --to full-{name}, which ckptmap.load takes",
         )
     for fqn, name in encoded.items():
@@ -65,16 +66,16 @@ def require_found(
                 "choose --to hf-bnb-int8, which it finds by module; or --to full-"
                 f"{name}, which ckptmap.load takes",
             )
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    dense = (
-        other
-        for other, (encoding, info) in encodings.items()
-        if method in TAKE_ALL and encoding.name == "dense" and is_linear_weight(other, info)
-    )
-    for other in dense:
-        raise PlanError(
-            "CKM203",
-            f"{other}: cannot stay dense beside {name} and a config.json: transformers renames the weights"
-            f" of {renamed[0]} while loading, and would take the layer for {name}",
-            f"choose --to full-{name}, which ckptmap.load takes",
-        )
+    for other, (encoding, info) in encodings.items():
+        if method in TAKE_ALL and encoding.name == "dense" and _is_taken(other, info):
+            raise PlanError(
+                "CKM203",
+                f"{other}: cannot stay dense beside {name} and a config.json: transformers renames the"
+                f" weights of {renamed[0]} while loading, and would take the layer for {name}",
+                f"choose --to full-{name}, which ckptmap.load takes",
+            )
+
+
+def _is_taken(fqn: str, info: TensorInfo) -> bool:
+    """Return whether the weight is, by its name, one of a layer in the model that a library would replace."""
+    return is_linear_weight(fqn, info) and not is_expert(fqn) and not is_wide(fqn)

@@ -53,7 +53,15 @@ def t5() -> PreTrainedModel:
     return transformers.T5ForConditionalGeneration(config)
 
 
+def dinov3() -> PreTrainedModel:
+    """Its initialization reads the weight of every linear layer."""
+    return transformers.DINOv3ViTModel(
+        transformers.DINOv3ViTConfig(**{**SIZES, "image_size": 32, "patch_size": 8})
+    )
+
+
 MODELS: dict[str, Any] = {
+    "dinov3_vit": dinov3,
     "tower": lambda: SiglipVisionModel(SiglipVisionConfig(**VISION)),
     "inside": paligemma,
     "t5": t5,
@@ -109,9 +117,10 @@ def test_some_layers_of_a_model(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_layers_of_a_model(tmp_path: Path) -> None:
-    saved("t5", tmp_path / "in")
-    with pytest.raises(PlanError, match=r"config.json with t5: .*; choose --to hf-ct-fp8"):
+@pytest.mark.parametrize("kind", ["t5", "dinov3_vit"])
+def test_all_layers_of_a_model(kind: str, tmp_path: Path) -> None:
+    saved(kind, tmp_path / "in")
+    with pytest.raises(PlanError, match=rf"config.json with {kind}: .*; choose --to hf-ct-fp8"):
         ckptmap.plan(tmp_path / "in", "hf-ct-int8")
 
 
@@ -130,6 +139,7 @@ def test_transformers_still_fails_on_packed_layers(
 ) -> None:
     """Should a later release load them, the refusal can go."""
     monkeypatch.setattr("ckptmap.planning.packed_layers.filled_names", lambda kind: frozenset())
+    monkeypatch.setattr("ckptmap.planning.packed_layers.FILLS_EVERY", frozenset())
     made = saved(kind, tmp_path / "in")
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-ct-int8")
     with pytest.raises(AttributeError, match="weight"):

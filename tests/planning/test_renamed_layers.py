@@ -52,6 +52,52 @@ def segformer() -> Any:
     return transformers.SegformerForImageClassification(config)
 
 
+def olmo_hybrid() -> Any:
+    """transformers joins three convolutions, by a rule that fails on parts of compressed-tensors."""
+    config = transformers.AutoConfig.for_model(
+        "olmo_hybrid", vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+        linear_num_key_heads=4, linear_num_value_heads=4, pad_token_id=None,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def dinov2() -> Any:
+    """It has no layer `weights_in`, which others of its family have."""
+    return transformers.Dinov2Model(
+        transformers.Dinov2Config(
+            hidden_size=128, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=8
+        )
+    )
+
+
+def bert_generation() -> Any:
+    """Its head `lm_head.decoder` is tied to the embedding, so that no file holds its weight."""
+    config = transformers.BertGenerationConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=4, max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.BertGenerationDecoder(config)
+
+
+def gpt_neox_japanese() -> Any:
+    """Its head `embed_out` is tied, too."""
+    config = transformers.AutoConfig.for_model(
+        "gpt_neox_japanese", vocab_size=128, hidden_size=64, intermediate_multiple_size=2,
+        num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def ibert() -> Any:
+    """Its linear layers are of a class of its own."""
+    config = transformers.AutoConfig.for_model(
+        "ibert", vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=4, max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.AutoModel.from_config(config)
+
+
 def saved(make: Any, path: Path) -> Any:
     torch.manual_seed(0)
     model = make().bfloat16().eval()
@@ -74,13 +120,15 @@ def test_every_model_type_whose_layers_transformers_cuts_is_listed() -> None:
         and "expert" not in f"{rule.source_patterns}{rule.target_patterns}"
         and not any(word in f"{rule.source_patterns}".replace("\\", "") for word in HARMLESS)
     }
-    assert cut == CUT.intersection(CONFIG_MAPPING_NAMES)
+    assert cut | {"molmo2_text"} == CUT.intersection(
+        CONFIG_MAPPING_NAMES
+    )  # it has the rules of its class
 
 
 @pytest.mark.parametrize("to", FILE)
 def test_what_is_cut_while_loading_is_refused(to: str, tmp_path: Path) -> None:
     saved(nomic_bert, tmp_path / "in")
-    with refused(PlanError, "CKM203", match=r"cuts or joins linear layers of nomic_bert"):
+    with refused(PlanError, "CKM203", match=r"cuts or joins layers of nomic_bert"):
         ckptmap.plan(tmp_path / "in", to)
     assert ckptmap.plan(tmp_path / "in", "hf-bf16") and ckptmap.plan(tmp_path / "in", "full-int8")
 
@@ -116,3 +164,41 @@ def test_a_layer_that_stays_dense_under_a_name_that_is_not_known_is_refused(tmp_
     assert ckptmap.plan(tmp_path / "in", "hf-bnb-int8")
     with refused(PlanError, "CKM203", match=r"dense1\.weight: cannot stay dense beside bnb-int8"):
         ckptmap.plan(tmp_path / "in", "hf-bnb-int8", no_encode=("*.dense1.weight",))
+
+
+@pytest.mark.parametrize(
+    ("make", "to", "loads"),
+    [(olmo_hybrid, "hf-ct-int8", "hf-bnb-int8"), (dinov2, "hf-ct-fp8", "hf-bnb-nf4"), (dinov2, "hf-fp8", "hf-int8")],
+)  # fmt: skip
+def test_a_rule_that_fails_beside_the_parts_of_a_library(
+    make: Any, to: str, loads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused for that library alone, and rightly so: should a later release load it, the refusal can go."""
+    model = saved(make, tmp_path / "in")
+    with refused(PlanError, "CKM203", match=r"cuts or joins layers of"):
+        ckptmap.plan(tmp_path / "in", to)
+    ckptmap.convert(tmp_path / "in", tmp_path / "loads", to=loads)
+    _, said = type(model).from_pretrained(tmp_path / "loads", output_loading_info=True)
+    assert not any(said.values()), said
+    monkeypatch.setattr("ckptmap.planning.renamed_layers.FAILS_BESIDE", {})
+    ckptmap.convert(tmp_path / "in", tmp_path / "fails", to=to)
+    with pytest.raises((RuntimeError, ValueError), match=r"source keys|automatic conversion"):
+        type(model).from_pretrained(tmp_path / "fails")
+
+
+@pytest.mark.parametrize("make", [bert_generation, gpt_neox_japanese])
+def test_a_tied_head_that_no_file_holds_is_declared_dense(make: Any, tmp_path: Path) -> None:
+    model = saved(make, tmp_path / "in")
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-ct-int8")
+    loaded, said = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(said.values()), said
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        theirs, found = (m.bfloat16()(tokens).logits.float() for m in (model, loaded.eval()))
+    assert torch.cosine_similarity(found.flatten(), theirs.flatten(), 0) > 0.9
+
+
+def test_layers_of_a_class_of_their_own_are_refused(tmp_path: Path) -> None:
+    saved(ibert, tmp_path / "in")
+    with refused(PlanError, "CKM203", match="of ibert of a class of its own"):
+        ckptmap.plan(tmp_path / "in", "hf-bnb-nf4")

@@ -67,6 +67,7 @@ RENAMINGS = (
         (r"\.mlp\.c_fc_1$", ".mlp.up_proj"),
         (r"\.mlp\.c_proj$", ".mlp.down_proj"),
     ),
+    _renaming(r"\.ffn\.experts\.", (r"^head$", "lm_head")),  # DeepSeek-V4
     _renaming(r"^embed_out\.", (r"^embed_out$", "lm_head")),  # GPT-NeoX
     _renaming(r"^backbone\.layers\.\d+\.mixer\.", (r"^backbone\.", "model.")),  # Nemotron-H
     _renaming(r"^thinker\.", (r"^thinker\.", "")),  # Qwen2.5-Omni
@@ -118,8 +119,16 @@ UNKNOWN = frozenset(_UNKNOWN.split())
 """Model types whose linear layers transformers 5.24 renames or cuts differently from RENAMINGS."""
 _CUT = """
 gradium_phonon_tts gte hrm_text inkling_mm_model jina_embeddings_v3 kimi_k25 lara_mini minimax_m3_vl
-mistral_large4 nemo_speechlm nomic_bert qianfan_ocr radio sapiens2 sarvam_moe step3p5_vision
+mistral_large4 molmo2_text nemo_speechlm nomic_bert qianfan_ocr radio sapiens2 sarvam_moe step3p5_vision
 """
 CUT = frozenset(_CUT.split())
 """Model types with linear layers that transformers 5.24 cuts, joins or permutes while it loads them: `Wqkv` into
 `q_proj`, `k_proj` and `v_proj`. It does so to dense weights alone."""
+_JOINED = frozenset({"bailing_hybrid", "glm5_next", "glm5_next_text", "kimi_linear", "olmo_hybrid"})
+_CUT_IN_SOME = frozenset({"dinov2", "dinov2_with_registers"})
+FAILS_BESIDE = {
+    "compressed-tensors": _JOINED | _CUT_IN_SOME,
+    "fp8": _CUT_IN_SOME,
+}
+"""`quant_method` -> model types with a rule that joins three convolutions, or cuts a layer that some of them have: with
+the parts that the library adds to each weight, transformers 5.24 fails at that rule, whatever layer is quantized."""

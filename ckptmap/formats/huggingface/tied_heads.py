@@ -16,9 +16,10 @@ from ckptmap.formats.huggingface.tied_embeddings import states_tied
 
 _EVERYWHERE = "lm_head"
 _OF_TYPE: Mapping[str, str] = {
-    "biogpt": "output_projection", "convbert": "generator_lm_head",
+    "bert-generation": "lm_head.decoder", "biogpt": "output_projection", "convbert": "generator_lm_head",
     "distilbert": "vocab_projector", "electra": "generator_lm_head",
-    "fsmt": "decoder.output_projection", "git": "output", "modernbert": "decoder",
+    "fsmt": "decoder.output_projection", "git": "output", "gpt_neox_japanese": "embed_out",
+     "modernbert": "decoder",
     "modernbert-decoder": "decoder", "rwkv": "head", "speecht5": "text_decoder_postnet.lm_head",
     "trocr": "output_projection", "xlnet": "lm_loss",
 }  # fmt: skip
