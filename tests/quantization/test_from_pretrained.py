@@ -6,6 +6,7 @@ with the reason.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,23 @@ def test_logits_are_those_of_our_values(
             assert torch.equal(found, plain[name]), name
     else:
         assert torch.equal(logits(theirs), logits(ours))
+
+
+@pytest.mark.parametrize("suffix", ["bnb-nf4", "ct-int4", "ct-fp8", "int8", "fp8"])
+def test_dense_weights_beside_the_config_of_a_release(
+    suffix: str, sources: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Trained from the values of a release, and exported with its config.json: it must not call them quantized."""
+    release, work = tmp_path / "release", tmp_path / "work.pt"
+    ckptmap.convert(sources["llama"], release, to=f"hf-{suffix}")
+    ckptmap.convert(release, work, to="full-bf16")
+    assert "quantization_config" in json.loads((release / "config.json").read_text())
+    for to in ("hf", "hf-bf16"):
+        report = ckptmap.convert(work, tmp_path / to, to=to, config_from=release)
+        assert "quantization_config" not in json.loads((tmp_path / to / "config.json").read_text())
+        assert [note for note in report.notes if "is left out of config.json" in note]
+    ckptmap.convert(release, tmp_path / "values", to="hf-bf16")
+    assert torch.equal(logits(load(tmp_path / "hf")), logits(load(tmp_path / "values")))
 
 
 def test_reasons_are_of_forms_that_exist() -> None:
