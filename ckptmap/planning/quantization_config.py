@@ -268,7 +268,7 @@ class WrittenWeights:
             "CKM203",
             f"{fqn}: cannot be {scheme} beside a config.json: transformers takes {stacked} apart for"
             f" {method}, and would initialize the experts at random",
-            f"choose --to hf-int8, with which they stay; or --to full-{scheme}, which ckptmap.load takes",
+            "give each expert a module of its own, --names hf-modules; or choose --to hf-int8, with which they stay",
         )
 
     def _require_served(self, encoded: Collection[tuple[str, str]], types: Collection[str]) -> None:
