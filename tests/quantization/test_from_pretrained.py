@@ -158,6 +158,9 @@ def test_experts_of_llama4_have_modules_of_their_own(suffix: str, tmp_path: Path
     assert refused.value.code == "CKM203" and "--names hf-modules" in refused.value.hint
     ckptmap.convert(source, out, to=f"hf-{suffix}", names="hf-modules")
     ckptmap.convert(out, values, to="hf-bf16", names="hf")
+    ckptmap.convert(values, tmp_path / "named.pt", to="full", names="hf-modules")
+    back = ckptmap.convert(tmp_path / "named.pt", tmp_path / "back", as_=out)
+    assert back.likeness is not None and back.likeness.identical == back.likeness.weights
     theirs, ours = load(out), load(values)
     experts = [module for module in theirs.modules() if type(module).__name__.startswith("Seq")]
     assert len(experts) == 1 and len(experts[0]) == 4
