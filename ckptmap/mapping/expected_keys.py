@@ -19,11 +19,12 @@ TYPICAL: Mapping[str, object] = {
     "shared_expert_intermediate_size": 26, "num_experts": 5, "num_local_experts": 5,
     "n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "q_lora_rank": 14, "kv_lora_rank": 22, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8,
-    "v_head_dim": 11, "n_layer": 2, "n_embd": 60, "n_head": 12, "n_positions": 64,
+    "v_head_dim": 11, "intermediate_size_mlp": 58, "n_layer": 2, "n_embd": 60, "n_head": 12, "n_positions": 64,
     "max_position_embeddings": 64, "use_parallel_residual": False,
     "vision_config": {
         "num_hidden_layers": 3, "hidden_size": 24, "intermediate_size": 34, "num_channels": 5,
-        "image_size": 28, "patch_size": 7,
+        "image_size": 28, "patch_size": 7, "projector_input_dim": 27, "projector_output_dim": 23,
+        "vision_output_dim": 25,
     },
 }  # fmt: skip
 """The config of a tiny model with pairwise different sizes, for mapping files without a config."""

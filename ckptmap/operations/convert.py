@@ -86,8 +86,13 @@ def run(
             if finer is None:
                 raise
             return _run(finer, dst, how, ranks)
+        except RunError as error:
+            if plan.reference is None or "--no-encode" not in error.hint:
+                raise
+            raise type(error)(error.code, error.message, _OTHER_VALUES) from error
 
 
+_OTHER_VALUES = "repair the tensor where it was trained; or say which form to write in place of --as: --to hf-bf16"
 _OTHER_FORM = "the checkpoint of --as has no other scales: say which form to write, --to hf-bf16, or --to hf-bnb-nf4-dq --exact-scales"
 
 

@@ -36,6 +36,8 @@ class CarriedFiles:
 class AsItIs:
     """The weights of the output are stored as those of the config.json that is carried."""
 
+    keeps_form = True
+
     def config(
         self, present: Mapping[str, object] | None, heads: Collection[str]
     ) -> Mapping[str, object] | None:
@@ -135,4 +137,5 @@ def _written_weights(
         schemes={scheme.name: scheme for scheme in registry.schemes()},
         foreign={fqn: name for fqn, name in foreign.items() if fqn not in so_far.dropped},
         dense_source=set(request.ckpt.encodings) <= {"dense"},
+        given=request.options.config_from is not None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from shlex import quote
 
+from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import HEAD
 from ckptmap.core.formatting import counted
 from ckptmap.errors import CkptmapError, PlanError
@@ -18,6 +19,8 @@ from ckptmap.tensors import TensorInfo
 
 BASE_LAYER, ADAPTER = ".base_layer.", ".lora_"
 """Parts of names that peft gives the weights of a wrapped layer, and those of its adapter."""
+DIRECTORIES = ("hf", "hf-bin")
+"""Containers whose weights lie beside the config.json of their model."""
 FITTING = 0.1
 """Share of the names below which they are taken for those of another model: the last norm has one name
 in many schemes."""
@@ -31,10 +34,12 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
     weights at random. It is a note only where names were chosen by an option, where the source is a
     Hugging Face directory with these names already, and where the config names code of its own.
     """
+    if request.carrier is None:
+        return Remarks(notes=_lacking(request))
     infos = request.ckpt.infos()
     written = {names.weights[fqn]: infos[fqn] for fqn in selection.weights}
     config = _config(request)
-    if request.carrier is not None and not _is_in_place(request):
+    if not _is_in_place(request):
         _refuse_adapter(request, written)
     if config is None:
         return Remarks()
@@ -74,13 +79,30 @@ def _config(request: Request) -> Mapping[str, object] | None:
     options, ckpt = request.options, request.ckpt
     if request.reference is not None:  # its config.json is that of its weights
         return None
-    if request.carrier is None or options.wrap is not None or options.names_like is not None:
+    if options.wrap is not None or options.names_like is not None:
         return None
+    return _config_of(ckpt, options.config_from)
+
+
+def _config_of(ckpt: Checkpoint, given: str | None) -> Mapping[str, object] | None:
     try:
-        where = ckpt.index.sidecar_dir or ckpt.path
-        return config_beside(where, ckpt.files.mounts, options.config_from)
+        return config_beside(ckpt.index.sidecar_dir or ckpt.path, ckpt.files.mounts, given)
     except CkptmapError:
         return None
+
+
+def _lacking(request: Request) -> list[str]:
+    """Return a note where a Hugging Face directory lacks a weight of the model that its config.json describes, or
+    holds one of another shape. The output has no config.json, so that nobody compares the two again."""
+    ckpt = request.ckpt
+    if ckpt.index.container not in DIRECTORIES or ckpt.translation is not None:
+        return []
+    config = _config_of(ckpt, None)
+    family = None if config is None else _family(config)
+    if config is None or family is None:
+        return []
+    difference, _ = family.differences(ckpt.infos(), config)
+    return [] if difference is None else [f"config.json beside the source describes {difference}"]
 
 
 def _family(config: Mapping[str, object]) -> Family | None:

@@ -28,6 +28,8 @@ OWN_LAYERS = frozenset({"falcon", "ibert", "RefinedWeb", "RefinedWebModel"})
 """Model types whose linear layers are of a class of their own, into which no library's codes are loaded."""
 
 
+WHILE_LOADING = frozenset({"bitnet"})
+"""Methods by which transformers quantizes dense weights while it loads them; the others expect their own parts."""
 STACKED = ".feed_forward.experts.gate_up_proj"
 """The experts of a layer of Llama 4, in one tensor."""
 TAKE_APART = frozenset({"bitsandbytes", "compressed-tensors"})
@@ -104,6 +106,7 @@ class WrittenWeights:
     foreign       parts of unknown schemes that move as bytes -> their scheme
     dense_source  are all weights of the source dense? Its config then quantizes dense weights while
                   it loads them, as BitNet does
+    given         is the config that of another checkpoint, by --config-from?
     """
 
     encodings: Mapping[str, tuple[Encoding, TensorInfo]]
@@ -112,6 +115,12 @@ class WrittenWeights:
     schemes: Mapping[str, object]
     foreign: Mapping[str, str] = field(default_factory=dict)
     dense_source: bool = False
+    given: bool = False
+
+    @property
+    def keeps_form(self) -> bool:
+        """Whether all weights are stored as in the source, beside whose weights the config lies."""
+        return self.keep and not self.fresh and not (self.given and self.dense_source)
 
     def config(
         self, present: Mapping[str, object] | None, heads: Collection[str] = ()
@@ -126,6 +135,8 @@ class WrittenWeights:
             if encoding.name != "dense":
                 encoded.setdefault(encoding.name, {})[name] = info
         keeps_config = self.keep or (encoded and not self.fresh)
+        if present is not None and not encoded and self._is_of_other_weights(present):
+            return None
         if present is not None and keeps_config and not self._is_outdated(present, encoded):
             return present
         if not encoded:
@@ -140,6 +151,12 @@ class WrittenWeights:
         _require_one_library(declared, encoded)
         return next(iter(declared.values()), None)
 
+    def _is_of_other_weights(self, present: Mapping[str, object]) -> bool:
+        """Return whether the config of another checkpoint says how that one's weights are stored: it is a
+        low-bit release, and these weights were trained from its values."""
+        method = present.get("quant_method")
+        return self.given and self.dense_source and not self.foreign and method not in WHILE_LOADING
+
     def undeclared(
         self, present: Mapping[str, object] | None, written: Mapping[str, object] | None
     ) -> list[str]:
@@ -153,6 +170,8 @@ class WrittenWeights:
         }
         methods = [(config or {}).get("quant_method") for config in (present, written)]
         if methods[0] and methods[0] != methods[1] and self.dense_source and not undeclared_keys:
+            if present is not None and self._is_of_other_weights(present):
+                return [] if written else [_left_out(methods[0])]
             undeclared_keys = {QUANTIZATION: None}
         return [
             f"config.json no longer says {key} of {methods[0]}: the model"
@@ -229,7 +248,7 @@ class WrittenWeights:
             "CKM203",
             f"{fqn}: cannot be {scheme} beside a config.json: transformers takes {stacked} apart for"
             f" {method}, and would initialize the experts at random",
-            f"choose --to hf-int8, with which they stay; or --to full-{scheme}, which ckptmap.load takes",
+            "give each expert a module of its own, --names hf-modules; or choose --to hf-int8, with which they stay",
         )
 
     def _require_served(self, encoded: Collection[tuple[str, str]], types: Collection[str]) -> None:
@@ -283,6 +302,13 @@ class WrittenWeights:
                 return each.quantization_config_of(encoded, dense, beyond)
         scheme = self.schemes.get(name)
         return scheme.quantization_config(infos, dense) if isinstance(scheme, Declares) else None
+
+
+def _left_out(method: object) -> str:
+    return (
+        f"{QUANTIZATION} of {method} is left out of config.json: the weights are dense; to give them the form"
+        " of that checkpoint: --as PATH in place of --to"
+    )
 
 
 def _require_no_foreign(foreign: Mapping[str, str], fqn: str, scheme: str) -> None:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 class Declared(Protocol):
     """The weights that are written, as a config.json beside them must declare them."""
 
+    @property
+    def keeps_form(self) -> bool:
+        """Whether all weights are stored in the form that the files beside the source's weights state."""
+
     def config(
         self, present: Mapping[str, object] | None, heads: Collection[str]
     ) -> Mapping[str, object] | None:

@@ -28,6 +28,7 @@ from ckptmap.protocols import Encoding, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
+    NOT_FINITE,
     contradiction,
     file_of,
     group_by_names,
@@ -108,7 +109,7 @@ class ModeloptE4m3(_Named, ScaledEncoding):
             raise SourceError(
                 "CKM115",
                 f"scale: expected a finite scale, found {float(scale.reshape(-1)[0])}",
-                "it was quantized from values that were not finite, or it is damaged: copy it again",
+                NOT_FINITE,
             )
         super().decode(info, parts, box, out)
 

@@ -44,6 +44,8 @@ CHOSEN = [
     ("deepseek_v3_mtp", "torchtitan@2026-07"),
     ("gpt_oss", "torchtitan@2026-07"),
     ("gpt_oss", "megatron"),
+    ("llama4", "hf-modules"),
+    ("llama4_text", "hf-modules"),
 ]
 
 

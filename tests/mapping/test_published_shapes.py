@@ -157,7 +157,7 @@ def published(name: str) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
 
 def test_families_that_are_shipped_are_here() -> None:
     """But those of many experts a layer, which take longer than they tell."""
-    many = {"qwen2_moe", "qwen3_moe", "deepseek_v3", "gemma3_text"}
+    many = {"qwen2_moe", "qwen3_moe", "deepseek_v3", "gemma3_text", "llama4", "llama4_text"}
     types = {sizes["model_type"] for sizes in PUBLISHED.values()}
     assert {e.family for e in available() if not types.intersection(e.models)} == many
 

@@ -285,6 +285,10 @@ def test_an_index_of_another_program_comes_back_where_it_is_true(tmp_path: Path)
     assert (tmp_path / "true" / name).read_bytes() != untrue
 
 
+STATED = {
+    "recipe.yaml": b"default_stage: {}\n", "quantize_config.json": b'{"bits": 4}', "quant_config.json": b"{}",
+    "quantization_config.json": b"{}", "quanto_qmap.json": b"{}",
+}  # fmt: skip
 TOKENIZER = {
     "generation_config.json": b'{"eos_token_id":1}',
     "tokenizer.json": b'{"version": "1.0"}\r\n',
@@ -299,7 +303,7 @@ def test_every_file_of_a_release_in_shards_comes_back(
 ) -> None:
     """The shards are cut as `save_pretrained` cuts them; the tokenizer's files are made up."""
     release = sharded(releases(form), tmp_path / "release")
-    for name, content in TOKENIZER.items():
+    for name, content in {**TOKENIZER, **STATED}.items():
         (release / name).write_bytes(content)
     ckptmap.convert(release, tmp_path / "work", to="fsdp2-bf16", world_size=2)
     ckptmap.convert(tmp_path / "work", tmp_path / "back", as_=release)
@@ -308,6 +312,23 @@ def test_every_file_of_a_release_in_shards_comes_back(
         if form in ("torchao", "nf4") and name.endswith(".safetensors"):
             continue  # torchao's JSON names the parts in another order; this copy repeats our records
         assert (tmp_path / "back" / name).read_bytes() == content, name
+
+
+def test_files_that_state_a_form_go_with_weights_of_that_form(
+    releases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    release = shutil.copytree(releases("ct-int4"), tmp_path / "release")
+    for name, content in STATED.items():
+        (release / name).write_bytes(content)
+    copy = ckptmap.convert(release, tmp_path / "copy", to="hf")
+    assert contents(tmp_path / "copy").keys() == contents(release).keys()
+    assert not copy.notes
+    values = ckptmap.convert(release, tmp_path / "values", to="hf-bf16")
+    assert not STATED.keys() & contents(tmp_path / "values").keys()
+    assert [note.split()[0] for note in values.notes] == list(STATED)
+    ckptmap.convert(tmp_path / "values", tmp_path / "work", to="fsdp2", world_size=2)
+    ckptmap.convert(tmp_path / "work", tmp_path / "out", to="hf", config_from=release)
+    assert not STATED.keys() & contents(tmp_path / "out").keys()
 
 
 def sharded(source: Path, to: Path) -> Path:
@@ -449,6 +470,19 @@ def test_bits_are_compared_not_values(pair: tuple[Path, Path], tmp_path: Path) -
     assert report.likeness.changed == {
         NORM: "bytes", "model.layers.0.input_layernorm.weight": "bytes"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["ct-int4", "bnb-nf4", "ct-fp8", "bnb-int8"])
+def test_a_trained_weight_that_no_code_can_hold(
+    form: str, releases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The hint names no option that `--as` refuses."""
+    ckptmap.convert(releases(form), tmp_path / "work.pt", to="full-bf16")
+    edited(tmp_path / "work.pt", lambda state: state[QUERY].__setitem__((4, 5), torch.nan))
+    with pytest.raises(CkptmapError, match=f"^{QUERY}: .*finite values") as caught:
+        ckptmap.convert(tmp_path / "work.pt", tmp_path / "back", as_=releases(form))
+    assert "--no-encode" not in caught.value.hint and "--to hf-bf16" in caught.value.hint
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_damaged_reference_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

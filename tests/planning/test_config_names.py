@@ -4,6 +4,7 @@ written, because transformers would initialize the weights at random."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,17 @@ def test_names_that_the_model_does_not_have_are_told(
     some = {key: tensor for key, tensor in heads.items() if ".1." not in key}
     said = told(saved(some, tmp_path), llama)
     assert "more than is there" in said and "value_head.weight" in said
+
+
+@pytest.mark.parametrize("to", ["full-fp32", "fsdp2"])
+def test_a_directory_that_is_not_its_config_is_told(to: str, llama: Path, tmp_path: Path) -> None:
+    """Such an output has no config.json, so that nobody compares the two again."""
+    name, folder = "model.layers.1.input_layernorm.weight", tmp_path / "in"
+    assert not ckptmap.plan(llama, to).notes
+    shutil.copytree(llama, folder)
+    tensors = load_file(folder / "model.safetensors")
+    norm = tensors.pop(name)
+    for state, said in ((tensors, f"{name} is missing"), (tensors | {name: norm[:4]}, "found [4]")):
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        (note,) = ckptmap.plan(folder, to).notes
+        assert note.startswith("config.json beside the source describes") and said in note

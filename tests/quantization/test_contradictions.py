@@ -23,7 +23,7 @@ from ckptmap.protocols import Refusal
 from ckptmap.quantization.torchao.int8 import Int8, Int8Scheme
 from ckptmap.tensors import Opaque, TensorInfo
 from ckptmap.testing.parts import stored
-from tests.support.bnb_cases import linear4bit, weight
+from tests.support.bnb_cases import bnb_file, calm, linear4bit, weight
 from tests.support.int8_models import QUERY, bnb_int8, dense, torchao_hf
 from tests.support.quantized_models import edited
 
@@ -121,8 +121,20 @@ def test_nested_blocks_of_another_size(block: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("offset", [float("nan"), float("inf"), True, "1"])
 def test_an_offset_that_is_no_number(offset: object, tmp_path: Path) -> None:
     file = fourbit(tmp_path / "m.safetensors", "nf4", True, stating("nf4", nested_offset=offset))
-    with pytest.raises(SourceError, match=r"fc\.weight: nested offset .*expected numbers"):
+    with pytest.raises(
+        SourceError, match=r"fc\.weight: nested offset .*expected numbers"
+    ) as caught:
         ckptmap.open(file)
+    assert ("not finite" in caught.value.hint) == isinstance(offset, float)
+
+
+def test_bitsandbytes_makes_such_an_offset_of_one_nan(tmp_path: Path) -> None:
+    values = calm((16, 64), torch.bfloat16)
+    values[3, 5] = torch.nan
+    file = bnb_file(tmp_path, values, double=True)
+    with pytest.raises(SourceError, match=r"fc\.weight: nested offset nan") as caught:
+        ckptmap.open(file)
+    assert "quantized from values that were not finite" in caught.value.hint
 
 
 # ------------------------------------------------------------------------------- LLM.int8

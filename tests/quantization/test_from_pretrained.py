@@ -6,13 +6,21 @@ with the reason.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import ckptmap
 from ckptmap import registry
@@ -115,6 +123,52 @@ def test_logits_are_those_of_our_values(
             assert torch.equal(found, plain[name]), name
     else:
         assert torch.equal(logits(theirs), logits(ours))
+
+
+@pytest.mark.parametrize("suffix", ["bnb-nf4", "ct-int4", "ct-fp8", "int8", "fp8"])
+def test_dense_weights_beside_the_config_of_a_release(
+    suffix: str, sources: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Trained from the values of a release, and exported with its config.json: it must not call them quantized."""
+    release, work = tmp_path / "release", tmp_path / "work.pt"
+    ckptmap.convert(sources["llama"], release, to=f"hf-{suffix}")
+    ckptmap.convert(release, work, to="full-bf16")
+    assert "quantization_config" in json.loads((release / "config.json").read_text())
+    for to in ("hf", "hf-bf16"):
+        report = ckptmap.convert(work, tmp_path / to, to=to, config_from=release)
+        assert "quantization_config" not in json.loads((tmp_path / to / "config.json").read_text())
+        assert [note for note in report.notes if "is left out of config.json" in note]
+    ckptmap.convert(release, tmp_path / "values", to="hf-bf16")
+    assert torch.equal(logits(load(tmp_path / "hf")), logits(load(tmp_path / "values")))
+
+
+@pytest.mark.parametrize("suffix", ["bnb-nf4", "bnb-int8", "ct-int4", "ct-fp8"])
+def test_experts_of_llama4_have_modules_of_their_own(suffix: str, tmp_path: Path) -> None:
+    """For these libraries transformers takes the stacked experts apart, and loads no others."""
+    source, out, values = (tmp_path / name for name in ("in", "out", "values"))
+    torch.manual_seed(3)
+    config = Llama4TextConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=64, intermediate_size_mlp=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_local_experts=4, moe_layers=[1],
+        pad_token_id=0,
+    )  # fmt: skip
+    Llama4ForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
+    with pytest.raises(PlanError, match="apart") as refused:
+        ckptmap.plan(source, f"hf-{suffix}")
+    assert refused.value.code == "CKM203" and "--names hf-modules" in refused.value.hint
+    ckptmap.convert(source, out, to=f"hf-{suffix}", names="hf-modules")
+    ckptmap.convert(out, values, to="hf-bf16", names="hf")
+    ckptmap.convert(values, tmp_path / "named.pt", to="full", names="hf-modules")
+    back = ckptmap.convert(tmp_path / "named.pt", tmp_path / "back", as_=out)
+    assert back.likeness is not None and back.likeness.identical == back.likeness.weights
+    theirs, ours = load(out), load(values)
+    experts = [module for module in theirs.modules() if type(module).__name__.startswith("Seq")]
+    assert len(experts) == 1 and len(experts[0]) == 4
+    found, wanted = logits(theirs), logits(ours)
+    if suffix in BY_VALUES:  # the activations are quantized, too
+        assert float((found - wanted).norm() / wanted.norm()) < 0.05
+    else:
+        assert torch.equal(found, wanted)
 
 
 def test_reasons_are_of_forms_that_exist() -> None:

@@ -45,15 +45,19 @@ class Tiny:
     config: Mapping[str, Any]
     disk_extra: Shapes = field(default_factory=dict)
     """Keys that published checkpoints have and the transformers model has not."""
+    auto: str = "AutoModelForCausalLM"
+    """transformers' class that finds the model of the config."""
 
     def build(self) -> PreTrainedModel:
         """The model in transformers, float32, with random weights."""
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
+        from transformers import AutoConfig
 
         config = AutoConfig.for_model(self.config["model_type"], **_without_type(self.config))
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        found = getattr(transformers, self.auto)
+        model: PreTrainedModel = found.from_config(config, dtype=torch.float32)
         return model.eval()
 
 
@@ -284,6 +288,45 @@ TINY = {
                 "num_experts": 7,
                 "mlp_only_layers": [1],
             },
+        ),
+        Tiny(
+            "llama4_text",
+            "llama4_text",
+            {
+                "model_type": "llama4_text",
+                **_COMMON,
+                "intermediate_size": 18,
+                "intermediate_size_mlp": 56,
+                "num_hidden_layers": 3,
+                "num_local_experts": 7,
+                "moe_layers": [0, 2],
+            },
+        ),
+        Tiny(
+            "llama4",
+            "llama4",
+            {
+                "model_type": "llama4",
+                "text_config": {
+                    **_COMMON,
+                    "intermediate_size": 18,
+                    "intermediate_size_mlp": 56,
+                    "num_local_experts": 7,
+                    "moe_layers": [0],
+                },
+                "vision_config": {
+                    "hidden_size": 24,
+                    "intermediate_size": 96,
+                    "num_hidden_layers": 3,
+                    "num_attention_heads": 2,
+                    "image_size": 28,
+                    "patch_size": 7,
+                    "vision_output_dim": 22,
+                    "projector_input_dim": 26,
+                    "projector_output_dim": 22,
+                },
+            },
+            auto="AutoModelForImageTextToText",
         ),
         Tiny("deepseek_v3", "deepseek_v3", _DEEPSEEK),
         Tiny("deepseek_v3_no_q_lora", "deepseek_v3", {**_DEEPSEEK, "q_lora_rank": None}),

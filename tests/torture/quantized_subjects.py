@@ -32,8 +32,11 @@ RELEASE = (*CONFIGURED, *[q.hostile_config] * 4, *[q.parts] * 4)
 CODED = (*TENSORS, *[m.safetensors_tensor] * 2, *[q.parts] * 4)
 GGUF = (*BYTES, *[q.gguf_header] * 5, q.gguf_data)
 FILE = "model.safetensors"
-TOLD = ("config.json: ", "the file says nothing of the model", "the metadata state no ")
-"""How notes begin on metadata of GGUF that are left out, or lacking."""
+TOLD = (
+    "config.json: ", "the file says nothing of the model", "the metadata state no ",
+    "config.json beside the source describes ",
+)  # fmt: skip
+"""How notes begin on metadata of GGUF that are left out, or lacking; and on weights that are not the config's."""
 
 
 def quantized(folder: Path) -> list[Subject]:
@@ -104,8 +107,9 @@ def quanto(folder: Path) -> list[Subject]:
             "quanto-qint8", folder / "quanto-qint8", CODED,
             lambda path: k.read_quanto_file(path, made), "full-fp32",
         ),
-        converted(
-            "quanto-qint4", folder / "quanto-qint4", mapped, k.read_quanto_model, "full-fp32"
+        replace(
+            converted("quanto-qint4", folder / "quanto-qint4", mapped, k.read_quanto_model, "full-fp32"),
+            work=partial(_written_or_told, to="full-fp32"),
         ),
     ]  # fmt: skip
 

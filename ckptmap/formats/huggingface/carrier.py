@@ -39,6 +39,11 @@ SIBLINGS = (
     "video_preprocessor_config.json", "modules.json", "config_sentence_transformers.json",
     "open_clip_config.json", "hf_quant_config.json",
 )  # fmt: skip
+FORMS = (
+    "recipe.yaml", "quantize_config.json", "quant_config.json", "quantization_config.json", "quanto_qmap.json",
+)  # fmt: skip
+"""Files in which programs state how they quantized the weights beside them: llm-compressor; AutoGPTQ and
+GPTQModel; AutoAWQ; auto-round; optimum-quanto. They are true of weights in that form alone."""
 PREFIXES = ("tokenizer", "chat_template", "spiece", "sentencepiece", "sentence_")
 CODE = ".py"
 SUFFIXES = (CODE, ".model", ".jinja")
@@ -68,7 +73,11 @@ REPAIR = "download it again, or give another with --config-from PATH"
 def _belongs(file: Path) -> bool:
     """Return True for a file that is copied, by its name and size. Raise SourceError CKM116 for a
     symbolic link out of the directory."""
-    known = file.name in SIBLINGS or file.name.startswith(PREFIXES) or file.suffix in SUFFIXES
+    known = (
+        file.name in (*SIBLINGS, *FORMS)
+        or file.name.startswith(PREFIXES)
+        or file.suffix in SUFFIXES
+    )
     if not known or not file.is_file() or file.stat().st_size > MAX_SIBLING_NBYTES:
         return False
     return _is_inside(file)
@@ -122,9 +131,13 @@ class HfCarrier(ReadsFiles):
         untied      output embeddings that are no longer tied to the input embedding
         """
         copied = _files(siblings, beside, self.mounts)
+        outdated = (
+            [] if quantized.keeps_form else [name for name in FORMS if copied.pop(name, None)]
+        )
         carried = {name: Sidecar.made(content) for name, content in self.made.items()}
         carried |= {name: Sidecar.at(file, self.mounts) for name, file in copied.items()}
         notes = [f"copied unchanged: {n}" for n in copied if "/" in n and n.endswith(WEIGHTS)]
+        notes += map(_outdated, outdated)
         notes += [
             f"{name}: is a Git LFS pointer, not the file itself, and is copied unchanged; fetch it in the"
             " source: git lfs pull"
@@ -145,7 +158,7 @@ class HfCarrier(ReadsFiles):
         method = (_quantization(after) or {}).get("quant_method")
         if MODELOPT_CONFIG in carried and method != MODELOPT:
             del carried[MODELOPT_CONFIG]
-            notes.append(f"{MODELOPT_CONFIG} is left out: it states a quantization that is no more")
+            notes.append(_outdated(MODELOPT_CONFIG))
         notes += quantized.undeclared(*(_quantization(config) for config in (before, after)))
         return carried, notes
 
@@ -165,6 +178,10 @@ class HfCarrier(ReadsFiles):
         except ValueError:  # `files` has refused it
             return None
         return DIFFUSERS_STEM if isinstance(config, dict) and config.keys() >= DIFFUSERS else None
+
+
+def _outdated(name: str) -> str:
+    return f"{name} is left out: it states a quantization that is no more"
 
 
 def _files(siblings: Sequence[str], beside: str | None, mounts: Mounts) -> dict[str, str]:

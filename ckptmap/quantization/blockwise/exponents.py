@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.errors import SourceError
 from ckptmap.quantization.blockwise.exact_division import divide
+from ckptmap.quantization.blockwise.group_checks import NOT_FINITE
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,7 @@ def powers(exponents: torch.Tensor, name: str) -> torch.Tensor:
             "CKM115",
             f"{name}: expected exponents 0 to 254, found 255, which is NaN, in {count} of"
             f" {raw.numel()} blocks",
-            "it was quantized from values that were not finite, or it is damaged: copy it again",
+            NOT_FINITE,
         )
     return raw.view(torch.float8_e8m0fnu).to(torch.float32)
 

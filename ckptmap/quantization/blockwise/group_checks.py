@@ -14,6 +14,7 @@ INCOMPLETE = "a quantized tensor needs its codes and all its scales in one check
 DAMAGED = "the checkpoint's metadata is damaged; convert again from its source"
 
 
+NOT_FINITE = "it was quantized from values that were not finite, or it is damaged: copy it again"
 CONTRADICTORY = (
     "one of the two is damaged or of another save: copy both again from where they were saved,"
     " or save the checkpoint again"

@@ -22,6 +22,8 @@ from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.fourbit import table_values
 from ckptmap.quantization.blockwise.group_checks import (
     CONTRADICTORY,
+    INCOMPLETE,
+    NOT_FINITE,
     contradiction,
     file_of,
     malformed,
@@ -238,7 +240,9 @@ def _state(fqn: str, data: bytes) -> dict[str, Any]:
     offset = state.get("nested_offset", 0)
     if not (isinstance(offset, int | float) and type(offset) is not bool and math.isfinite(offset)):
         block = state.get("nested_blocksize")
-        raise malformed(fqn, f"nested offset {offset!r} and blocksize {block!r}, expected numbers")
+        hint = NOT_FINITE if isinstance(offset, float) else INCOMPLETE
+        said = f"nested offset {offset!r} and blocksize {block!r}, expected numbers"
+        raise malformed(fqn, said, hint)
     return dict(state)
 
 

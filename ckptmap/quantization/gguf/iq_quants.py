@@ -25,8 +25,8 @@ from ckptmap.quantization.gguf.bits import (
     bits,
     even_signs,
     halves,
+    levels,
     longs,
-    looked_up,
     nibbles,
     rows,
     shifted,
@@ -106,8 +106,8 @@ def iq4_xs(blocks: torch.Tensor, out: torch.Tensor) -> None:
     high = shifted(words(blocks, 2, 1), tuple(range(0, 16, 2)), 3).flatten(1)
     scale = (_pairs(blocks[:, 4:8]) | high << 4).to(torch.float32).sub_(32.0)
     codes = nibbles(blocks[:, 8:136], 16).view(-1, 8, 32)
-    values = looked_up("iq4", IQ4_LEVELS, codes)
-    out.copy_(values.mul_((halves(blocks, 0) * scale).unsqueeze(-1)).flatten(1))
+    scale = (halves(blocks, 0) * scale).unsqueeze(-1)
+    torch.mul(levels("iq4", IQ4_LEVELS, codes), scale, out=out.view(-1, 8, 32))
 
 
 # -------------------------------------------------------------------------------- what they share

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptmap.quantization.blockwise.chunks import constant
-from ckptmap.quantization.gguf.bits import bits, halves, looked_up, nibbles
+from ckptmap.quantization.gguf.bits import bits, halves, levels, looked_up, nibbles
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +57,10 @@ def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def iq4_nl(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    import torch
+
     codes = nibbles(blocks[:, 2:], 16).flatten(1)
-    out.copy_(looked_up("iq4", IQ4_LEVELS, codes)).mul_(halves(blocks, 0))
+    torch.mul(levels("iq4", IQ4_LEVELS, codes), halves(blocks, 0), out=out)
 
 
 def mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
@@ -67,7 +69,7 @@ def mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
     table = powers_halved(blocks.device)
     scale = table.index_select(0, blocks[:, 0].to(torch.int32)).unsqueeze(-1)
     codes = nibbles(blocks[:, 1:], 16).flatten(1)
-    out.copy_(looked_up("e2m1", E2M1_DOUBLED, codes)).mul_(scale)
+    torch.mul(levels("e2m1", E2M1_DOUBLED, codes), scale, out=out)
 
 
 def powers_halved(device: torch.device) -> torch.Tensor:
@@ -83,9 +85,12 @@ def powers_halved(device: torch.device) -> torch.Tensor:
 
 
 def nvfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    import torch
+
     scale = looked_up("ue4m3", tuple(map(_ue4m3_halved, range(256))), blocks[:, :4])
     codes = nibbles(blocks[:, 4:], 8).view(-1, 4, 16)
-    out.copy_(looked_up("e2m1", E2M1_DOUBLED, codes).mul_(scale.unsqueeze(-1)).flatten(1))
+    runs = out.view(-1, 4, 16)
+    torch.mul(levels("e2m1", E2M1_DOUBLED, codes), scale.unsqueeze(-1), out=runs)
 
 
 def _ue4m3_halved(code: int) -> float:

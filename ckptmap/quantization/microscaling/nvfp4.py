@@ -17,6 +17,7 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoder
 from ckptmap.quantization.blockwise.chunks import sent_behind
+from ckptmap.quantization.blockwise.group_checks import NOT_FINITE
 from ckptmap.quantization.microscaling.nvfp4_encoder import (
     BLOCK,
     CompressedTensorsRule,
@@ -115,7 +116,7 @@ class Nvfp4(PackedFp4):
             raise SourceError(
                 "CKM115",
                 f"scale or {self.global_part}: expected finite scales, found NaN or infinity",
-                "it was quantized from values that were not finite, or it is damaged: copy it again",
+                NOT_FINITE,
             )
 
     def rule(self) -> Nvfp4Rule:

@@ -39,15 +39,15 @@ def disk_state(tiny: Tiny) -> tuple[State, str]:
     return dict(iota({**shapes, **tiny.disk_extra})), config
 
 
-def memory_state(disk: State, config: str) -> State:
+def memory_state(disk: State, config: str, auto: str) -> State:
     """The state dict of the model that `from_pretrained` makes of `disk`, each storage once."""
+    import transformers
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(config)
         save_file(disk, Path(folder, "model.safetensors"), metadata={"format": "pt"})
-        model = AutoModelForCausalLM.from_pretrained(folder)
+        model = getattr(transformers, auto).from_pretrained(folder)
         tied = set(model.all_tied_weights_keys)
         state = {key: value for key, value in model.state_dict().items() if key not in tied}
         assert_same(written_again(model, folder), disk)
@@ -77,7 +77,7 @@ def main() -> None:
     for name in sys.argv[1:] or TINY:
         tiny, folder = TINY[name], ROOT / name
         disk, config = disk_state(tiny)
-        memory = memory_state(disk, config)
+        memory = memory_state(disk, config, tiny.auto)
         made_by = [f"{version}: save_pretrained; iota over the sorted keys"]
         write(folder / "hf.tsv", rows(disk), made_by)
         (folder / "config.json").write_text(json.dumps(json.loads(config), indent=1) + "\n")
