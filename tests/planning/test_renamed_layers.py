@@ -89,6 +89,25 @@ def gpt_neox_japanese() -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+def whisper() -> Any:
+    """The decoder alone, whose head `proj_out` is tied."""
+    config = transformers.WhisperConfig(
+        vocab_size=128, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, max_target_positions=32,
+        pad_token_id=0, is_encoder_decoder=False,
+    )  # fmt: skip
+    return transformers.WhisperForCausalLM(config)
+
+
+def phimoe() -> Any:
+    """Its routers are linear layers, called `block_sparse_moe.gate` on disk and `mlp.router` in memory."""
+    config = transformers.PhimoeConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_local_experts=2,
+        num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=1, pad_token_id=None,
+    )  # fmt: skip
+    return transformers.PhimoeForCausalLM(config)
+
+
 def ibert() -> Any:
     """Its linear layers are of a class of its own."""
     config = transformers.AutoConfig.for_model(
@@ -186,8 +205,8 @@ def test_a_rule_that_fails_beside_the_parts_of_a_library(
         type(model).from_pretrained(tmp_path / "fails")
 
 
-@pytest.mark.parametrize("make", [bert_generation, gpt_neox_japanese])
-def test_a_tied_head_that_no_file_holds_is_declared_dense(make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [bert_generation, gpt_neox_japanese, whisper, phimoe])
+def test_what_stays_dense_is_declared_by_its_name_in_memory(make: Any, tmp_path: Path) -> None:
     model = saved(make, tmp_path / "in")
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-ct-int8")
     loaded, said = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)

@@ -67,6 +67,7 @@ RENAMINGS = (
         (r"\.mlp\.c_fc_1$", ".mlp.up_proj"),
         (r"\.mlp\.c_proj$", ".mlp.down_proj"),
     ),
+    _renaming(r"\.block_sparse_moe\.gate\.", (r"\.block_sparse_moe\.gate$", ".mlp.router")),  # Phi-3.5-MoE
     _renaming(r"\.ffn\.experts\.", (r"^head$", "lm_head")),  # DeepSeek-V4
     _renaming(r"^embed_out\.", (r"^embed_out$", "lm_head")),  # GPT-NeoX
     _renaming(r"^backbone\.layers\.\d+\.mixer\.", (r"^backbone\.", "model.")),  # Nemotron-H
@@ -125,7 +126,7 @@ CUT = frozenset(_CUT.split())
 """Model types with linear layers that transformers 5.24 cuts, joins or permutes while it loads them: `Wqkv` into
 `q_proj`, `k_proj` and `v_proj`. It does so to dense weights alone."""
 _JOINED = frozenset({"bailing_hybrid", "glm5_next", "glm5_next_text", "kimi_linear", "olmo_hybrid"})
-_CUT_IN_SOME = frozenset({"dinov2", "dinov2_with_registers"})
+_CUT_IN_SOME = frozenset({"dinov2", "dinov2_with_registers", "tipsv2_vision_model"})
 FAILS_BESIDE = {
     "compressed-tensors": _JOINED | _CUT_IN_SOME,
     "fp8": _CUT_IN_SOME,

@@ -21,7 +21,7 @@ _OF_TYPE: Mapping[str, str] = {
     "fsmt": "decoder.output_projection", "git": "output", "gpt_neox_japanese": "embed_out",
      "modernbert": "decoder",
     "modernbert-decoder": "decoder", "rwkv": "head", "speecht5": "text_decoder_postnet.lm_head",
-    "trocr": "output_projection", "xlnet": "lm_loss",
+    "trocr": "output_projection", "whisper": "proj_out", "xlnet": "lm_loss",
 }  # fmt: skip
 _WITHIN: Mapping[str, str] = {
     "predictions": "decoder", "entity_predictions": "decoder", "lm_head": "decoder",
