@@ -108,6 +108,7 @@ class Continuation:
         own = self._own(self._saved)
         self._rounding = RoundingContinuation.of(self._optimizer, own, self._live)
         self._rounding_note = self._rounding.note()
+        self._notes = [*self._notes, *self._rounding.caveats()]
         self.inexact += self._changed_settings(own)
         self.inexact += self._rounding.reasons([] if state is None else state.other_blocks)
         self.inexact += _changed_weights(plan)
