@@ -183,6 +183,7 @@ class Continuation:
         rounds = bool((self._live.get("optimizer") or {}).get("rounds"))
         if wanted in ("recorded", "auto") and fits:
             self._streams, self._streams_note = own, "restored"
+            self._notes = [*self._notes, *stateful.drawing_notes(self._objects)]
             if "numpy" not in own:
                 self.inexact.append("no random state of NumPy is recorded")
         elif wanted == "recorded":
