@@ -167,7 +167,7 @@ def test_an_optimizer_whose_ranks_keep_parts(tmp_path: Path) -> None:
 
 
 def test_the_count_of_an_averager_beside_the_optimizer(tmp_path: Path) -> None:
-    """PostLocalSGDOptimizer: tests/ranks/resume_local_sgd.py."""
+    """PostLocalSGDOptimizer, and communication hooks: tests/ranks/resume_local_sgd.py."""
     run_ranks("tests.ranks.resume_local_sgd", 2, [str(tmp_path)], 120)
 
 
