@@ -90,7 +90,10 @@ class Continuation:
         same_world = self._saved.get("world_size") == world
         self.gradients = pending_gradients.plan(checkpoint, targets, self._rank, same_world)
         self.inexact: list[str] = []
-        self._notes = run_settings.mode_note(self._saved, self._live)
+        self._notes = [
+            *run_settings.mode_note(self._saved, self._live),
+            *pending_gradients.counting_note(self.gradients.names, optimizer),
+        ]
         self._streams: dict[str, object] = {}
         self._fresh: bytes | None = None
         self._streams_note = ""
