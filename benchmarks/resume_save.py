@@ -12,6 +12,9 @@ in the background: "blocked" is how long the call holds the thread that trains
     kept dcp  dcp.async_save with a stager that keeps its memory between saves, as torchtitan's
               `async_with_pinned_mem` does; without CUDA its memory is not pinned
     ckptmap   ckptmap.save(background=True)
+    manager   CheckpointManager.save, which was called before at a step that was not due: it makes memory then
+              in a thread. To be measured by itself, `--only "background dcp,background manager"`: memory is
+              shared with `ckptmap`
 
 A run saves twice with the same model, as a training run does; the second save is what is reported, and the
 first stands beside it, since memory that is kept between saves is new to the first one. Modules are imported before:
@@ -25,6 +28,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -47,6 +51,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 import ckptmap
 from benchmarks.resume import Peak, anonymous, chosen, sharded
 from ckptmap.live.save.prepare import prepare
+from ckptmap.live.save.save_handle import SaveHandle
+
+MANAGER = "background manager"
+TRAINS_S = 3.0
+"""Seconds between the first call of a manager and its first save."""
+_managers: list[ckptmap.CheckpointManager] = []
+_steps = itertools.count(1)
 
 
 class Wait(Protocol):
@@ -96,6 +107,12 @@ def by_ckptmap(
     return ckptmap.save(path, model, optimizer, background=background).wait
 
 
+def managed(model: nn.Module, optimizer: torch.optim.Optimizer) -> SaveHandle:
+    """Save the next even step by the manager."""
+    made = _managers[0].save(next(_steps), model, optimizer)
+    return made if made is not None else managed(model, optimizer)
+
+
 def contestants(stager: DefaultStager) -> Mapping[str, Callable[[Path, Any, Any], Wait]]:
     return {
         "synced dcp": lambda p, m, o: by_dcp(p, m, o, True),
@@ -104,6 +121,7 @@ def contestants(stager: DefaultStager) -> Mapping[str, Callable[[Path, Any, Any]
         "background dcp": lambda p, m, o: by_async(p, m, o, None),
         "background kept dcp": lambda p, m, o: by_async(p, m, o, stager),
         "background ckptmap": lambda p, m, o: by_ckptmap(p, m, o, True),
+        MANAGER: lambda p, m, o: managed(m, o).wait,
     }
 
 
@@ -141,6 +159,10 @@ def rank_main(folder: Path, layers: int, width: int, repeats: int, only: str) ->
     stager = DefaultStager(StagingOptions(False, False, False, False))
     found: dict[str, list[list[dict[str, float]]]] = {}
     saves = contestants(stager)
+    if MANAGER in chosen(saves, only):
+        _managers.append(ckptmap.CheckpointManager(folder / "managed", every=2, keep=1))
+        _managers[0].save(next(_steps), model, optimizer)
+        time.sleep(TRAINS_S)
     for _ in range(repeats):
         for name in chosen(saves, only):  # in turn: the machine is alike for all
             runs = [measure(saves[name], folder / "saved", model, optimizer) for _ in range(2)]

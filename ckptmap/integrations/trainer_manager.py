@@ -4,8 +4,17 @@
     epoch: on_epoch_end          | log, evaluate, ...                  <- here | next epoch
 
 A save comes after the evaluation of its step, as Trainer's own: evaluation draws random numbers, and only then are
-its metrics known. No event of a callback is there, so that Trainer's method is extended while it trains. Events
-also show the model inside of DDP and torch.compile; how gradients are averaged, only the wrapper tells.
+its metrics known. No event of a callback is there, so that Trainer's private method is extended while it trains.
+Why none of the public events will do:
+
+    on_step_end, on_epoch_end  come before the evaluation
+    on_log, on_evaluate        come inside of it, once for each of several data sets, and before a scheduler that steps
+                               by the metric; on_evaluate also comes where a user calls `evaluate` between steps
+    on_save                    comes after Trainer has written a checkpoint of its own, which `should_save` makes it write
+    on_step_begin              comes after the next batch was drawn, and with it random numbers; not after the last step
+    on_train_end               comes once, perhaps after the best model was loaded in place of the last
+
+Events also show the model inside of DDP and torch.compile; how gradients are averaged, only the wrapper tells.
 
 Source: transformers 5.x, trainer.py `_run_epoch`, `_maybe_log_save_evaluate`.
 """
@@ -59,7 +68,7 @@ def _callback_class() -> Any:
 
         def on_train_begin(self, *args: object, **kwargs: object) -> None:
             trainer = self._trainer = _trainer_of(self)
-            own = getattr(trainer, AFTER)
+            own = _method_of(trainer)
             if not (isinstance(own, _AndThen) and own.after == self.save):
                 setattr(trainer, AFTER, _AndThen(trainer, own, self.save))
 
@@ -104,6 +113,21 @@ class _AndThen:
         result = self.own(*args, **kwargs)
         self.after(evaluates)
         return result
+
+
+def _method_of(trainer: object) -> Callable[..., object]:
+    """Return the method that is extended. Raises LoadError CKM505 where this transformers has no such method."""
+    found = getattr(trainer, AFTER, None)
+    if found is None:
+        from transformers import __version__ as version
+
+        raise LoadError(
+            "CKM505",
+            f"trainer_callback: transformers {version} has no Trainer.{AFTER}, after which a step is complete",
+            "install transformers 5, or save by CheckpointManager.save in a callback of your own",
+        )
+    method: Callable[..., object] = found
+    return method
 
 
 def _trainer_of(callback: object) -> Any:

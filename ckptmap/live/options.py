@@ -89,7 +89,7 @@ class LoadOptions:
     strip_prefix, rename, add_prefix
                      change the checkpoint's names, in this order, as in `ckptmap.open`
     drop             patterns of weights of the checkpoint, by their new names, that are left out, and
-                     their optimizer state with them
+                     their optimizer state with them. One that matches nothing is refused (CKM206)
     base             where the base of a checkpoint of `save(only=...)` is now; None: at the recorded
                      path. Its digest must be the recorded one
     stateful         objects that take back the states that `save` was given under these names
@@ -194,7 +194,7 @@ class SaveOptions:
                     loaders, samplers, a GradScaler. A state that differs between ranks is saved for
                     each of them
     only            "trainable": of the weights, save parameters that require gradients, and buffers;
-                    or patterns of names; and weights that were trained and are frozen now, or whose
+                    or patterns of names, each of which some rank has; and weights that were trained and are frozen now, or whose
                     values are not those of the base. The others are equal to a base bit for bit, whose
                     path and digest are recorded, and which `load` reads too: the first save compares
                     them with the base, each rank its own boxes, later ones by digests of memory

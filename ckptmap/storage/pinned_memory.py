@@ -3,6 +3,8 @@ these need not block the host, and pageable for copies of what is on the CPU."""
 
 from __future__ import annotations
 
+import mmap
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +21,10 @@ _refusals: list[str] = []
 _ALIGN = 64
 _kept: dict[bool, Sequence[torch.Tensor]] = {}
 """The slabs of the last save, pinned (True) or not, where no save uses them."""
+_MOST = 1.5
+"""Slabs that are kept are used for other sizes up to this multiple of what new ones would be."""
+_reserving: list[threading.Thread] = []
+"""The threads that make memory for the first save."""
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -77,15 +83,21 @@ class Slabs:
 
     @classmethod
     def take(cls, sizes: Sequence[int], pinned: bool) -> Slabs:
-        """Return places of `sizes` bytes each: in the slabs that were given back, if these fit."""
+        """Return places of `sizes` bytes each: in the slabs that were given back as far as these fit."""
         if not sizes:
             return cls((), (), pinned)
+        while _reserving:
+            _reserving.pop().join()
+        new = lasting_memory if pinned else _pageable
         wanted, where = slab_layout(sizes)
-        slabs = _kept.pop(pinned, ())
+        slabs = list(_kept.pop(pinned, ()))
         if [slab.numel() for slab in slabs] != wanted:
-            slabs = ()  # they are freed before others are taken
-            new = lasting_memory if pinned else _pageable
-            slabs = [new(nbytes) for nbytes in wanted]
+            more, around = _around(sizes, [slab.numel() for slab in slabs])
+            if sum(slab.numel() for slab in slabs) + sum(more) > _MOST * sum(wanted):
+                slabs.clear()  # they are freed before others are taken
+            else:
+                wanted, where = more, around
+            slabs += [new(nbytes) for nbytes in wanted]
         places = [
             slabs[slab].narrow(0, offset, nbytes)
             for (slab, offset), nbytes in zip(where, sizes, strict=True)
@@ -96,6 +108,22 @@ class Slabs:
         """Keep the slabs for those who take some next; the values in them are no longer needed."""
         if self.slabs:
             _kept[self.pinned] = self.slabs
+
+
+def reserve_pageable(sizes: Sequence[int]) -> None:
+    """Begin to make memory for the copies of the first save, in a thread: the system gives new memory page by
+    page, which takes as long as three copies. A save waits for the thread."""
+    if _kept.get(False) or _reserving or not sum(sizes):
+        return
+
+    def reserve() -> None:
+        made = [_pageable(nbytes) for nbytes in slab_layout(sizes)[0]]
+        for slab in made:
+            slab[:: mmap.PAGESIZE].zero_()
+        _kept[False] = made
+
+    _reserving.append(threading.Thread(target=reserve, name="ckptmap-memory"))
+    _reserving[-1].start()
 
 
 def _pageable(nbytes: int) -> torch.Tensor:
@@ -123,3 +151,21 @@ def slab_layout(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]
         where[at] = len(slabs) - 1, used
         used, left = used + nbytes, left - nbytes
     return slabs, where
+
+
+def _around(sizes: Sequence[int], kept: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the bytes of slabs that are needed beside the kept ones, and the slab and offset of each size in
+    order, where the kept ones come first."""
+    where = [(-1, 0)] * len(sizes)
+    used = [0] * len(kept)
+    for at in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        padded = -(-sizes[at] // _ALIGN) * _ALIGN
+        slab = next((n for n, free in enumerate(kept) if used[n] + padded <= free), -1)
+        if slab >= 0:
+            where[at] = slab, used[slab]
+            used[slab] += padded
+    rest = [at for at, (slab, _) in enumerate(where) if slab < 0]
+    more, places = slab_layout([sizes[at] for at in rest])
+    for at, (slab, offset) in zip(rest, places, strict=True):
+        where[at] = len(kept) + slab, offset
+    return more, where

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import ckptmap
-from ckptmap.errors import ArgumentError
+from ckptmap.errors import ArgumentError, LoadError
+from ckptmap.integrations import trainer_manager
 from ckptmap.integrations.manager import TitanManager, trainer_callback
 from ckptmap.integrations.transformers import resume
 from tests.corpus.ranks import run_ranks
@@ -88,6 +89,17 @@ def test_trainer_saves_after_the_evaluation_of_a_step(name: str, tmp_path: Path)
     assert losses == [e["eval_loss"] for e in again.state.log_history if "eval_loss" in e]
     with ckptmap.open(latest) as ckpt:
         assert ckpt.extra["manager"]["metrics"]["eval_loss"] in losses
+
+
+def test_a_trainer_without_the_method_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a private one, which a release may rename."""
+    monkeypatch.setattr(trainer_manager, "AFTER", "_renamed")
+    with ckptmap.CheckpointManager(tmp_path / "runs") as manager:
+        one = trainer(tmp_path, 0, trainer_callback(manager), max_steps=1)
+        with pytest.raises(LoadError, match=r"has no Trainer\._renamed"):
+            one.train()
 
 
 def test_trainer_on_two_ranks(tmp_path: Path) -> None:

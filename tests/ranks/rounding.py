@@ -109,6 +109,7 @@ def goes_on(folder: Path, name: str) -> None:
     report = ckptmap.load(folder / f"{name}-four", model, optimizer, exact=True)
     assert report.inexact == () and report.streams == "left as they are", report
     assert report.rounding == f"by position, seed {SEED}, was 5" and report.rounding in str(report)
+    assert report.notes == ()  # four ranks saved it, two go on
     train(model, optimizer, 4, 10)
     ckptmap.save(folder / f"{name}-continued", model, optimizer).wait()
 
@@ -166,6 +167,7 @@ def odd_rest(folder: Path, name: str) -> None:
     model, optimizer = odd(name, seed=1)
     report = ckptmap.load(folder / f"{name}-two-of-4", model, optimizer, exact=True)
     assert report.inexact == (), report
+    assert ("saved by 4 ranks, 3 now" in " ".join(report.notes)) == (world == 3), report.notes
     given_gradients(model, optimizer, 3, first=2)
     ckptmap.save(folder / f"{name}-rest-of-{world}", model, optimizer).wait()
     ckptmap.load(folder / "plain", model, optimizer)

@@ -163,6 +163,18 @@ class Lookahead(torch.optim.Optimizer):
             state["slow"].lerp_(param.detach(), 0.5)
 
 
+class Sam(torch.optim.Optimizer):
+    """As published ones do: momentum is in an optimizer beside its own state, which shares its groups."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=1e-2, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base_optimizer.step()
+
+
 RESTORED: dict[str, Callable[[Iterable[Tensor]], Any]] = {
     cls.__name__: cls
     for cls in (Nested, Late, Ending, Growing, Global, AdamWithAverage, SgdWithCount)
@@ -171,6 +183,7 @@ RESTORED: dict[str, Callable[[Iterable[Tensor]], Any]] = {
 REFUSED: dict[str, tuple[Callable[[Iterable[Tensor]], Any], str]] = {
     "Ordered": (Ordered, "ordered is no longer of the class that it was"),
     "OwnKeys": (OwnKeys, "OwnKeys keeps rounds of its own, which is not saved"),
+    "Sam": (Sam, "Sam keeps the state of its base_optimizer, which is not saved"),
     "Lookahead": (Lookahead, "Lookahead keeps state of its own, which is not saved"),
 }
 """Those of which something is not saved, and what `exact` says."""

@@ -19,7 +19,14 @@ from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.stateful import SavedStates, Stateful
-from ckptmap.live.optimizer import beside_params, flat_lowbit, gradients, lbfgs, run_settings
+from ckptmap.live.optimizer import (
+    beside_params,
+    flat_lowbit,
+    gradient_hooks,
+    gradients,
+    lbfgs,
+    run_settings,
+)
 from ckptmap.live.optimizer.param_groups import load_scheduler, not_in_both, refuse_other_scheduler
 from ckptmap.live.optimizer.several_optimizers import scheduler_classes
 from ckptmap.live.optimizer.state_matcher import StatePlan
@@ -57,6 +64,7 @@ class Continuation:
         self._targets = targets
         taken = () if objects is None else objects.values()
         self._unsaved = [] if optimizer is None else beside_params.unsaved(optimizer, taken)
+        self._unsaved_hooks = gradient_hooks.unsaved(model, taken)
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self._rank, world = rank_and_world()
         self._live = run_settings.describe(model, self._optimizer, targets, world)
@@ -82,7 +90,10 @@ class Continuation:
         same_world = self._saved.get("world_size") == world
         self.gradients = pending_gradients.plan(checkpoint, targets, self._rank, same_world)
         self.inexact: list[str] = []
-        self._notes = run_settings.mode_note(self._saved, self._live)
+        self._notes = [
+            *run_settings.mode_note(self._saved, self._live),
+            *pending_gradients.counting_note(self.gradients.names, optimizer),
+        ]
         self._streams: dict[str, object] = {}
         self._fresh: bytes | None = None
         self._streams_note = ""
@@ -108,6 +119,7 @@ class Continuation:
         own = self._own(self._saved)
         self._rounding = RoundingContinuation.of(self._optimizer, own, self._live)
         self._rounding_note = self._rounding.note()
+        self._notes = [*self._notes, *self._rounding.caveats()]
         self.inexact += self._changed_settings(own)
         self.inexact += self._rounding.reasons([] if state is None else state.other_blocks)
         self.inexact += _changed_weights(plan)
@@ -160,6 +172,7 @@ class Continuation:
         was_left = self._saved.get(run_settings.UNSAVED)
         texts = was_left if isinstance(was_left, list | tuple) else ()
         yield from (f"optimizer: {text}, which is not saved" for text in (*texts, *self._unsaved))
+        yield from self._unsaved_hooks
         if self._saved.get("rounded_scales"):
             yield "a forward on the CPU rounded the scales of quantized weights before it was saved"
 
@@ -182,6 +195,7 @@ class Continuation:
         rounds = bool((self._live.get("optimizer") or {}).get("rounds"))
         if wanted in ("recorded", "auto") and fits:
             self._streams, self._streams_note = own, "restored"
+            self._notes = [*self._notes, *stateful.drawing_notes(self._objects)]
             if "numpy" not in own:
                 self.inexact.append("no random state of NumPy is recorded")
         elif wanted == "recorded":

@@ -97,7 +97,7 @@ def load(
     model that it cannot load into, CKM506 state and parameters do not match, CKM507 not exact,
     CKM508 an optimizer of another model, CKM511 random streams, CKM512 no place for nf4="bnb",
     CKM514 and CKM515 a base or an adapter that does not belong to peft's model, CKM208 tied here
-    but different in the checkpoint; RunError CKM310 ranks saved other values of one tensor;
+    but different in the checkpoint, CKM206 a pattern of `drop` matches nothing; RunError CKM310 ranks saved other values of one tensor;
     RunError CKM307 a rank died or did not come in time; ArgumentError CKM516; SourceError where the checkpoint cannot be read.
     """
     with ExitStack() as closing:

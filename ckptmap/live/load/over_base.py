@@ -15,9 +15,11 @@ from ckptmap.checkpoint.base_record import BaseRecord
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.rename import renamed
+from ckptmap.core.name_globs import matches, suggestion
 from ckptmap.errors import ArgumentError, CkptmapError, LoadError
-from ckptmap.live.model.base_names import as_loaded, without
+from ckptmap.live.model.base_names import as_loaded, droppable, without
 from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.mapping.renaming import Renaming
 
@@ -40,7 +42,8 @@ def with_bases(
     dropped   patterns of this load, by the new names
     renaming  of this load: a prefix or pattern may match names of the checkpoint, or of a base
 
-    Raises LoadError CKM521 where the base has another digest than the recorded one, or is not there.
+    Raises LoadError CKM521 where the base has another digest than the recorded one, or is not there, and
+    CKM206 for a pattern of `dropped` that matches no name.
     """
     bases = base_record.recorded(checkpoint)
     if given is not None and len(bases) != 1:
@@ -51,12 +54,14 @@ def with_bases(
         )
     given_as, over = checkpoint, renamed(checkpoint, renaming, lenient=bool(bases))
     stored, checkpoint = list(checkpoint), without(over, dropped)
+    names = list(droppable(over)) if dropped else []
     known = {name for target in targets for name in target.known}
     for head, record in bases.items():
         base = _opened(checkpoint, record, given)
         if renaming:
             stored += as_loaded(base, record.names, record.drop, head, model, [], given_as)
         base = as_loaded(base, record.names, record.drop, head, model, targets, over)
+        names += base if dropped else ()
         base = without(base, dropped)
         own = {*checkpoint}
         wanted = [name for name in base if name in known and name not in own]
@@ -65,7 +70,22 @@ def with_bases(
         checkpoint = replace(checkpoint.with_groups(groups, base.index.files), fingerprints=prints)
     if bases:
         renaming.names(stored, checkpoint.shown)  # refuses what matches nothing at all
+    _require_matches(dropped, names, checkpoint.shown)
     return checkpoint
+
+
+def _require_matches(dropped: Sequence[str], names: Sequence[str], shown: str) -> None:
+    """Raise LoadError CKM206 for a pattern that matches no name: it is misspelt, and what it should leave out
+    would be loaded."""
+    for pattern in dropped:
+        if not any(matches(name, pattern) for name in names):
+            meant = suggestion(pattern, names)
+            some = f"names here are such as {listed(names)}; or leave it out"
+            raise LoadError(
+                "CKM206",
+                f"drop={pattern!r}: nothing in {shown} is named so",
+                f"{meant} If not, leave it out" if meant else some,
+            )
 
 
 def _opened(

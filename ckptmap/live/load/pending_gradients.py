@@ -17,6 +17,7 @@ from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_tensor import LiveTensor, like
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer.gradients import PENDING, REDUCED
+from ckptmap.live.optimizer.unwrap import layers_of
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
 
@@ -162,3 +163,15 @@ def _fill_flat(
         return
     for box, view in target.windows(flat.narrow(0, target.at, target.count)):
         reader.dense(lazy, box, view)
+
+
+def counting_note(names: Sequence[str], optimizer: object) -> list[str]:
+    """Return a note where accelerate goes on with an accumulation: its count of micro-batches is in the
+    Accelerator, which neither `save` nor `load` sees."""
+    layers = () if optimizer is None else layers_of(optimizer)
+    if not names or not any(type(layer).__name__ == "AcceleratedOptimizer" for layer in layers):
+        return []
+    return [
+        "accelerate counts micro-batches in accelerator.step, which is not saved: set it to the number of them"
+        " at the save, else it steps the optimizer at another one"
+    ]

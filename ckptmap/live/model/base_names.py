@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.rename import renamed
+from ckptmap.core.name_globs import matches_any
 from ckptmap.live.model import name_scheme
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.mapping.renaming import Renaming
@@ -52,7 +52,7 @@ def without(checkpoint: Checkpoint, drop: Sequence[str]) -> Checkpoint:
         return checkpoint
 
     def is_dropped(name: str) -> bool:
-        return any(name == pattern or fnmatchcase(name, pattern) for pattern in drop)
+        return matches_any(name, drop)
 
     dropped = {name for name in checkpoint if is_dropped(name)}
     reader = checkpoint.optimizer_reader
@@ -60,3 +60,12 @@ def without(checkpoint: Checkpoint, drop: Sequence[str]) -> Checkpoint:
         reader = reader.named_as(lambda state: state.without(is_dropped))
     groups = checkpoint.groups.without(dropped)
     return replace(checkpoint, groups=groups, optimizer_reader=reader)
+
+
+def droppable(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the names that a pattern of `drop` may match: of weights, of keys that cannot be read, and of
+    weights that are gone and have optimizer state."""
+    yield from checkpoint
+    yield from (one.key for one in checkpoint.refused)
+    if not checkpoint.optimizer_reader.by_index:
+        yield from (name for name in checkpoint.optimizer if name not in checkpoint)

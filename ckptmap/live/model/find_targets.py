@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model import flat_params, fsdp2_params, peft, several_models
+from ckptmap.live.model import flat_params, fsdp1_buffers, fsdp2_params, peft, several_models
 from ckptmap.live.model.live_form import is_loadable, live_forms, quantized_classes
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
@@ -46,7 +46,9 @@ def find_targets(model: torch.nn.Module) -> tuple[list[LiveTensor], list[str]]:
                 buffers_on_meta.append(prefix + name)
     keys = [_keys(flat, paths) for flat in slices]
     plain = several_models.plain_names(model, [*found, *(key for some in keys for key in some)])
-    targets = _tied_together(found, plain, fsdp2_params.fsdp_params(model))
+    targets = _tied_together(
+        found, plain, fsdp2_params.fsdp_params(model), fsdp1_buffers.forward_dtypes(model)
+    )
     targets += [
         flat_params.FlatParamTensor(
             tuple(plain[key] for key in some), flat.places, False, shape=flat.shape,
@@ -75,13 +77,14 @@ def _tied_together(
     found: PlacesByName,
     plain: Mapping[str, str],
     sharded: Mapping[tuple[int, str], FSDPParam],
+    forward_dtypes: Mapping[int, str],
 ) -> list[LiveTensor]:
     """Return one LiveTensor for all names that hold the same object."""
     ties: dict[int, list[str]] = {}
     for key, (module, name, _) in found.items():
         ties.setdefault(id(getattr(module, name)), []).append(key)
     targets = []
-    for keys in ties.values():
+    for identity, keys in ties.items():
         _refuse_lazy(found[keys[0]], plain[keys[0]])
         places = {(id(found[k][0]), found[k][1]): (found[k][0], found[k][1]) for k in keys}
         managed = next((sharded[place] for place in places if place in sharded), None)
@@ -90,6 +93,7 @@ def _tied_together(
             tuple(places.values()),
             found[keys[0]][2],
             managed,
+            forward_dtype=forward_dtypes.get(identity, ""),
         )
         _refuse_subclass(target)
         targets.append(target)

@@ -53,6 +53,8 @@ class LiveTensor:
     places      (module, attribute) of every module that holds the tensor
     fsdp_param  torch's FSDPParam, where `fully_shard` manages the tensor
     adapted     its names in checkpoints, where peft has wrapped the model
+    forward_dtype
+                the dtype to which FSDP1 casts the buffer before its first forward; empty: no other
     """
 
     names: tuple[str, ...]
@@ -60,6 +62,7 @@ class LiveTensor:
     is_buffer: bool
     fsdp_param: FSDPParam | None = None
     adapted: PeftNames | None = field(default=None, kw_only=True)
+    forward_dtype: str = field(default="", kw_only=True)
 
     @property
     def known(self) -> tuple[str, ...]:

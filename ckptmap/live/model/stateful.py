@@ -57,6 +57,18 @@ def states_of(objects: Mapping[str, Stateful] | None) -> dict[str, object]:
     return argument_checks.extra(found, (), KEY)
 
 
+def drawing_notes(objects: Mapping[str, Stateful] | None) -> list[str]:
+    """Return notes of data loaders that draw from torch's random stream when their next iterator is made: a run
+    that was not stopped has its iterator already, and other random numbers after it."""
+    return [
+        f"stateful[{name!r}]: the next iter() of it draws a seed from torch's random stream, which is restored; where"
+        " the model draws from it too, give the loader a generator= of its own, in both runs"
+        for name, one in (objects or {}).items()
+        if any(cls.__name__ == "DataLoader" for cls in type(one).__mro__)
+        and getattr(one, "generator", None) is None
+    ]
+
+
 def shared_names(digests_of: Sequence[Mapping[str, str]]) -> frozenset[str]:
     """Return the names whose state is the same on all ranks, by the digests of every rank."""
     first = digests_of[0]

@@ -20,7 +20,7 @@ from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.optimizer.group_objects import is_object
 from ckptmap.live.optimizer.optimizer_types import LiveOptimizer
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
-from ckptmap.live.optimizer.unwrap import is_offloaded, layers_of, several_of
+from ckptmap.live.optimizer.unwrap import is_offloaded, is_partitioned, layers_of, several_of
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _not_offloaded(
 
 def unsaved(optimizer: object, objects: Iterable[object]) -> list[str]:
     """Return what an optimizer keeps that no checkpoint of it has: keys of a state dict of its own, of a
-    wrapper around it, and values that are objects.
+    wrapper around it, values that are objects, and other optimizers that it steps.
 
     objects  what the caller saves as `stateful`: those are saved whole"""
     given = [*objects]
@@ -64,6 +64,11 @@ def unsaved(optimizer: object, objects: Iterable[object]) -> list[str]:
         return found
     for one in several_of(optimizer).values() or [optimizer]:
         layers = [*layers_of(one)]
+        for layer in layers:
+            found += [
+                f"{type(layer).__name__} keeps the state of its {name}"
+                for name in _optimizers_inside(layer, [*layers, *given])
+            ]
         for layer, inner in zip(layers, [*layers[1:], None], strict=True):
             if any(layer is other for other in given):
                 break
@@ -71,6 +76,21 @@ def unsaved(optimizer: object, objects: Iterable[object]) -> list[str]:
             if names:
                 found.append(f"{type(layer).__name__} keeps {', '.join(names)} of its own")
     return found
+
+
+def _optimizers_inside(layer: Any, known: Iterable[object]) -> Iterator[str]:
+    """Yield the attributes that hold an optimizer with state, as SAM's `base_optimizer`, which steps the same
+    parameters. `known` are optimizers that are saved."""
+    import torch
+
+    if is_offloaded(layer) or is_partitioned(layer) or several_of(layer):
+        return
+    saved = [*known]
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.optim.Optimizer) and not any(value is one for one in saved):
+            states = (getattr(one, "state", None) for one in saved)
+            if value.state and not any(value.state is state for state in states):
+                yield name
 
 
 def _own_keys(layer: Any) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckptmap.live.model.flat_params import FlatParamTensor, is_fsdp1
 from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.optimizer import gradient_hooks
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ def described(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str
         AVERAGED: _averagers(model),
         PRECISION: sorted({text for m in model.modules() for text in _policies(m)}),
         "parameters that are trained": _trained(targets),
+        **gradient_hooks.described(model),
     }
 
 

@@ -194,7 +194,8 @@ def layout_digest(
             boxes = whole.shape  # a forward on the CPU changes the shape of the codes
         else:
             boxes = [box for box, _ in target.windows(target.local)]
-        kind, dtype = becomes.get(target.fqn, (type(target.local).__name__, target.dtype))
+        now = type(target.local).__name__, target.forward_dtype or target.dtype
+        kind, dtype = becomes.get(target.fqn, now)
         digest.update(repr((target.names, kind, dtype, boxes)).encode())
     return digest.hexdigest()
 

@@ -66,9 +66,17 @@ def overwrite(reader: TensorReader, source: LazyTensor, target: LiveTensor) -> N
 
 
 def _cast(target: LiveTensor, source: LazyTensor) -> CastTensor | None:
-    if source.dtype == target.dtype:
+    if source.dtype == target.dtype or _is_cast_back(target, source):
         return None
     return CastTensor(target.fqn, source.dtype, target.dtype)
+
+
+def _is_cast_back(target: LiveTensor, source: LazyTensor) -> bool:
+    """Return whether FSDP1 will cast the buffer back to the stored dtype before its first forward, and
+    the live dtype holds every stored value until then."""
+    holds_all = target.dtype in ("float32", "float64")
+    wider = ITEMSIZE[target.dtype] > ITEMSIZE[source.dtype]
+    return source.dtype == target.forward_dtype and holds_all and wider
 
 
 def _seed(seed: int, target: LiveTensor, box: Box) -> int:

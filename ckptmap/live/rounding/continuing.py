@@ -18,6 +18,10 @@ from ckptmap.live.rounding.record import RoundingRecord, record_of, saved_seed
 
 CUT = ("world_size", "mesh", "layout")
 """Settings of a run that say how tensors are cut over ranks."""
+EXACT_WORLDS = (1, 2, 4)
+"""Numbers of ranks that can average equal gradients without rounding, in any order of the sum. With three,
+3g is rounded; with eight, which is a power of two, a ring rounds 5g, 6g and 7g on its way to 8g, and what it
+loses there is more than 8g can round away."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +62,12 @@ class RoundingContinuation:
     """The rounding of a run that goes on, of one optimizer or several.
 
     is_cut_otherwise  do other ranks, or ranks with other shards, go on with the run?
+    worlds            how many ranks saved it, and how many go on with it
     """
 
     optimizers: Sequence[SavedRounding] = ()
     is_cut_otherwise: bool = False
+    worlds: tuple[object, object] = (1, 1)
 
     @classmethod
     def of(
@@ -79,7 +85,7 @@ class RoundingContinuation:
             for one, settings in zip(ones, theirs, strict=bool(ones))
         ]
         otherwise = any(saved.get(key, live.get(key)) != live.get(key) for key in CUT)
-        return cls(found, otherwise)
+        return cls(found, otherwise, (saved.get("world_size"), live.get("world_size")))
 
     @property
     def goes_on_elsewhere(self) -> bool:
@@ -100,13 +106,32 @@ class RoundingContinuation:
             yield (
                 "gradients are not known to be the same bits on these ranks: where their sums do not depend on"
                 " the order, say so for every optimizer: rounding.install(optimizer, seed=...,"
-                " same_gradients=True)"
+                f" same_gradients=True){self._rounded_sums(' (')}"
             )
         if other_blocks:
             yield (
                 f"moments that are not in blocks of the whole tensor, {len(other_blocks)}:"
                 f" {listed(other_blocks)}"
             )
+
+    def caveats(self) -> Iterator[str]:
+        """Yield what is believed of the gradients although these numbers of ranks speak against it."""
+        if self.goes_on_elsewhere and (text := self._rounded_sums("")):
+            yield (
+                "same_gradients=True is believed: the run goes on bit for bit only where gradients are no sums"
+                f" over ranks; it was {text}"
+            )
+
+    def _rounded_sums(self, opening: str) -> str:
+        """Return why sums of gradients depend on their order; empty: those of equal batches do not."""
+        saved, live = self.worlds
+        if saved in EXACT_WORLDS and live in EXACT_WORLDS:
+            return ""
+        text = (
+            f"saved by {saved} ranks, {live} now, and only 1, 2 and 4 ranks sum equal gradients without"
+            " rounding"
+        )
+        return f"{opening}{text})" if opening else text
 
     def finish(self) -> None:
         """Restore the seeds."""

@@ -96,7 +96,8 @@ def install(
     same_gradients  True: the caller states that every gradient has the same bits on any number of ranks, so
                     that `load(exact=True)` accepts another one. That is so where sums do not depend on
                     their order: equal batches on 1, 2 or 4 ranks, or gradients that are exact in their
-                    dtype. ckptmap cannot know it
+                    dtype. ckptmap cannot know it; a report of `load` for other numbers of ranks notes
+                    that sums of equal gradients, too, are rounded there
 
     8- and 4-bit moments are quantized in blocks of the whole tensor. Where rows are cut inside a block, its ranks
     exchange its gradients in each step. `InstalledRounding.blocks_of_shards` names parameters that are cut in

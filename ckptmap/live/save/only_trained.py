@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from ckptmap.checkpoint.base_record import BaseRecord, content_digest, path_besi
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.core.formatting import counted
+from ckptmap.core.name_globs import matches, matches_any, suggestion
 from ckptmap.errors import ArgumentError
 from ckptmap.live.model import loaded_bases, name_scheme, several_models
 from ckptmap.live.model.live_form import logical_info
@@ -30,6 +30,7 @@ from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer.gradients import is_trained
 from ckptmap.live.optimizer.local_state import ParamOwner, owners
 from ckptmap.live.optimizer.unwrap import unwrapped
+from ckptmap.live.options import SaveOptions
 from ckptmap.live.save import same_as_base
 from ckptmap.storage.source_changes import require_unchanged
 
@@ -45,16 +46,8 @@ def chosen(
 ) -> tuple[list[LiveTensor], list[str]]:
     """Return the tensors to save, and the names of those among them that `only` does not name.
 
-    stepped_by  parameters of the optimizer
-
-    Raises ArgumentError CKM516 where `only` names none."""
+    stepped_by  parameters of the optimizer"""
     found = [target for target in targets if _is_chosen(target, only)]
-    if not found:
-        raise ArgumentError(
-            "CKM516",
-            f"only={only[0]!r}: no tensor of the model's {len(targets)} is such a one",
-            "give a pattern of names, or only='trainable' with parameters that require gradients",
-        )
     stepped = {target.fqn for one in stepped_by if one.part.state for target, _ in one.members}
     further = [
         target
@@ -90,7 +83,7 @@ def note_of_trained(left: Sequence[LiveTensor]) -> list[str]:
 def _is_chosen(target: LiveTensor, only: Sequence[str]) -> bool:
     if TRAINABLE in only and (target.is_buffer or is_trained(target)):
         return True
-    return any(fnmatchcase(name, pattern) for name in target.names for pattern in only)
+    return any(matches_any(name, only) for name in target.names)
 
 
 def bases_of(
@@ -166,8 +159,6 @@ class SavedPart:
         optimizer: object, only: Sequence[str], base: str | os.PathLike[str] | None,
     ) -> SavedPart:  # fmt: skip
         """Return the choice of this rank. Raises ArgumentError CKM516, and as `changed` does."""
-        if not only:
-            return cls(path, targets, [], {}, [], [])
         stepped = [] if optimizer is None else owners(unwrapped(optimizer), targets)
         kept, further = chosen(targets, only, stepped)
         names = {target.fqn for target in kept}
@@ -203,11 +194,16 @@ class SavedPart:
         return [*found, *note_of_trained(self.left)]
 
 
-def changed_on_any(part: SavedPart, patterns: Sequence[str], peers: RankGroup) -> SavedPart:
-    """Return the part with all weights that any rank does not find in their base.
+def part_of_all(
+    path: str | os.PathLike[str], targets: Sequence[LiveTensor], model: torch.nn.Module,
+    optimizer: object, options: SaveOptions, peers: RankGroup,
+) -> SavedPart:  # fmt: skip
+    """Return the part of this rank, with all weights that any rank does not find in their base.
 
-    Raises ArgumentError CKM516 on all ranks where they give different `only`."""
-    told = peers.all((list(patterns), list(part.changed)))
+    Raises on all ranks ArgumentError CKM516 where they give different `only`, and where a pattern of it matches
+    no name on any of them, and as `SavedPart.of` does."""
+    only = options.patterns
+    told = peers.all((list(only), _unmatched(targets, only)))
     for rank, (theirs, _) in enumerate(told):
         if theirs != told[0][0]:
             raise ArgumentError(
@@ -216,7 +212,40 @@ def changed_on_any(part: SavedPart, patterns: Sequence[str], peers: RankGroup) -
                 " all ranks",
                 "pass the same only= on every rank",
             )
-    return part.with_changed({name for _, names in told for name in names})
+    _require_matches(only, [unmatched for _, unmatched in told], len(targets))
+    if not only:
+        return SavedPart(path, targets, [], {}, [], [])
+    with peers.together():
+        part = SavedPart.of(path, targets, model, optimizer, only, options.base)
+    return part.with_changed({name for names in peers.all(list(part.changed)) for name in names})
+
+
+def _unmatched(targets: Sequence[LiveTensor], only: Sequence[str]) -> dict[str, str]:
+    """Return the patterns that match no tensor on this rank, each with what may be meant."""
+    names = [name for target in targets for name in target.names]
+    unmatched = {
+        pattern: suggestion(pattern, names)
+        for pattern in only
+        if pattern != TRAINABLE and not any(matches(name, pattern) for name in names)
+    }
+    if [*only] == [TRAINABLE] and not any(_is_chosen(target, only) for target in targets):
+        unmatched[TRAINABLE] = "give a pattern of names, or let parameters require gradients"
+    return unmatched
+
+
+def _require_matches(
+    only: Sequence[str], unmatched: Sequence[Mapping[str, str]], count: int
+) -> None:
+    """Raise ArgumentError CKM516 for a pattern that matches no tensor on any rank: of a pipeline, each rank has
+    other names."""
+    for pattern in only:
+        if all(pattern in one for one in unmatched):
+            meant = (one[pattern] for one in unmatched)
+            raise ArgumentError(
+                "CKM516",
+                f"only={pattern!r}: no tensor of the model's {count} is such a one",
+                next(filter(None, meant), "give a pattern of names, or only='trainable'"),
+            )
 
 
 def _require_all(base: Checkpoint, left: Sequence[LiveTensor], model: torch.nn.Module) -> None:

@@ -28,7 +28,6 @@ from ckptmap.live.save import only_trained, pending_gradients
 from ckptmap.live.save.assign_writers import Assigner, Offer, offers_of
 from ckptmap.live.save.collect import collect, collect_states
 from ckptmap.live.save.exchange import Told, lost_buffers, require_same_values, share
-from ckptmap.live.save.only_trained import SavedPart, changed_on_any
 from ckptmap.live.save.save_handle import SaveHandle, settle_started
 from ckptmap.live.save.write_dcp import FileLayout, snapshot, write
 from ckptmap.tensors import Path
@@ -79,8 +78,7 @@ def save(
         with peers.together():
             _check(path, given, scheduler, options, unseen)
             states, (targets, _) = stateful.states_of(options.stateful), find_targets(one)
-            part = SavedPart.of(path, targets, one, optimizer, options.patterns, options.base)
-        part = changed_on_any(part, options.patterns, peers)
+        part = only_trained.part_of_all(path, targets, one, optimizer, options, peers)
         with peers.together():
             held = collect(one, targets, part, optimizer, scheduler, peers, random_state, options)
             only_trained.refuse_to_replace(held.settings.get(base_record.KEY), path)

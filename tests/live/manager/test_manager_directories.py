@@ -135,6 +135,23 @@ def test_stateful_data_loader(workers: int, tmp_path: Path) -> None:
     again = loader()
     report = manager.restore(model, stateful={"loader": again})
     assert report is not None and [batch.tolist() for batch in again] == left and len(left) == 6
+    assert report.notes == ()
     once_more = loader()
     once_more.load_state_dict(report.extra_per_rank["l"])
     assert [batch.tolist() for batch in once_more] == left
+
+
+def test_a_loader_that_draws_from_torchs_stream_is_noted(tmp_path: Path) -> None:
+    """Its next iterator draws a seed, and dropout after it has other random numbers than in a run that went on."""
+    loader: Any = StatefulDataLoader(range(8), batch_size=2, shuffle=True)
+    batches = iter(loader)
+    next(batches)
+    model = nn.Linear(2, 2)
+    ckptmap.save(tmp_path / "a", model, stateful={"data": loader}).wait()
+    left, then = [batch.tolist() for batch in batches], torch.rand(1)
+    again: Any = StatefulDataLoader(range(8), batch_size=2, shuffle=True)
+    report = ckptmap.load(tmp_path / "a", model, stateful={"data": again}, exact=True)
+    assert [batch.tolist() for batch in again] == left
+    assert torch.rand(1) != then  # so the note is right
+    (note,) = report.notes
+    assert "stateful['data']" in note and "generator=" in note and note in str(report)

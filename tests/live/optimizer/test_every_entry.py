@@ -15,7 +15,7 @@ from torch import nn
 import ckptmap
 from ckptmap.errors import LoadError
 from tests.corpus.ranks import run_alone, run_ranks
-from tests.support.odd_optimizers import REFUSED, RESTORED, Late, Odd, OwnKeys, state_of
+from tests.support.odd_optimizers import REFUSED, RESTORED, Late, Odd, OwnKeys, Sam, state_of
 
 
 def made(build: Callable[[Any], Any], seed: int, steps: int) -> tuple[nn.Module, Any]:
@@ -92,6 +92,16 @@ def test_a_state_dict_of_its_own_goes_beside_it(tmp_path: Path) -> None:
     assert state_of(again, theirs) == state_of(model, optimizer)
 
 
+def test_an_optimizer_inside_another_goes_beside_it(tmp_path: Path) -> None:
+    model, optimizer = made(Sam, 0, 3)
+    inside = {"base": optimizer.base_optimizer}
+    ckptmap.save(tmp_path / "out", model, optimizer, stateful=inside).wait()
+    again, theirs = made(Sam, 1, 0)
+    inside = {"base": theirs.base_optimizer}
+    ckptmap.load(tmp_path / "out", again, theirs, stateful=inside, exact=True)
+    assert state_of(again, theirs.base_optimizer) == state_of(model, optimizer.base_optimizer)
+
+
 def test_an_entry_of_another_class_is_not_taken(tmp_path: Path) -> None:
     """What one class keeps is of no use to another, and is told of."""
     model, optimizer = made(Late, 0, 3)
@@ -157,7 +167,7 @@ def test_an_optimizer_whose_ranks_keep_parts(tmp_path: Path) -> None:
 
 
 def test_the_count_of_an_averager_beside_the_optimizer(tmp_path: Path) -> None:
-    """PostLocalSGDOptimizer: tests/ranks/resume_local_sgd.py."""
+    """PostLocalSGDOptimizer, and communication hooks: tests/ranks/resume_local_sgd.py."""
     run_ranks("tests.ranks.resume_local_sgd", 2, [str(tmp_path)], 120)
 
 

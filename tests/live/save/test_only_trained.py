@@ -360,3 +360,16 @@ def test_ranks(tmp_path: Path) -> None:
     report = ckptmap.load(tmp_path / "c", again)
     assert report.missing == ()
     assert torch.equal(again[0].weight, net(0)[0].weight)  # type: ignore[index, arg-type]
+
+
+def test_a_pattern_that_names_nothing_is_refused(tmp_path: Path) -> None:
+    model = net(0)
+    ckptmap.save(tmp_path / "base", model).wait()
+    ckptmap.load(tmp_path / "base", model)
+    for only in ("2.wieght", ["0.*", "2.wieght"], ["trainable", "2.wieght"]):
+        with pytest.raises(ArgumentError, match=r"only='2\.wieght': no tensor .*'2\.weight'"):
+            ckptmap.save(tmp_path / "c", model, only=only)
+    assert not (tmp_path / "c").exists()
+    ckptmap.save(tmp_path / "c", model, only="{1..2}.*").wait()  # a range, as `inspect` prints it
+    with ckptmap.open(tmp_path / "c") as ckpt:
+        assert {name[0] for name in ckpt} == {"1", "2"}
