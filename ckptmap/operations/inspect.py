@@ -19,7 +19,6 @@ from ckptmap.core.printable import as_lines
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import KeyPattern, TensorSummary, fold, table
 from ckptmap.errors import CkptmapError
-from ckptmap.mapping.catalog import CatalogEntry
 from ckptmap.mapping.detect import known_below, recognise
 from ckptmap.mapping.model_config import config_beside
 from ckptmap.mapping.name_patterns import skeletons
@@ -58,7 +57,7 @@ class InspectReport:
         self.other = list(ckpt.other.values())
         self._masks = digit_masks(names)
         shapes = skeletons(names, self._masks)
-        self.schemes = self._schemes(names, shapes)
+        self.schemes = recognise(names, self._config(), shapes)
         self.notes += self._prefix_notes(names, shapes)
 
     # ------------------------------------------------------------------ as JSON
@@ -93,22 +92,22 @@ class InspectReport:
             "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._matching_tensors()],
         }
 
-    def _schemes(self, names: list[str], shapes: list[str]) -> list[CatalogEntry]:
-        """Return the naming schemes that the keys match."""
+    def _config(self) -> dict[str, object] | None:
+        """Return the config.json beside the weights, None without one; note why one cannot be read."""
+        beside = self.ckpt.index.sidecar_dir or self.ckpt.path
         try:
-            config = config_beside(
-                self.ckpt.index.sidecar_dir or self.ckpt.path, self.ckpt.files.mounts
-            )
-        except CkptmapError:
-            config = None
-        return recognise(names, config, shapes)
+            return config_beside(beside, self.ckpt.files.mounts)
+        except CkptmapError as error:
+            other = "where a command needs one, give another with --config-from PATH"
+            self.notes.append(f"{error.message}; {other}")
+            return None
 
     def _prefix_notes(self, names: list[str], shapes: list[str]) -> list[str]:
         """Return a note where the names are known without a prefix, with the options that take it off."""
         try:
             chosen = bool(self.schemes or self.ckpt.renamings)
             change = None if chosen else known_below(names, shapes=shapes)
-        except CkptmapError:  # a malformed mapping file; `_schemes` has said so
+        except CkptmapError:  # a malformed mapping file
             return []
         if change is None:
             return []
