@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from shlex import quote
 
-from ckptmap.checkpoint.lora.adapter_files import HEAD
+from ckptmap.checkpoint.lora.adapter_files import HEAD, held_in
 from ckptmap.core.formatting import counted
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.config_fit import Family, family_of, other_scheme
@@ -130,15 +130,18 @@ def _refuse_adapter(request: Request, names: Collection[str]) -> None:
     if below is None or not any(ADAPTER in name for name in names):
         return
     head, _, rest = next(iter(names)).partition(HEAD)
+    separate = bool(head and rest) and not held_in(
+        names
+    )  # `merge` takes what stands before all names off
     path, source = "WRAPPED.pt", quote(request.ckpt.shown)
     before = (
         f"ckptmap convert {source} {path} --to full --strip-prefix {quote(head.rstrip('.'))}, then "
     )
-    merge = f"ckptmap merge BASE {path if head and rest else source} DST --to {request.aim.text}"
+    merge = f"ckptmap merge BASE {path if separate else source} DST --to {request.aim.text}"
     raise PlanError(
         "CKM619",
         f"{request.ckpt.shown}: {below}: is a weight below peft's adapter; {AT_RANDOM}",
-        f"merge the adapter into its base: {before if head and rest else ''}{merge} --adapter-config"
+        f"merge the adapter into its base: {before if separate else ''}{merge} --adapter-config"
         " adapter_config.json",
     )
 
