@@ -10,6 +10,7 @@ from ckptmap.core.formatting import counted
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.config_fit import Family, family_of, other_scheme
 from ckptmap.mapping.model_config import config_beside
+from ckptmap.planning.class_names import ModelClass, class_of
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.output_names import OutputNames
 from ckptmap.planning.remarks import Remarks
@@ -41,6 +42,7 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
     left_out = len(infos) - len(written)
     family = _family(config)
     if family is None:
+        _require_class_names(request, written, config)
         return Remarks(notes=_left_out(left_out))
     fitting = family.fitting(written)
     if fitting < len(written) * FITTING:
@@ -57,6 +59,22 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
         of_model = family.fitting({fqn: infos[fqn] for fqn in infos if fqn not in kept})
         return Remarks(notes=[*notes, *_left_out(of_model)])
     return Remarks(notes=[f"config.json describes {difference}; {AT_RANDOM}", *notes])
+
+
+def _require_class_names(
+    request: Request, written: Mapping[str, TensorInfo], config: Mapping[str, object]
+) -> None:
+    """Raise PlanError CKM619 where a prefix is all that keeps the names from being those of the config's class."""
+    if _is_wanted(request, config):
+        return
+    given, ckpt = request.options.config_from, request.ckpt
+    where = ckpt.index.sidecar_dir or ckpt.path
+    model = class_of(config, where, given, written, ckpt.files.mounts)
+    if model is None:
+        return
+    fitting = model.fitting(written)
+    if fitting < len(written) * FITTING and model.prefix(written) is not None:
+        raise _stranger(request, model, written, fitting, config)
 
 
 def _strays(family: Family, names: Sequence[str]) -> str:
@@ -102,7 +120,7 @@ def _is_in_place(request: Request) -> bool:
 
 def _stranger(
     request: Request,
-    family: Family,
+    family: Family | ModelClass,
     written: Mapping[str, TensorInfo],
     fitting: int,
     config: Mapping[str, object],

@@ -12,7 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 import ckptmap
 from ckptmap.errors import PlanError
@@ -159,3 +166,52 @@ def test_names_that_the_model_does_not_have_are_told(
     some = {key: tensor for key, tensor in heads.items() if ".1." not in key}
     said = told(saved(some, tmp_path), llama)
     assert "more than is there" in said and "value_head.weight" in said
+
+
+UNMAPPED: dict[str, Callable[[], Any]] = {
+    "bert": lambda: BertForSequenceClassification(
+        BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=64)
+    ),
+    "base model": lambda: BertModel(
+        BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=64)
+    ),
+    "opt": lambda: OPTForCausalLM(
+        OPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, ffn_dim=64, vocab_size=64,
+                  word_embed_proj_dim=32, max_position_embeddings=32)
+    ),
+}  # fmt: skip
+"""Models of families that no mapping file is for. All names of OPT begin with `model.`."""
+
+
+@pytest.mark.parametrize("kind", UNMAPPED)
+@pytest.mark.parametrize("prefix", ["model", "net.student", "module"])
+def test_a_prefix_is_found_where_no_mapping_file_knows_the_family(
+    kind: str, prefix: str, tmp_path: Path
+) -> None:
+    """The class itself knows its names. All of them were initialized at random, and nothing was said."""
+    model = UNMAPPED[kind]()
+    model.save_pretrained(tmp_path / "model")
+    more = {"n_averaged": torch.tensor(3)} if prefix == "module" else {}
+    source = saved(
+        more | model.state_dict(),
+        tmp_path,
+        lambda key: f"{prefix}.{key}" if key not in more else key,
+    )
+    options: dict[str, Any] = {"to": "hf", "config_from": tmp_path / "model"}
+    with pytest.raises(PlanError, match=r"fits .*, which config\.json") as raised:
+        ckptmap.convert(source, tmp_path / "out", **options)
+    assert raised.value.code == "CKM619" and f"--strip-prefix {prefix}" in raised.value.hint
+    assert not (tmp_path / "out").exists()
+    drop = list(more)
+    ckptmap.convert(source, tmp_path / "out", strip_prefix=prefix, drop=drop, **options)
+    _, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+@pytest.mark.parametrize("kind", UNMAPPED)
+def test_names_as_they_are_need_no_option(kind: str, tmp_path: Path) -> None:
+    model = UNMAPPED[kind]()
+    model.save_pretrained(tmp_path / "model")
+    source = saved(model.state_dict(), tmp_path)
+    plan = ckptmap.plan(source, "hf", config_from=tmp_path / "model")
+    assert not [note for note in plan.notes if "names" in note]
