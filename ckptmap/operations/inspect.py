@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
+from shlex import quote
 from typing import Any, NamedTuple
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -22,6 +23,7 @@ from ckptmap.errors import CkptmapError
 from ckptmap.mapping.detect import known_below, recognise
 from ckptmap.mapping.model_config import config_beside
 from ckptmap.mapping.name_patterns import skeletons
+from ckptmap.mapping.wrappers import ADAPTER, BASE_LAYER
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
 
@@ -59,6 +61,7 @@ class InspectReport:
         shapes = skeletons(names, self._masks)
         self.schemes = recognise(names, self._config(), shapes)
         self.notes += self._prefix_notes(names, shapes)
+        self.notes += self._adapter_notes(shapes)
 
     # ------------------------------------------------------------------ as JSON
 
@@ -115,6 +118,19 @@ class InspectReport:
         return [
             f"{change.matched} of {change.wanted} names begin with '{change.old}.', and are known without"
             f" it: add {change.names_option}{drop}"
+        ]
+
+    def _adapter_notes(self, shapes: list[str]) -> list[str]:
+        """Return a note where a model was saved as peft has wrapped it: nothing loads it as it is."""
+        kinds = set(shapes)
+        if not any(BASE_LAYER in kind for kind in kinds) or not any(
+            ADAPTER in kind for kind in kinds
+        ):
+            return []
+        source = quote(self.ckpt.shown)
+        return [
+            "a model that peft has wrapped, with its adapter; one model is made of it by: ckptmap merge BASE"
+            f" {source} DST --adapter-config adapter_config.json"
         ]
 
     def numel(self) -> int:

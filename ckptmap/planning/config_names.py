@@ -8,8 +8,9 @@ from shlex import quote
 from ckptmap.checkpoint.lora.adapter_files import HEAD, held_in
 from ckptmap.core.formatting import counted
 from ckptmap.errors import CkptmapError, PlanError
-from ckptmap.mapping.config_fit import Family, family_of, other_scheme
+from ckptmap.mapping.config_fit import Family, family_of, other_family, other_scheme
 from ckptmap.mapping.model_config import config_beside
+from ckptmap.mapping.wrappers import ADAPTER, BASE_LAYER
 from ckptmap.planning.class_names import ModelClass, class_of
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.output_names import OutputNames
@@ -17,8 +18,6 @@ from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.tensors import TensorInfo
 
-BASE_LAYER, ADAPTER = ".base_layer.", ".lora_"
-"""Parts of names that peft gives the weights of a wrapped layer, and those of its adapter."""
 FITTING = 0.1
 """Share of the names below which they are taken for those of another model: the last norm has one name
 in many schemes."""
@@ -131,12 +130,15 @@ def _stranger(
         f" describes: found {first!r}, expected such as {family.example!r}; {AT_RANDOM}"
     )
     change, scheme = family.prefix(written), other_scheme(written, config)
+    other = other_family(written, config)
     if change is not None:
         hint = (
             f"{change.matched} of {change.wanted} fit without '{change.old}.': add {change.options}"
         )
     elif scheme is not None:
         hint = f"the names are those of {scheme.title}: add --names hf"
+    elif other is not None:
+        hint = f"the names are those of {other.title}: give the config.json of that model with --config-from"
     else:
         hint = "give the config.json of this model with --config-from, or rename its weights: --rename 'OLD.{x}=NEW.{x}'"
     return PlanError("CKM619", f"{request.ckpt.shown}: {message}", hint)

@@ -47,6 +47,8 @@ def test_it_is_merged_wherever_a_module_holds_it(trained: nn.Module, head: str) 
     before = f"{head}." if head else ""
     state = {before + key: value for key, value in trained.state_dict().items()}
     torch.save({"state_dict": state, "epoch": 1}, "w.ckpt")
+    code, printed = output_of_ckptmap("ckptmap inspect w.ckpt")
+    assert code == 0 and "peft has wrapped" in printed and "merge BASE w.ckpt DST" in printed
     code, printed = output_of_ckptmap("ckptmap merge base w.ckpt out --adapter-config adapter")
     assert code == 0, printed
     assert "w.ckpt holds the whole model that peft has wrapped, not an adapter alone" in printed

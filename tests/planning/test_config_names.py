@@ -4,6 +4,7 @@ written, because transformers would initialize the weights at random."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,11 @@ def test_names_as_they_are_need_no_option(kind: str, tmp_path: Path) -> None:
     source = saved(model.state_dict(), tmp_path)
     plan = ckptmap.plan(source, "hf", config_from=tmp_path / "model")
     assert not [note for note in plan.notes if "names" in note]
+
+
+def test_the_config_of_another_model_is_named_as_that(llama: Path, tmp_path: Path) -> None:
+    """The hint was `--names hf`, which is refused in its turn."""
+    source = saved(TINY["gpt2"].build().state_dict(), tmp_path)
+    with pytest.raises(PlanError, match="fits llama") as raised:
+        ckptmap.plan(source, "hf", config_from=llama)
+    assert re.search(r"those of gpt2/\w+: give the config.json of that model", raised.value.hint)

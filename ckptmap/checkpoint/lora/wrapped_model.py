@@ -9,14 +9,12 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import Adapter
 from ckptmap.core.formatting import counted, some
 from ckptmap.errors import SourceError
-
-BELOW = ".base_layer."
-"""Stands in the name of each weight below an adapter."""
+from ckptmap.mapping.wrappers import ADAPTER, BASE_LAYER
 
 
 def own_weights(adapter: Adapter, own: Sequence[str], base: Checkpoint) -> Iterator[str]:
     """Yield a note on the weights that the adapter holds whole, in place of the base's."""
-    if any(BELOW in adapter.trained[name].fqn for name in own):
+    if any(BASE_LAYER in adapter.trained[name].fqn for name in own):
         yield (
             f"{adapter.path} holds the whole model that peft has wrapped, not an adapter alone:"
             f" {counted(len(own), 'weight', 'is', 'are')} taken from there, not from {base.shown}"
@@ -30,8 +28,8 @@ def own_weights(adapter: Adapter, own: Sequence[str], base: Checkpoint) -> Itera
 
 def refuse_wrapped(ckpt: Checkpoint, adapter: Adapter) -> None:
     """Raise SourceError CKM321 for a base that is the model as peft has wrapped it: its adapter is in it already."""
-    below = next((name for name in ckpt if BELOW in name), None)
-    if below is None or not any(".lora_" in name for name in ckpt):
+    below = next((name for name in ckpt if BASE_LAYER in name), None)
+    if below is None or not any(ADAPTER in name for name in ckpt):
         return
     line = ["ckptmap", "merge", "BASE", ckpt.shown, "DST", "--adapter-config", adapter.config.file]
     raise SourceError(
