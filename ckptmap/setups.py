@@ -32,6 +32,12 @@ MEANT = {
     "fsdp1-ranks": "fsdp1-local",
     "torchtitan": "fsdp2",
     "lightning": "fsdp2",
+    "vllm": "hf",
+    "sglang": "hf",
+    "tgi": "hf",
+    "llama.cpp": "gguf",
+    "llama-cpp": "gguf",
+    "ollama": "gguf",
 }
 """Words for a format or a framework, as people write them after `--to` -> the setup that they mean."""
 
@@ -47,6 +53,11 @@ ENCODINGS_MEANT = {
 """Words for an encoding -> the suffix that they mean."""
 ONLY_READ = {"gptq": "ct-int4", "awq": "ct-int4", "hqq": "ct-int4", "quanto": "int8"}
 """Forms that are read and not written -> the suffix of a form as wide that is written."""
+OTHERS_READ = {
+    "megatron": "hf", "deepspeed": "full", "nemo": "hf", "onnx": "hf", "tensorrt": "hf", "openvino": "hf", "mlx": "hf",
+    "coreml": "hf", "flax": "hf", "jax": "hf", "tensorflow": "hf", "keras": "hf",
+}  # fmt: skip
+"""Programs whose own format is not written -> a setup that they, or their converters, begin with."""
 _K_OR_IQ = re.compile(r"(?:gguf-)?(?:q\d_?k|iq\d)")
 """The types of llama.cpp that are read and not written."""
 
@@ -108,6 +119,9 @@ def full_name(setup: Setup, suffix: str) -> str:
 def _nearest(name: str) -> str:
     import difflib
 
+    other = next((word for word in OTHERS_READ if _begins_with(name, word)), "")
+    if other:
+        return f"{other}'s own format is not written; it, or its converter, begins with --to {OTHERS_READ[other]}"
     word = max((word for word in MEANT if _begins_with(name, word)), key=len, default="")
     meant = f"{MEANT[word]}{name.removeprefix(word)}" if word else name
     near = difflib.get_close_matches(meant, names(), n=1)

@@ -36,6 +36,9 @@ WORDS = {
     "--drop-optimizer": "the optimizer state is left out with --optimizer drop",
     "--remove-prefix": "a prefix is taken off with --strip-prefix P",
     "--prefix": "a prefix is taken off with --strip-prefix P, or put on with --add-prefix P",
+    "--keys": "some of the tensors are chosen with --include PATTERN and --exclude PATTERN",
+    "--filter": "some of the tensors are chosen with --include PATTERN and --exclude PATTERN",
+    "--shard-size": "the largest size of a file is --max-shard-size 5GB",
     "--verbose": "without --quiet it shows its progress; CKPTMAP_DEBUG=1 shows the traceback of an error",
 }
 """Options that other tools have -> what stands for them here."""

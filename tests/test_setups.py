@@ -20,6 +20,8 @@ from tests.support.paths import GOLDEN
         ("dcp", "fsdp2"),
         ("dcp-nf4", "fsdp2-nf4"),
         ("huggingface", "hf"),
+        ("vllm", "hf"),
+        ("llama.cpp", "gguf"),
         ("transformers-bf16", "hf-bf16"),
         ("safetensors", "hf"),
         ("pt", "full"),
@@ -116,3 +118,11 @@ def test_marks_hide_no_format_from_what_it_claims(tmp_path: Path) -> None:
             assert all(one.may_claim(place) for one in claiming), place.path
             found |= {one.spec for one in claiming}
     assert len(found) >= 8
+
+
+@pytest.mark.parametrize("word", ["megatron", "onnx", "deepspeed"])
+def test_a_format_that_is_not_written_is_said_so(word: str) -> None:
+    with pytest.raises(PlanError, match="is not a setup") as caught:
+        setups.parse(word)
+    assert caught.value.hint.startswith(f"{word}'s own format is not written; ")
+    setups.parse(caught.value.hint.rpartition("--to ")[2])

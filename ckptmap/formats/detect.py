@@ -282,6 +282,11 @@ BESIDE_WEIGHTS = re.compile(r"config\.json|tokenizer(_config)?\.(json|model)|voc
 """Files that lie beside a model's weights. Without weights they make no checkpoint."""
 
 
+HUB_CACHE = "models--"
+"""How the folders of models begin in the Hub's cache (HF_HOME/hub). Each holds `snapshots`, whose files are links into
+`blobs`."""
+
+
 def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
     if not place.names:
         return SourceError("CKM101", f"{place.path}: is an empty directory", "check the path")
@@ -327,16 +332,22 @@ def _mark(place: Place) -> tuple[str, str] | None:
 
 
 def _candidates(place: Place, is_checkpoint: Callable[[Place], bool]) -> list[str]:
-    """Return the names of the checkpoints in a directory and in the folders inside it."""
+    """Return the names of the checkpoints in a directory and in the folders inside it.
+
+    In the Hub's cache they are snapshots: a blob is a weight file without the config beside it.
+    """
     names: list[str] = []
+    cached = "blobs" in place.names and "snapshots" in place.names
     for name in place.names[:200]:
-        if name.startswith(".") or SIDE_FILES.fullmatch(name):
+        if name.startswith(".") or SIDE_FILES.fullmatch(name) or (cached and name == "blobs"):
             continue
         child = Path(place.path) / name
         try:
             seen = look(child, place.mounts)
             if is_checkpoint(seen):
                 names.append(name)
+            elif seen.is_dir and name.startswith(HUB_CACHE):
+                names += [f"{name}/{n}" for n in _candidates(seen, is_checkpoint)]
             elif seen.is_dir:
                 names += [
                     f"{name}/{n}"

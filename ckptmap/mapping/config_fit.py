@@ -109,5 +109,12 @@ def family_of(config: Mapping[str, object]) -> Family | None:
 
 def other_scheme(keys: Collection[str], config: Mapping[str, object]) -> CatalogEntry | None:
     """Return the scheme of the config's family, other than the hub's, that these keys have."""
-    schemes = recognise(keys, config)
+    model_type = str(config.get("model_type", ""))
+    schemes = (entry for entry in recognise(keys, config) if model_type in entry.models)
     return next((entry for entry in schemes if entry.name != HUB), None)
+
+
+def other_family(keys: Collection[str], config: Mapping[str, object]) -> CatalogEntry | None:
+    """Return the scheme that these keys have, of a family that is not the config's."""
+    model_type = str(config.get("model_type", ""))
+    return next((entry for entry in recognise(keys) if model_type not in entry.models), None)

@@ -10,13 +10,15 @@ from pathlib import Path
 from ckptmap.errors import PlanError
 from ckptmap.formats.gguf.splits import holds_gguf
 from ckptmap.formats.meta.params_json import PARAMS, read_params
+from ckptmap.formats.safetensors.file import LFS_MAGIC
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import locate
-from ckptmap.storage.json_file import read_object
+from ckptmap.storage.json_file import read_object, why_no_file
 from ckptmap.storage.resource_limits import unreadable
 
 CONFIG = "config.json"
 MAX_NBYTES = 64 << 20
+OTHER = "give the model's config.json with --config-from PATH"
 
 
 def read_config(path: str | os.PathLike[str], mounts: Mounts) -> dict[str, object]:
@@ -31,18 +33,23 @@ def read_config(path: str | os.PathLike[str], mounts: Mounts) -> dict[str, objec
     except (OSError, ValueError) as error:
         if isinstance(error, PermissionError):
             raise unreadable(file, error) from error
-        raise PlanError(
-            "CKM605",
-            f"{file}: cannot be read as JSON: {error}",
-            "give the model's config.json with --config-from PATH",
-        ) from error
+        problem = f"cannot be read as JSON: {error}"
+        if isinstance(error, ValueError) and _is_pointer(file, mounts):
+            problem = "is a Git LFS pointer, not the config itself"
+        raise PlanError("CKM605", f"{file}: {problem}", OTHER) from error
+
+
+def _is_pointer(file: Path, mounts: Mounts) -> bool:
+    with mounts.local_copy(file).open("rb") as handle:
+        return handle.read(len(LFS_MAGIC)) == LFS_MAGIC
 
 
 def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[str, object] | None:
     """Return the config at `asked`, a GGUF file too, else the one beside a checkpoint, else Meta's params.json there, else
     what a GGUF file says.
 
-    Their sizes are returned under the names of config.json. Returns None where there is none of them.
+    Their sizes are returned under the names of config.json. Returns None where there is none of them. Raises PlanError
+    CKM605 for a config.json that cannot be read.
     """
     if asked is not None and not holds_gguf(Path(asked), mounts):
         return read_config(asked, mounts)
@@ -50,6 +57,9 @@ def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[s
     folder = place if place.is_dir() else place.parent
     if asked is None and (folder / CONFIG).is_file():
         return read_config(folder / CONFIG, mounts)
+    problem = why_no_file(folder / CONFIG) if asked is None else ""
+    if problem:
+        raise PlanError("CKM605", f"{folder / CONFIG}: {problem}", OTHER)
     has_params = asked is None and (folder / PARAMS).is_file()
     params = read_params(folder / PARAMS, mounts) if has_params else None
     if params is not None:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from shlex import quote
 
 from ckptmap.errors import PlanError
 
@@ -23,6 +24,7 @@ MAX_SEGMENTS = 64
 has longer names, and a pattern may come from the manifest of a stranger."""
 MAX_WAYS = 1000
 """Ways in which a pattern may match one key; all of them are compared."""
+_LETTERS = "xyz"
 _EXAMPLE = "write OLD=NEW, whole keys with {captures} between dots: --rename 'student.{x}={x}'"
 
 
@@ -126,10 +128,25 @@ def _segments(side: str, text: str) -> list[Segment]:
             raise PlanError(
                 "CKM618",
                 f"--rename {text!r}: the segment {part!r} {problem}",
-                "a capture is a whole segment between dots, such as {x}; it takes one segment or more",
+                _with_captures(text)
+                + "a capture is a whole segment between dots, such as {x}; it takes one segment or more",
             )
         segments.append(part if match is None else SegmentCapture(match[1]))
     return segments
+
+
+def _with_captures(text: str) -> str:
+    """Return the pattern that a glob means, as the begin of a hint: `a.*=b.*` is `a.{x}=b.{x}`; "" where it means none."""
+    sides = [side.strip().split(".") for side in text.split("=")]
+    stars = [side.count("*") for side in sides]
+    if len(set(stars)) != 1 or not 0 < stars[0] <= len(_LETTERS):
+        return ""
+    written = []
+    for side in sides:
+        letters = iter(_LETTERS)
+        written.append(".".join(f"{{{next(letters)}}}" if part == "*" else part for part in side))
+    meant = "=".join(written)
+    return "" if "*" in meant else f"did you mean --rename {quote(meant)}? "
 
 
 def _joined(

@@ -11,7 +11,7 @@ become one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from shlex import quote
@@ -181,7 +181,8 @@ class Renaming:
                 "CKM618",
                 f"{where}: --rename {text!r} matches no name, the first is"
                 f" {next(iter(stripped.values()), 'none')!r}",
-                f"names begin with {_heads(stripped.values())}; a pattern is a whole name, in which"
+                _whole_below(text, stripped.values())
+                + f"names begin with {_heads(stripped.values())}; a pattern is a whole name, in which"
                 " {x} takes one segment or more",
             )
         return named
@@ -258,6 +259,15 @@ def _require_readable(named: Mapping[str, str], where: str) -> None:
                 f"{where}: {key!r} would become {name!r}, which {what}",
                 "choose other names; --wrap puts the segments of wrappers before all of them",
             )
+
+
+def _whole_below(text: str, names: Iterable[str]) -> str:
+    """Return the pattern for all names below a module that was given without a capture, as the begin of a hint."""
+    old, new = (side.strip() for side in text.split("="))
+    if "{" in text or not any(name.startswith(f"{old}.") for name in names):
+        return ""
+    meant = quote(f"{old}.{{x}}={new}.{{x}}")
+    return f"all names below it are renamed by --rename {meant}; "
 
 
 def _heads(keys: Collection[str]) -> str:

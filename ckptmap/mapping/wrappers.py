@@ -23,6 +23,9 @@ SEGMENTS: Mapping[str, str] = {
 }
 """Wrapper name, as `--wrap` takes it -> the segment it puts into names."""
 
+BASE_LAYER, ADAPTER = ".base_layer.", ".lora_"
+"""Parts of names that peft gives the weights of a layer that it has wrapped, and those of its adapter. They do not come
+off: the weights of such a layer are another model's without its adapter."""
 ANYWHERE = frozenset(segment for name, segment in SEGMENTS.items() if name != "ddp")
 HEAD = SEGMENTS["ddp"]
 

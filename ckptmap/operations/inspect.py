@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
+from shlex import quote
 from typing import Any, NamedTuple
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -19,10 +20,10 @@ from ckptmap.core.printable import as_lines
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import KeyPattern, TensorSummary, fold, table
 from ckptmap.errors import CkptmapError
-from ckptmap.mapping.catalog import CatalogEntry
 from ckptmap.mapping.detect import known_below, recognise
 from ckptmap.mapping.model_config import config_beside
 from ckptmap.mapping.name_patterns import skeletons
+from ckptmap.mapping.wrappers import ADAPTER, BASE_LAYER
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
 
@@ -58,8 +59,9 @@ class InspectReport:
         self.other = list(ckpt.other.values())
         self._masks = digit_masks(names)
         shapes = skeletons(names, self._masks)
-        self.schemes = self._schemes(names, shapes)
+        self.schemes = recognise(names, self._config(), shapes)
         self.notes += self._prefix_notes(names, shapes)
+        self.notes += self._adapter_notes(shapes)
 
     # ------------------------------------------------------------------ as JSON
 
@@ -93,22 +95,22 @@ class InspectReport:
             "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._matching_tensors()],
         }
 
-    def _schemes(self, names: list[str], shapes: list[str]) -> list[CatalogEntry]:
-        """Return the naming schemes that the keys match."""
+    def _config(self) -> dict[str, object] | None:
+        """Return the config.json beside the weights, None without one; note why one cannot be read."""
+        beside = self.ckpt.index.sidecar_dir or self.ckpt.path
         try:
-            config = config_beside(
-                self.ckpt.index.sidecar_dir or self.ckpt.path, self.ckpt.files.mounts
-            )
-        except CkptmapError:
-            config = None
-        return recognise(names, config, shapes)
+            return config_beside(beside, self.ckpt.files.mounts)
+        except CkptmapError as error:
+            other = "where a command needs one, give another with --config-from PATH"
+            self.notes.append(f"{error.message}; {other}")
+            return None
 
     def _prefix_notes(self, names: list[str], shapes: list[str]) -> list[str]:
         """Return a note where the names are known without a prefix, with the options that take it off."""
         try:
             chosen = bool(self.schemes or self.ckpt.renamings)
             change = None if chosen else known_below(names, shapes=shapes)
-        except CkptmapError:  # a malformed mapping file; `_schemes` has said so
+        except CkptmapError:  # a malformed mapping file
             return []
         if change is None:
             return []
@@ -116,6 +118,19 @@ class InspectReport:
         return [
             f"{change.matched} of {change.wanted} names begin with '{change.old}.', and are known without"
             f" it: add {change.names_option}{drop}"
+        ]
+
+    def _adapter_notes(self, shapes: list[str]) -> list[str]:
+        """Return a note where a model was saved as peft has wrapped it: nothing loads it as it is."""
+        kinds = set(shapes)
+        if not any(BASE_LAYER in kind for kind in kinds) or not any(
+            ADAPTER in kind for kind in kinds
+        ):
+            return []
+        source = quote(self.ckpt.shown)
+        return [
+            "a model that peft has wrapped, with its adapter; one model is made of it by: ckptmap merge BASE"
+            f" {source} DST --adapter-config adapter_config.json"
         ]
 
     def numel(self) -> int:

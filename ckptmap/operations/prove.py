@@ -80,7 +80,7 @@ def prove_output(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict
         raise RunError(
             "CKM401",
             f"the output is not as planned: {problems[0]} ({counted(len(problems), 'problem')})",
-            "nothing was published; this is a defect of ckptmap, please report it",
+            "nothing was published; run the same command again; if it comes back, it is a defect of ckptmap, please report it",
         )
     if losses:
         more = f" (and {counted(len(losses) - 1, 'more tensor')})" if len(losses) > 1 else ""

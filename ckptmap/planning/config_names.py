@@ -6,19 +6,19 @@ from collections.abc import Collection, Mapping, Sequence
 from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.lora.adapter_files import HEAD
+from ckptmap.checkpoint.lora.adapter_files import HEAD, held_in
 from ckptmap.core.formatting import counted
 from ckptmap.errors import CkptmapError, PlanError
-from ckptmap.mapping.config_fit import Family, family_of, other_scheme
+from ckptmap.mapping.config_fit import Family, family_of, other_family, other_scheme
 from ckptmap.mapping.model_config import config_beside
+from ckptmap.mapping.wrappers import ADAPTER, BASE_LAYER
+from ckptmap.planning.class_names import ModelClass, class_of
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.output_names import OutputNames
 from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.tensors import TensorInfo
 
-BASE_LAYER, ADAPTER = ".base_layer.", ".lora_"
-"""Parts of names that peft gives the weights of a wrapped layer, and those of its adapter."""
 DIRECTORIES = ("hf", "hf-bin")
 """Containers whose weights lie beside the config.json of their model."""
 FITTING = 0.1
@@ -46,6 +46,7 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
     left_out = len(infos) - len(written)
     family = _family(config)
     if family is None:
+        _require_class_names(request, written, config)
         return Remarks(notes=_left_out(left_out))
     fitting = family.fitting(written)
     if fitting < len(written) * FITTING:
@@ -62,6 +63,22 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
         of_model = family.fitting({fqn: infos[fqn] for fqn in infos if fqn not in kept})
         return Remarks(notes=[*notes, *_left_out(of_model)])
     return Remarks(notes=[f"config.json describes {difference}; {AT_RANDOM}", *notes])
+
+
+def _require_class_names(
+    request: Request, written: Mapping[str, TensorInfo], config: Mapping[str, object]
+) -> None:
+    """Raise PlanError CKM619 where a prefix is all that keeps the names from being those of the config's class."""
+    if _is_wanted(request, config):
+        return
+    given, ckpt = request.options.config_from, request.ckpt
+    where = ckpt.index.sidecar_dir or ckpt.path
+    model = class_of(config, where, given, written, ckpt.files.mounts)
+    if model is None:
+        return
+    fitting = model.fitting(written)
+    if fitting < len(written) * FITTING and model.prefix(written) is not None:
+        raise _stranger(request, model, written, fitting, config)
 
 
 def _strays(family: Family, names: Sequence[str]) -> str:
@@ -124,7 +141,7 @@ def _is_in_place(request: Request) -> bool:
 
 def _stranger(
     request: Request,
-    family: Family,
+    family: Family | ModelClass,
     written: Mapping[str, TensorInfo],
     fitting: int,
     config: Mapping[str, object],
@@ -135,12 +152,15 @@ def _stranger(
         f" describes: found {first!r}, expected such as {family.example!r}; {AT_RANDOM}"
     )
     change, scheme = family.prefix(written), other_scheme(written, config)
+    other = other_family(written, config)
     if change is not None:
         hint = (
             f"{change.matched} of {change.wanted} fit without '{change.old}.': add {change.options}"
         )
     elif scheme is not None:
         hint = f"the names are those of {scheme.title}: add --names hf"
+    elif other is not None:
+        hint = f"the names are those of {other.title}: give the config.json of that model with --config-from"
     else:
         hint = "give the config.json of this model with --config-from, or rename its weights: --rename 'OLD.{x}=NEW.{x}'"
     return PlanError("CKM619", f"{request.ckpt.shown}: {message}", hint)
@@ -152,15 +172,18 @@ def _refuse_adapter(request: Request, names: Collection[str]) -> None:
     if below is None or not any(ADAPTER in name for name in names):
         return
     head, _, rest = next(iter(names)).partition(HEAD)
+    separate = bool(head and rest) and not held_in(
+        names
+    )  # `merge` takes what stands before all names off
     path, source = "WRAPPED.pt", quote(request.ckpt.shown)
     before = (
         f"ckptmap convert {source} {path} --to full --strip-prefix {quote(head.rstrip('.'))}, then "
     )
-    merge = f"ckptmap merge BASE {path if head and rest else source} DST --to {request.aim.text}"
+    merge = f"ckptmap merge BASE {path if separate else source} DST --to {request.aim.text}"
     raise PlanError(
         "CKM619",
         f"{request.ckpt.shown}: {below}: is a weight below peft's adapter; {AT_RANDOM}",
-        f"merge the adapter into its base: {before if head and rest else ''}{merge} --adapter-config"
+        f"merge the adapter into its base: {before if separate else ''}{merge} --adapter-config"
         " adapter_config.json",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,10 @@ def read_object(
 ) -> dict[str, object]:
     """Return the JSON object in a file, as `read_json` does. Raises JsonError for any other value."""
     return as_object(read_json(file, mounts, max_nbytes=max_nbytes, allow_nan=allow_nan))
+
+
+def why_no_file(path: str | Path) -> str:
+    """Return what stands at `path` in place of a file; "" for a file, and where there is nothing."""
+    if os.path.isfile(path) or not os.path.lexists(path):
+        return ""
+    return "is a directory" if os.path.isdir(path) else "is a link to a file that is not there"

@@ -443,3 +443,13 @@ def test_words_for_commands_are_no_commands_of_ours() -> None:
 
     assert not {*COMMANDS} & {*COMMANDS_MEANT, *IN_PYTHON}
     assert {*COMMANDS, "--help", "--version"} >= {*COMMANDS_MEANT.values()}
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("--keys", "--include PATTERN"), ("--filter", "--include PATTERN"), ("--shard-size", "--max-shard-size 5GB")],
+)  # fmt: skip
+def test_options_of_other_tools_are_answered_with_ours(run: Run, typed: str, meant: str) -> None:
+    """The nearest names were `--keep` and `--world-size`."""
+    code, _, err = run("convert", "a", "b", "--to", "hf", typed, "x")
+    assert code == 2 and meant in err and "--keep" not in err and "--world-size" not in err

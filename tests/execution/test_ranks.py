@@ -232,6 +232,21 @@ def test_an_error_of_one_rank_is_shown_once_and_leaves_nothing(
     assert list(dst.parent.iterdir()) == []
 
 
+def test_a_rank_that_does_not_see_the_work_directory_ends_all(source: Path, tmp_path: Path) -> None:
+    """The destination is on a disk of rank 0's machine alone: refused before a byte, and nothing is left there."""
+    dst = tmp_path / "dst" / "out"
+    _, *args = command(source, dst, "fsdp2")
+    with launched(tmp_path, 2, "tests.ranks.blind_command_line", *args) as group:
+        codes, err = shown(group, 60)
+    assert codes == [2, 2], err
+    assert err.count("error[CKM304]: [rank 1] ") == err.count("error[") == 1, err
+    assert "rank 0 has made this directory, but this machine does not see it" in err
+    assert "hint: choose a destination on a file system that all ranks share" in err
+    assert list(dst.parent.iterdir()) == []
+    with launched(tmp_path, 2, COMMAND_LINE, *args) as group:  # and on one that both see
+        assert shown(group, 60)[0] == [0, 0] and dst.is_dir()
+
+
 def test_an_error_of_all_ranks_is_shown_once_and_names_none(tmp_path: Path) -> None:
     with launched(tmp_path, 2, *command(tmp_path / "none", tmp_path / "out", "hf")) as group:
         codes, err = shown(group, 60)

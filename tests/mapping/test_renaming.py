@@ -151,3 +151,23 @@ def test_there_and_back(keys: list[str], prefix: str, sides: tuple[list[str], li
     assert Renaming.of(strip_prefix=prefix).names(list(added.values()), "x") == {
         name: key for key, name in added.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("a.*=b.*", "a.{x}=b.{x}"),
+        ("a.*.w.*=*.b.*", "a.{x}.w.{y}={x}.b.{y}"),
+        ("a=b.c", "a.{x}=b.c.{x}"),
+        ("a.l.0=c", "a.l.0.{x}=c.{x}"),
+    ],
+)
+def test_a_glob_and_a_module_are_answered_with_the_pattern_that_is_meant(
+    typed: str, meant: str
+) -> None:
+    keys = ["a.l.0.w.k", "a.l.1.w.k", "z"]
+    with pytest.raises(PlanError) as raised:
+        Renaming.of(rename=typed).names(keys, "m.pt")
+    hint = raised.value.hint
+    assert f"--rename '{meant}'" in hint
+    Renaming.of(rename=meant).names(keys, "m.pt")

@@ -4,6 +4,7 @@ written, because transformers would initialize the weights at random."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 import ckptmap
 from ckptmap.errors import PlanError
@@ -174,3 +182,60 @@ def test_a_directory_that_is_not_its_config_is_told(to: str, llama: Path, tmp_pa
         save_file(state, folder / "model.safetensors", {"format": "pt"})
         (note,) = ckptmap.plan(folder, to).notes
         assert note.startswith("config.json beside the source describes") and said in note
+
+
+UNMAPPED: dict[str, Callable[[], Any]] = {
+    "bert": lambda: BertForSequenceClassification(
+        BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=64)
+    ),
+    "base model": lambda: BertModel(
+        BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=64)
+    ),
+    "opt": lambda: OPTForCausalLM(
+        OPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, ffn_dim=64, vocab_size=64,
+                  word_embed_proj_dim=32, max_position_embeddings=32)
+    ),
+}  # fmt: skip
+"""Models of families that no mapping file is for. All names of OPT begin with `model.`."""
+
+
+@pytest.mark.parametrize("kind", UNMAPPED)
+@pytest.mark.parametrize("prefix", ["model", "net.student", "module"])
+def test_a_prefix_is_found_where_no_mapping_file_knows_the_family(
+    kind: str, prefix: str, tmp_path: Path
+) -> None:
+    """The class itself knows its names. All of them were initialized at random, and nothing was said."""
+    model = UNMAPPED[kind]()
+    model.save_pretrained(tmp_path / "model")
+    more = {"n_averaged": torch.tensor(3)} if prefix == "module" else {}
+    source = saved(
+        more | model.state_dict(),
+        tmp_path,
+        lambda key: f"{prefix}.{key}" if key not in more else key,
+    )
+    options: dict[str, Any] = {"to": "hf", "config_from": tmp_path / "model"}
+    with pytest.raises(PlanError, match=r"fits .*, which config\.json") as raised:
+        ckptmap.convert(source, tmp_path / "out", **options)
+    assert raised.value.code == "CKM619" and f"--strip-prefix {prefix}" in raised.value.hint
+    assert not (tmp_path / "out").exists()
+    drop = list(more)
+    ckptmap.convert(source, tmp_path / "out", strip_prefix=prefix, drop=drop, **options)
+    _, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+@pytest.mark.parametrize("kind", UNMAPPED)
+def test_names_as_they_are_need_no_option(kind: str, tmp_path: Path) -> None:
+    model = UNMAPPED[kind]()
+    model.save_pretrained(tmp_path / "model")
+    source = saved(model.state_dict(), tmp_path)
+    plan = ckptmap.plan(source, "hf", config_from=tmp_path / "model")
+    assert not [note for note in plan.notes if "names" in note]
+
+
+def test_the_config_of_another_model_is_named_as_that(llama: Path, tmp_path: Path) -> None:
+    """The hint was `--names hf`, which is refused in its turn."""
+    source = saved(TINY["gpt2"].build().state_dict(), tmp_path)
+    with pytest.raises(PlanError, match="fits llama") as raised:
+        ckptmap.plan(source, "hf", config_from=llama)
+    assert re.search(r"those of gpt2/\w+: give the config.json of that model", raised.value.hint)

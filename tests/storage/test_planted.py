@@ -225,6 +225,9 @@ def test_a_planted_file_is_not_published(
         with pytest.raises(RunError, match=f"'{name}' {FOREIGN[plant]}") as caught:
             ckptmap.convert(source, dst, to=to)
     assert caught.value.code == "CKM401" and not dst.exists()
+    assert caught.value.exit_code == 3, (
+        "nothing of the command is wrong, and the same one continues"
+    )
     for _ in range(2):  # and again at once, before anything is copied
         with pytest.raises(CkptmapError, match=name):
             ckptmap.convert(source, dst, to=to)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -163,6 +163,14 @@ def _config_file(place: Path, mounts: Mounts, given: str | os.PathLike[str] | No
 # --------------------------------------------------------------------------------- tensors
 
 
+def held_in(keys: Iterable[str]) -> str:
+    """Return what stands before peft's own prefix in every key: a module, Lightning's for example, holds the wrapped
+    model under that name. Returns "" where keys differ in it."""
+    heads = {key.partition(HEAD)[0] for key in keys}
+    head = heads.pop() if len(heads) == 1 else ""
+    return head if head.endswith(".") else ""
+
+
 def _assign_tensors(
     ckpt: Checkpoint, config: LoraConfig
 ) -> tuple[dict[str, LowRankUpdate], dict[str, LazyTensor], dict[str, str]]:
@@ -171,8 +179,9 @@ def _assign_tensors(
     left: dict[str, str] = {}
     embeddings: set[str] = set()
     names: set[str | None] = set()
+    holder = len(held_in(ckpt))
     for key in ckpt:
-        plain = key
+        plain = key[holder:]
         while plain.startswith(HEAD):
             plain = plain.removeprefix(HEAD)
         low, saved = _LOW.fullmatch(plain), _SAVED.search(plain)

@@ -42,6 +42,7 @@ from ckptmap.checkpoint.lora.untied_head import (
     tied_in,
     untied_notes,
 )
+from ckptmap.checkpoint.lora.wrapped_model import own_weights, refuse_wrapped
 from ckptmap.checkpoint.lora.wrapped_parameters import WrappedParameters, per_expert
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.translate_names import translated
@@ -66,13 +67,12 @@ def _merged_into(
     notes: Iterable[str],
 ) -> Checkpoint:
     """Return `base` with the merged `groups` in place of its own."""
-    trained = sum(name in groups for name in adapter.trained)
+    own = [name for name in adapter.trained if name in groups]
     record = {
-        "config": adapter.config.text, "modules": len(adapter.lows), "trained": trained,
+        "config": adapter.config.text, "modules": len(adapter.lows), "trained": len(own),
         "files": {Path(file).name: os.stat(file).st_size for file in adapter.files},
         "leave": list(leave), "untied": dict(untied),
     }  # fmt: skip
-    whole = f"; {counted(trained, 'whole tensor', 'is', 'are')} the adapter's" if trained else ""
     return replace(
         base.with_groups(groups, adapter.files),
         names={**base.names, **{fqn: fqn for fqn in untied}},
@@ -80,7 +80,8 @@ def _merged_into(
         merged=record,
         notes=[
             *base.notes,
-            f"merged: {counted(len(adapter.lows), 'module')} of {adapter.path}{whole}",
+            f"merged: {counted(len(adapter.lows), 'module')} of {adapter.path}",
+            *own_weights(adapter, own, base),
             *(f"{key}: left in the adapter, {why}" for key, why in adapter.left.items()),
             *(f"{adapter.path}/{name}: is another adapter, not merged" for name in adapter.others),
             *untied_notes(untied),
@@ -114,6 +115,7 @@ def merge_adapter(
     with errors_by_given_path(ckpt.files.mounts):
         if not isinstance(adapter, Adapter):
             adapter = open_adapter(adapter, ckpt.files.mounts, adapter_config)
+        refuse_wrapped(ckpt, adapter)
         adapter = adapter.without(leave)
         if untied is None:
             tied = tied_in(ckpt, config_from)

@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 
-from ckptmap.core.json_text import parse_json
+from ckptmap.core.json_text import parse_json, parse_object
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface import tied_heads
+from ckptmap.formats.huggingface.broken_files import missing_files, unreadable_files
 from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
 from ckptmap.formats.safetensors.file import LFS_MAGIC
 from ckptmap.protocols import CarriedFile, Declared
@@ -73,14 +74,24 @@ REPAIR = "download it again, or give another with --config-from PATH"
 def _belongs(file: Path) -> bool:
     """Return True for a file that is copied, by its name and size. Raise SourceError CKM116 for a
     symbolic link out of the directory."""
-    known = (
+    if not _is_known(file) or not file.is_file() or file.stat().st_size > MAX_SIBLING_NBYTES:
+        return False
+    return _is_inside(file)
+
+
+def _is_known(file: Path) -> bool:
+    return (
         file.name in (*SIBLINGS, *FORMS)
         or file.name.startswith(PREFIXES)
         or file.suffix in SUFFIXES
     )
-    if not known or not file.is_file() or file.stat().st_size > MAX_SIBLING_NBYTES:
-        return False
-    return _is_inside(file)
+
+
+def _is_wanted(path: Path, copied: Collection[str]) -> bool:
+    """Whether a file would be copied from this path. A folder may be called `tokenizer`, as diffusers' are."""
+    return path.name not in copied and (
+        path.name == CONFIG or (_is_known(path) and not path.is_dir())
+    )
 
 
 def _is_inside(file: Path) -> bool:
@@ -144,6 +155,8 @@ class HfCarrier(ReadsFiles):
             for name, file in carried.items()
             if file.content.startswith(LFS_MAGIC)
         ]
+        notes += missing_files(path for path in siblings if _is_wanted(Path(path), copied))
+        notes += unreadable_files(carried)
         if CONFIG not in carried and OPEN_CLIP in carried:
             return carried, notes
         if CONFIG not in carried:
@@ -262,12 +275,11 @@ def _config(files: Mapping[str, str], mounts: Mounts) -> dict[str, object]:
             "fetch it: git lfs pull, or give another with --config-from PATH",
         )
     try:
-        config = parse_json(content, allow_nan=True)
+        return parse_object(content, allow_nan=True)
     except ValueError as error:
         raise PlanError(
             "CKM103", f"{files[CONFIG]}: cannot be read as JSON: {error}", REPAIR
         ) from error
-    return config if isinstance(config, dict) else {}
 
 
 def _quantization(config: Mapping[str, object]) -> dict[str, object] | None:

@@ -25,6 +25,7 @@ from ckptmap.core.state_paths import joined
 from ckptmap.core.tensor_columns import PlainTensors, nbytes_of
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface.carrier import MODULES, HfCarrier, weights_of_modules
+from ckptmap.formats.huggingface.missing_shards import require_all
 from ckptmap.formats.huggingface.shard_index import (
     INDEX_SUFFIX,
     SHARD,
@@ -35,7 +36,7 @@ from ckptmap.formats.huggingface.shard_index import (
     split_alike,
     split_shards,
 )
-from ckptmap.formats.huggingface.shards import read_shards, require_all
+from ckptmap.formats.huggingface.shards import read_shards
 from ckptmap.formats.safetensors import torchao_metadata
 from ckptmap.formats.safetensors.file import (
     RECORDS,
@@ -191,7 +192,7 @@ def _complete_set(place: Place) -> list[str]:
         )
     stem, count = sets.pop()
     wanted = [shard_name(stem, i + 1, count) for i in range(count)] if count > 1 else names
-    require_all(place.path, wanted, place.path)
+    require_all(place.path, wanted, place.path, place.mounts)
     return wanted
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path as FilePath
 
 from ckptmap.core.tensor_columns import CutNames, PlainTensors
 from ckptmap.errors import SourceError
+from ckptmap.formats.huggingface.missing_shards import require_all
 from ckptmap.formats.huggingface.shard_index import require_listed
 from ckptmap.formats.safetensors import torchao_metadata
 from ckptmap.formats.safetensors.file import records_of, refuse_text, stored_tensors
 from ckptmap.formats.safetensors.header import Header, parse
 from ckptmap.protocols import Mounts
 from ckptmap.storage.files import Files
-from ckptmap.storage.safe_names import blobs_of, inside, is_file
+from ckptmap.storage.safe_names import blobs_of, inside
 
 Contents = tuple[PlainTensors, dict[str, Mapping[str, object]], tuple[str, ...], int]
 
@@ -26,7 +26,7 @@ def read_shards(
     """Return leaves, records, files and bytes of all shards; leaves are in the order of the shards."""
     also = blobs_of(root)
     paths = [inside(root, shard, where, also) for shard in shards]
-    require_all(root, shards, where)
+    require_all(root, shards, where, mounts, weight_map)
     headers: list[Header] = []
     cut = CutNames()
     records: dict[str, Mapping[str, object]] = {}
@@ -113,14 +113,3 @@ def _twice(
         " one of them",
         "move the shard that is of another save to another directory",
     )
-
-
-def require_all(root: str, shards: Sequence[str], where: str) -> None:
-    absent = [shard for shard in shards if not is_file(FilePath(root) / shard)]
-    if absent:
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise SourceError(
-            "CKM108",
-            f"{where}: of {len(shards)} shards, {absent[0]!r}{more} is missing",
-            "finish the download; a model is converted only if all of its shards are here",
-        )

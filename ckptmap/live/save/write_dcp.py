@@ -315,7 +315,7 @@ def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile
         raise RunError(
             "CKM401",
             f"the save is not as planned: {problems[0]} ({counted(len(problems), 'problem')})",
-            "nothing was published; this is a defect of ckptmap, please report it",
+            "nothing was published; save again; if it comes back, it is a defect of ckptmap, please report it",
         )
 
 

@@ -1,0 +1,82 @@
+"""Refuse a Hugging Face directory whose weights are not all there, and say how to complete it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path as FilePath
+from shlex import join
+
+from ckptmap.errors import CkptmapError, SourceError
+from ckptmap.formats.safetensors.header import parse
+from ckptmap.protocols import Mounts
+from ckptmap.storage.files import Files
+from ckptmap.storage.json_file import why_no_file
+from ckptmap.storage.safe_names import is_file
+
+SUFFIX = ".safetensors"
+LINK = "; the folder has a link to it, and no file is there"
+WHOLE = "finish the download; a model is converted only if all of its shards are here"
+TRIED = 32
+"""How many files are read to find a missing shard under another name."""
+
+
+def require_all(
+    root: str, shards: Sequence[str], where: str, mounts: Mounts,
+    weight_map: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Raise SourceError CKM108 where one of the shards is missing.
+
+    If another file holds the tensors that `weight_map` lists for it, the hint is the command that renames that file.
+    """
+    absent = [shard for shard in shards if not is_file(FilePath(root) / shard)]
+    if not absent:
+        return
+    first, more = repr(absent[0]), f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+    subject = f"of {len(shards)} shards, {first}{more}" if len(shards) > 1 else f"the file {first}"
+    link = LINK if why_no_file(FilePath(root) / absent[0]) else ""
+    renamed = _renamed(root, shards, absent, mounts, weight_map or {})
+    raise SourceError(
+        "CKM108",
+        f"{where}: {subject} {'are' if more else 'is'} missing{link}",
+        f"they are here under other names: {renamed}" if renamed else WHOLE,
+    )
+
+
+def _renamed(
+    root: str,
+    shards: Sequence[str],
+    absent: Sequence[str],
+    mounts: Mounts,
+    weight_map: Mapping[str, str],
+) -> str:
+    """Return the commands that give all absent shards their names again; "" where one is not here."""
+    if not weight_map or len(absent) > TRIED:
+        return ""
+    held = _keys_of_others(root, shards, mounts)
+    moves = []
+    for shard in absent:
+        wanted = frozenset(key for key, home in weight_map.items() if home == shard)
+        file = held.get(wanted)
+        if file is None:
+            return ""
+        moves.append(join(["mv", file, str(FilePath(root) / shard)]))
+    return " && ".join(moves)
+
+
+def _keys_of_others(root: str, shards: Sequence[str], mounts: Mounts) -> dict[frozenset[str], str]:
+    """Return keys -> path of the safetensors files in `root` that are none of `shards`."""
+    listed = set(shards)
+    others = [
+        file
+        for file in sorted(FilePath(root).iterdir())
+        if file.name.endswith(SUFFIX) and file.name not in listed and file.is_file()
+    ]
+    held = {}
+    with closing(Files(mounts=mounts)) as files:
+        for file in others[:TRIED]:
+            try:
+                held[frozenset(parse(files, str(file)).keys)] = str(file)
+            except CkptmapError:  # no shard of a model, or one that is damaged
+                continue
+    return held
