@@ -76,7 +76,7 @@ def group_parts(
         places = _among_leaves(leaves, where, refused, formed)
     mine = EncodingRecords(records_below(records, root))
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
-    left = StoredParts(stored, infos, extents, None if columns is None else columns.cut)
+    left = StoredParts(stored, infos, extents)
     for scheme in registry.schemes_in(left.lasts, mine.by_scheme):
         groups = Groups.of(through(scheme, mounts).group(left, mine))
         modules = left.table.modules(groups.fqns)

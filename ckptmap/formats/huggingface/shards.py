@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
-from ckptmap.core.tensor_columns import CutNames, PlainTensors
+from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.formats.huggingface.shard_index import require_listed
 from ckptmap.formats.safetensors import torchao_metadata
@@ -28,13 +28,12 @@ def read_shards(
     paths = [inside(root, shard, where, also) for shard in shards]
     require_all(root, shards, where)
     headers: list[Header] = []
-    cut = CutNames()
     records: dict[str, Mapping[str, object]] = {}
     files = Files(mounts=mounts)
     try:
         for file in paths:
             refuse_text(files, file)
-            header = parse(files, file, cut)
+            header = parse(files, file)
             headers.append(header)
             _merge_records(records, records_of(header, file), file)
     finally:
@@ -43,7 +42,7 @@ def read_shards(
         home = _homes(headers, shards, where)
         if weight_map:
             require_listed(home, weight_map, where)
-    leaves = stored_tensors(headers, paths, cut)
+    leaves = stored_tensors(headers, paths)
     if records:
         keys = [key for header in headers for key in header.keys]
         records = torchao_metadata.by_stored_name(records, keys)
