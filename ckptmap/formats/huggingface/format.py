@@ -29,6 +29,7 @@ from ckptmap.formats.huggingface.shard_index import (
     INDEX_SUFFIX,
     SHARD,
     LikeIndex,
+    ShardIndex,
     like_index,
     parse_index,
     shard_name,
@@ -101,7 +102,7 @@ class HfDirectory:
                 leaves, records, files, _ = read_shards(root, shards, root, place.mounts)
             else:
                 listed = parse_index(str(FilePath(root) / index_file), place.mounts)
-                shards = list(dict.fromkeys(listed.weight_map.values()))
+                shards = [*listed.shards]
                 where = str(FilePath(root) / index_file)
                 if _is_stale(place, where, shards):
                     shards = [ONE_FILE]
@@ -111,8 +112,8 @@ class HfDirectory:
                     )
                 else:
                     leaves, records, files, held = read_shards(
-                        root, shards, where, place.mounts, listed.weight_map)  # fmt: skip
-                    notes += _compare(leaves, listed.weight_map, listed.total_nbytes, held)
+                        root, shards, where, place.mounts, listed)  # fmt: skip
+                    notes += _compare(leaves, listed, held)
                     files = (*files, where)
         notes += _unread(place.names, shards)
         missing = weights_of_modules(root, place.mounts) if MODULES in place.names else ()
@@ -195,21 +196,19 @@ def _complete_set(place: Place) -> list[str]:
     return wanted
 
 
-def _compare(
-    leaves: PlainTensors, weight_map: Mapping[str, str], total_nbytes: int | None, held: int
-) -> list[str]:
+def _compare(leaves: PlainTensors, listed: ShardIndex, held: int) -> list[str]:
     """Return notes on harmless differences between an index and the shards, which hold all that it lists.
 
     held  the bytes of their tensors
     """
     notes = []
-    if len(leaves.names) > len(weight_map):
-        unlisted = [key for key in leaves.names if key not in weight_map]
+    if len(leaves.names) > len(listed.lines):
+        unlisted = [key for key in leaves.names if key not in listed.weight_map]
         notes.append(
             f"the index does not list {counted(len(unlisted), 'stored tensor')}: {unlisted[0]}"
         )
-    if total_nbytes is not None and total_nbytes != held:
-        notes.append(f"the index gives total_size {total_nbytes}, the shards hold {held}")
+    if listed.total_nbytes is not None and listed.total_nbytes != held:
+        notes.append(f"the index gives total_size {listed.total_nbytes}, the shards hold {held}")
     return notes
 
 
