@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import LogicalTensors, PlacedWeights
-from ckptmap.core.columns import distinct
+from ckptmap.core.columns import distinct, few
 from ckptmap.core.encoding_records import EncodingRecords
 from ckptmap.core.quantized_codes import Repairs
 from ckptmap.core.state_paths import class_of, described, join, opaques
@@ -190,7 +190,7 @@ def _is_plain(infos: Iterable[TensorInfo]) -> bool:
 
 def encoding_notes(forms: Mapping[str, WeightForm | LoneWeight]) -> list[str]:
     """Return what encodings say about tensors that they had to repair, one note for equal remarks."""
-    kinds = distinct([form.encoding for form in distinct(forms.values()).values()])
+    kinds = distinct([form.encoding for form in few(forms)])
     remarks = {
         key: encoding.remark
         for key, encoding in kinds.items()

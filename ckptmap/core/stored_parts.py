@@ -49,6 +49,9 @@ class StoredTable:
         self._cut_keys()
         self._inner: dict[str, dict[int, int]] = {}
         self._known: tuple[Sequence[str], Sequence[int], Sequence[str]] = (), (), ()
+        self._told: list[tuple[Sequence[str], Sequence[int]]] = []
+        self._module_of: dict[str, int] = {}
+        """The modules of the weights that were told, save those in `_told`, which are not in it yet."""
 
     def _cut_keys(self) -> None:
         """Cut all keys at their last dots, and number what stands before them.
@@ -80,7 +83,13 @@ class StoredTable:
 
     def modules(self, fqns: Sequence[str]) -> Sequence[int]:
         """Return the module of each weight; a new one where no key is of it, but perhaps of one below it."""
-        return self.cut(fqns)[0]
+        if fqns is self._known[0]:
+            return self._known[1]
+        for known, modules in self._told:
+            self._module_of.update(zip(known, modules, strict=True))
+        self._told.clear()
+        found = list(map(self._module_of.get, fqns, repeat(ABSENT)))
+        return self.cut(fqns)[0] if ABSENT in found else found
 
     def cut(self, fqns: Sequence[str]) -> tuple[Sequence[int], Sequence[str]]:
         """Return the module of each weight, as `modules` does, and the last segment of its FQN."""
@@ -101,6 +110,7 @@ class StoredTable:
     def know(self, fqns: Sequence[str], modules: Sequence[int], lasts: Sequence[str]) -> None:
         """Take note of what `cut` returns for these weights: the same list is asked for again and again."""
         self._known = fqns, modules, lasts
+        self._told.append((fqns, modules))
 
     def numbers(self, modules: Sequence[int], tail: str) -> list[int]:
         """Return the numbers of the tensors whose keys are the stem of a module and this tail; ABSENT for none."""

@@ -57,7 +57,7 @@ class InspectReport:
         self.states = [lazy for states in named.values() for lazy in states.values()]
         self.other = list(ckpt.other.values())
         self._masks = digit_masks(names)
-        shapes = skeletons(names, self._masks)
+        shapes = skeletons(names)
         self.schemes = self._schemes(names, shapes)
         self.notes += self._prefix_notes(names, shapes)
 
@@ -93,7 +93,7 @@ class InspectReport:
             "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._matching_tensors()],
         }
 
-    def _schemes(self, names: list[str], shapes: list[str]) -> list[CatalogEntry]:
+    def _schemes(self, names: list[str], shapes: Sequence[str]) -> list[CatalogEntry]:
         """Return the naming schemes that the keys match."""
         try:
             config = config_beside(
@@ -103,7 +103,7 @@ class InspectReport:
             config = None
         return recognise(names, config, shapes)
 
-    def _prefix_notes(self, names: list[str], shapes: list[str]) -> list[str]:
+    def _prefix_notes(self, names: list[str], shapes: Sequence[str]) -> list[str]:
         """Return a note where the names are known without a prefix, with the options that take it off."""
         try:
             chosen = bool(self.schemes or self.ckpt.renamings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from shlex import quote
 
-from ckptmap.checkpoint.lora.adapter_files import HEAD
 from ckptmap.core.formatting import counted
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.config_fit import Family, family_of, other_scheme
@@ -32,7 +31,8 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
     Hugging Face directory with these names already, and where the config names code of its own.
     """
     infos = request.ckpt.infos()
-    written = {names.weights[fqn]: infos[fqn] for fqn in selection.weights}
+    named = map(names.weights.__getitem__, selection.weights)
+    written = dict(zip(named, map(infos.__getitem__, selection.weights), strict=True))
     config = _config(request)
     if request.carrier is not None and not _is_in_place(request):
         _refuse_adapter(request, written)
@@ -129,6 +129,8 @@ def _refuse_adapter(request: Request, names: Collection[str]) -> None:
     below = next((name for name in names if BASE_LAYER in name), None)
     if below is None or not any(ADAPTER in name for name in names):
         return
+    from ckptmap.checkpoint.lora.adapter_files import HEAD
+
     head, _, rest = next(iter(names)).partition(HEAD)
     path, source = "WRAPPED.pt", quote(request.ckpt.shown)
     before = (

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
+from ckptmap import registry
 from ckptmap.core.formatting import counted
 from ckptmap.core.quantized_codes import ReadBySome, RoundedOnLoading, StacksExperts
 from ckptmap.core.tensor_table import listed
@@ -106,7 +108,6 @@ class WrittenWeights:
     fresh         did this plan encode some of them?
     keep          is the config of the source kept, if it has one? True where no encoding was asked
                   for, or parts of an unknown scheme move as bytes
-    schemes       the schemes of the registry, by name
     foreign       parts of unknown schemes that move as bytes -> their scheme
     dense_source  are all weights of the source dense? Its config then quantizes dense weights while
                   it loads them, as BitNet does
@@ -115,9 +116,13 @@ class WrittenWeights:
     encodings: Mapping[str, tuple[Encoding, TensorInfo]]
     fresh: bool
     keep: bool
-    schemes: Mapping[str, object]
     foreign: Mapping[str, str] = field(default_factory=dict)
     dense_source: bool = False
+
+    @cached_property
+    def schemes(self) -> Mapping[str, object]:
+        """The schemes of the registry, by name: for outputs with encoded weights."""
+        return {scheme.name: scheme for scheme in registry.schemes()}
 
     def config(
         self, present: Mapping[str, object] | None, heads: Collection[str] = ()
@@ -152,7 +157,7 @@ class WrittenWeights:
         """Return notes on what the source's config declares besides weights, and the output's not."""
         undeclared_keys = {
             key: None
-            for scheme in self.schemes.values()
+            for scheme in registry.schemes_of_method((present or {}).get("quant_method"))
             if isinstance(scheme, DeclaresEach) and present is not None
             for key in scheme.beyond_weights(present, self.encodings)
             if not (written or {}).get(key)

@@ -108,7 +108,9 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
         if fqn in foreign
         for part in _foreign_part(request, fqn, foreign[fqn])
     ]
-    scales = _activation_scales(ckpt, anew, dict(zip(fqns, kinds, strict=True)))
+    scales: dict[str, str] = {}
+    if not all(map(_is_silent, distinct(kinds).values())):
+        scales = _activation_scales(ckpt, anew, dict(zip(fqns, kinds, strict=True)))
     notes = [*_decoded_experts(anew, scheme), *_fallbacks(written, scheme)]
     remarks = Remarks(scales, unresolved, notes)
     return WeightEncodings(anew, written, foreign, beside, left, remarks)

@@ -202,7 +202,7 @@ def _compare(leaves: PlainTensors, listed: ShardIndex, held: int) -> list[str]:
     held  the bytes of their tensors
     """
     notes = []
-    if len(leaves.names) > len(listed.lines):
+    if len(leaves.names) > listed.count:
         unlisted = [key for key in leaves.names if key not in listed.weight_map]
         notes.append(
             f"the index does not list {counted(len(unlisted), 'stored tensor')}: {unlisted[0]}"

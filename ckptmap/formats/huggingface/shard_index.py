@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 from ckptmap.core.json_text import JsonError, parse_json
@@ -38,14 +39,18 @@ OTHER_SAVE = "index and shards are of different saves; download both again"
 class ShardIndex:
     """The content of an index.
 
-    lines         `name": "file` of each tensor, in the order of the index; `mark` stands between name and file
+    entries       `name": "file` of each tensor, in the order of the index, with `between` two of them and `mark`
+                  between name and file
+    count         of tensors
     shards        the files, each once
     total_nbytes  bytes of all tensors, if given
     parse         returns tensor name -> shard file name. Raises as `parse_index`
     """
 
-    lines: Sequence[str]
+    entries: str
     mark: str
+    between: str
+    count: int
     shards: Sequence[str]
     total_nbytes: int | None
     parse: Callable[[], Mapping[str, str]]
@@ -60,15 +65,17 @@ class ShardIndex:
 
         Names in headers and index are sorted, or nearly: to sort and compare them takes a fraction of 200,000 look-ups.
         """
-        if sum(map(len, keys)) != len(self.lines) or len(set().union(*keys)) != len(self.lines):
+        if sum(map(len, keys)) != self.count or len(set().union(*keys)) != self.count:
             return False
         by_shard: list[list[str]] = []
         for shard, names in zip(shards, keys, strict=True):
-            after = f"{self.mark}{shard}"
-            by_shard.append(sorted(f"{after}\n".join([*names, ""]).split("\n")[:-1]))
+            after = f"{self.mark}{shard}\n"
+            by_shard.append(sorted(after.join([*names, ""]).split("\n")[:-1]))
         by_shard.sort(key=lambda lines: lines[:1])
         expected = sorted(chain.from_iterable(by_shard))
-        return self.lines == expected or sorted(self.lines) == expected
+        by_shard.clear()
+        found = self.entries
+        return found == self.between.join(expected) or sorted(found.split(self.between)) == expected
 
 
 def parse_index(file: str, mounts: Mounts) -> ShardIndex:
@@ -86,32 +93,46 @@ def parse_index(file: str, mounts: Mounts) -> ShardIndex:
 
 
 def _as_written(data: bytes, file: str) -> ShardIndex | None:
-    """Return an index that transformers has written, indented, and with names that need no escapes, whose lines
+    """Return an index that transformers has written, indented, and with names that need no escapes, whose entries
     are not parsed; None for any other."""
     try:
-        head, found, rest = data.decode("utf-8").partition(ENTRIES)
+        text = data.decode("utf-8")
     except UnicodeDecodeError:
         return None
-    entries, end, tail = rest.rpartition(END)
+    begin, end = text.find(ENTRIES) + len(ENTRIES), text.rfind(END)
+    if begin < len(ENTRIES) or end <= begin or len(data) > MAX_INDEX_NBYTES:
+        return None
+    around = text[: begin - len(ENTRIES)], text[end + len(END) :]
+    entries = text[begin:end]
+    del text
     lines = entries.split(NEXT)
-    quotes, marks = entries.count('"'), entries.count(MARK)
+    marks = entries.count('"'), entries.count(MARK)
     if (
-        not (found and end)
-        or "\\" in entries
-        or (quotes, marks) != (4 * len(lines) - 2, len(lines))
+        "\\" in entries
+        or marks != (4 * len(lines) - 2, len(lines))
+        or "weight_map" in "".join(around)
     ):
         return None
-    around = f"{head}{tail}"
-    if "weight_map" in around:
-        return None
     try:
-        tree = parse_json(f'{head}"weight_map": {{}}{tail}', max_nbytes=MAX_INDEX_NBYTES)
+        tree = parse_json('"weight_map": {}'.join(around))
     except JsonError:
         return None
     if not isinstance(tree, dict) or tree.get("weight_map") != {}:
         return None
-    shards = dict.fromkeys([line[line.rfind('"') + 1 :] for line in lines])
-    return ShardIndex(lines, MARK, [*shards], _total(tree), lambda: _general(data, file).weight_map)
+    shards, total = _files_of(lines), _total(tree)
+    return ShardIndex(
+        entries, MARK, NEXT, len(lines), shards, total,
+        lambda: _general(Path(file).read_bytes(), file).weight_map,
+    )  # fmt: skip
+
+
+def _files_of(lines: Sequence[str]) -> list[str]:
+    """Return what follows the mark in each line, each once. Names of shards are mostly of one length."""
+    width = len(lines[0]) - lines[0].rfind(MARK)
+    ends = dict.fromkeys(map(itemgetter(slice(-width, None)), lines))
+    if not all(end.startswith(MARK) for end in ends):
+        ends = dict.fromkeys([line[line.rfind(MARK) :] for line in lines])
+    return [end[len(MARK) :] for end in ends]
 
 
 def _general(data: bytes, file: str) -> ShardIndex:
@@ -126,9 +147,12 @@ def _general(data: bytes, file: str) -> ShardIndex:
     for key, shard in weight_map.items():
         if not isinstance(shard, str):
             raise _bad(file, f"weight_map[{key!r}], expected a file name, found {_kind(shard)}")
-    lines = [f"{key}\0{shard}" for key, shard in weight_map.items()]  # no name has a NUL
     shards = [*dict.fromkeys(weight_map.values())]
-    return ShardIndex(lines, "\0", shards, _total(tree), lambda: weight_map)
+    # No name that a header may have holds a line feed or a NUL.
+    entries = "\n".join(map("\0".join, weight_map.items()))
+    return ShardIndex(
+        entries, "\0", "\n", len(weight_map), shards, _total(tree), lambda: weight_map
+    )
 
 
 def _total(tree: Mapping[str, object]) -> int | None:
@@ -165,7 +189,10 @@ def emit_index(weight_map: Mapping[str, str], total_nbytes: int) -> bytes:
     head, tail = json.dumps(tree, indent=2).split('"": ""')
     # json takes ten times as long where it indents.
     quote = json.encoder.encode_basestring_ascii
-    lines = [f"{quote(key)}: {quote(file)}" for key, file in sorted(weight_map.items())]
+    names = sorted(weight_map)
+    files = {file: quote(file) for file in {*weight_map.values()}}
+    quoted = map(files.__getitem__, map(weight_map.__getitem__, names))
+    lines = map(": ".join, zip(map(quote, names), quoted, strict=True))
     return f"{head}{SEPARATOR.join(lines)}{tail}\n".encode()
 
 
