@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, count, groupby, repeat
-from operator import ne
+from operator import add, ne
 from typing import NamedTuple
 
 from ckptmap.core.columns import NamedRows, Rows, each
@@ -121,10 +121,10 @@ class StoredTable:
 
     def _below(self, modules: Sequence[int], inside: str) -> Sequence[int]:
         """Return the modules whose stems are those of these and `inside`."""
-        known, get, stems = self._inner.setdefault(inside, {}), self._modules.get, self.stems
-        for module in modules:
-            if module not in known:
-                known[module] = get(stems[module] + inside, ABSENT)
+        known = self._inner.setdefault(inside, {})
+        new = [module for module in modules if module not in known] if known else modules
+        stems = map(add, map(self.stems.__getitem__, new), repeat(inside))
+        known.update(zip(new, map(self._modules.get, stems, repeat(ABSENT)), strict=False))
         return list(map(known.__getitem__, modules))
 
     def beside(self, fqns: Sequence[str], suffix: str) -> list[int]:
@@ -250,10 +250,12 @@ class StoredParts(Mapping[str, StoredTensor]):
         for last, number_of in self.table.by_last.items():
             if any(may_end(last, end) for end in cut):
                 modules, numbers = list(number_of), list(number_of.values())
-                fit = list(map(wanted.__contains__, self.kinds(numbers)))
-                if all(fit):
+                kinds = self.kinds(numbers)
+                there = {*kinds}
+                if there <= wanted:
                     yield last, modules, numbers
-                elif any(fit):
+                elif there & wanted:
+                    fit = list(map(wanted.__contains__, kinds))
                     yield last, list(compress(modules, fit)), list(compress(numbers, fit))
 
     def pairs(
@@ -275,12 +277,14 @@ class StoredParts(Mapping[str, StoredTensor]):
         for last, modules, numbers in self.by_last(end, dtypes=dtypes):
             base = last.removesuffix(end[at:])
             others = self.table.numbers(modules, base + beside[at:])
-            kinds = list(zip(self.kinds(numbers), self.kinds(others), strict=True))
-            may_be = {both: self._fit(*both, fits) for both in {*kinds}}
-            there = list(map(may_be.__getitem__, kinds))
-            if at and "" in stems:  # a dot stands before the end
-                there = [both and stems[m] != "" for both, m in zip(there, modules, strict=True)]
-            if not all(there):
+            kinds = self.kinds(numbers), self.kinds(others)
+            may_be = {both: self._fit(*both, fits) for both in {*zip(*kinds, strict=True)}}
+            top = at and "" in stems  # a dot stands before the end
+            if top or not all(may_be.values()):
+                there = [
+                    may_be[one, other] and not (at and stems[module] == "")
+                    for module, one, other in zip(modules, *kinds, strict=True)
+                ]
                 columns = (modules, numbers, others)
                 modules, numbers, others = (list(compress(column, there)) for column in columns)
             if numbers:

@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Unpack
 
@@ -100,9 +101,14 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "digest", self._digest())
 
+    @cached_property
+    def _counts(self) -> Mapping[Conversion, int]:
+        """How many tensors are converted in each way."""
+        return self.steps.counted()
+
     @property
     def nbytes_in(self) -> int:
-        return sum(kind.nbytes_in * count for kind, count in self.steps.counted().items())
+        return sum(kind.nbytes_in * count for kind, count in self._counts.items())
 
     @property
     def nbytes_out(self) -> int:
@@ -224,7 +230,7 @@ class Plan:
     def fidelities(self) -> dict[str, int]:
         """Return how many tensors have each fidelity, from lossless to lossy."""
         counts: Counter[str] = Counter()
-        for kind, count in self.steps.counted().items():
+        for kind, count in self._counts.items():
             counts[kind.fidelity] += count
         return {name: counts[name] for name in FIDELITIES if counts[name]}
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 from ckptmap import registry
+from ckptmap.core.columns import distinct, few
 from ckptmap.core.formatting import counted
 from ckptmap.core.quantized_codes import ReadBySome, RoundedOnLoading, StacksExperts
 from ckptmap.core.tensor_table import listed
@@ -174,11 +175,16 @@ class WrittenWeights:
     def unread(self) -> list[str]:
         """Return notes on encodings that config.json cannot declare, so that transformers refuses the
         weights; they name the encodings that it loads. Then notes on forms that only others load."""
-        some = {
-            fqn: encoding.unread()
-            for fqn, (encoding, _) in self.encodings.items()
-            if offers(encoding, ReadBySome)
-        }
+        kinds = distinct([encoding for encoding, _ in few(self.encodings)]).values()
+        some = (
+            {
+                fqn: encoding.unread()
+                for fqn, (encoding, _) in self.encodings.items()
+                if offers(encoding, ReadBySome)
+            }
+            if any(offers(kind, ReadBySome) for kind in kinds)
+            else {}
+        )
         notes = listed("not loaded by all", {fqn: reason for fqn, reason in some.items() if reason})
         if not self.fresh:
             return notes

@@ -101,7 +101,9 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
     chosen = choice.of_all(fqns, kinds)
     anew = {fqn: one.encoding for fqn, one in zip(fqns, chosen, strict=True) if one.encoding}
     written = dict(zip(fqns, [one.written for one in chosen], strict=True))
-    left = {fqn: one.left for fqn, one in zip(fqns, chosen, strict=True) if one.left}
+    left: dict[str, str] = {}
+    if any(one.left for one in distinct(chosen).values()):
+        left = {fqn: one.left for fqn, one in zip(fqns, chosen, strict=True) if one.left}
     unresolved = [
         part
         for fqn in (fqns if foreign else ())

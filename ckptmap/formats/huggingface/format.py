@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path as FilePath
 from shlex import quote
 
@@ -263,10 +263,10 @@ class HfWriter:
         item_nbytes = each(infos, lambda info: info.itemsize)
         files = []
         for file, shard in named:
-            weight_map |= dict.fromkeys(map(keys.__getitem__, shard), file)
             if not kept_order:
                 shard = sorted(shard, key=item_nbytes.__getitem__, reverse=True)
             shard_keys = list(map(keys.__getitem__, shard))
+            weight_map.update(zip(shard_keys, repeat(file), strict=False))
             files.append(_shard_file(file, shard_keys, tensors.take(shard), state.records, about))
         if len(named) > 1:
             stem = numbered["stem"] if (numbered := SHARD.fullmatch(named[0][0])) else stem

@@ -127,20 +127,21 @@ def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
 
 
 _HEAD = '{"' + METADATA + '":'
-_ENTRY = re.compile(
-    r'"([ !#-\[\]-~]+)":\{("dtype":"[A-Z0-9_]+","shape":\[[0-9,]*\]),"data_offsets":\[([0-9,]+)\]\}(?:,|\Z)'
-)
-"""Matches an entry whose name needs no escapes: its name, form and place."""
+_ENTRY = re.compile(r'"([^"]+)":\{([^\]]{1,120}+\][^\[]{1,20}+)\[([^\]]{1,50}+)\]\}(?:,|\Z)')
+"""Matches an entry: its name, form and place, which are looked at afterwards."""
 _GROUPS = 4
 """Strings into which an entry is split: the three groups, and what stands before it."""
-_FORM = re.compile(r'"dtype":"([A-Z0-9_]+)","shape":\[([0-9,]*)\]')
+_FORM = re.compile(r'"dtype":"([A-Z0-9_]+)","shape":\[([0-9,]*)\],"data_offsets":')
+_IN_NAMES = bytes(byte for byte in range(32, 127) if chr(byte) not in '"\\')
+"""Characters that stand in a JSON string as they are, and are printed so."""
 
 
 def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
     """Return a header as safetensors itself writes it, without spaces, fields and data in order, and names that
     need no escapes; None for any other, which `_parse_general` parses or refuses.
 
-    An entry is a name, a form such as `"dtype":"F32","shape":[2]`, of which there are few, and a place: `0,8`.
+    An entry is a name, a form such as `"dtype":"F32","shape":[2],"data_offsets":`, of which there are few, and a
+    place: `0,8`.
     """
     try:
         text = raw.decode("utf-8").rstrip(" ")
@@ -154,6 +155,8 @@ def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
     if any(cut[::_GROUPS]) or len(keys) > MAX_TENSORS or max(map(len, keys)) > MAX_NAME_NCHARS:
         return None
     del cut, text
+    if "".join(keys).encode().translate(None, _IN_NAMES):
+        return None
     try:
         infos = {form: _info_of(form) for form in set(forms)}
     except (SourceError, ValueError):
@@ -181,8 +184,8 @@ def _joined_pairs(texts: Sequence[str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _info_of(form: str) -> TensorInfo:
-    """Return shape and dtype from `"dtype":"F32","shape":[2,3]`; one object for all shards. Raise ValueError for
-    another text."""
+    """Return shape and dtype from `"dtype":"F32","shape":[2,3],"data_offsets":`; one object for all shards. Raise
+    ValueError for another text."""
     match = _FORM.fullmatch(form)
     if match is None:
         raise ValueError(form)
