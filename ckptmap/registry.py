@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BrokenEntryPoint", "broken_entry_points", "card", "container_for", "directory_for", "key_forms", "knows",
     "layout", "layouts", "live_forms", "loaded", "optimizer_families", "runner", "schemes", "schemes_in",
-    "setups", "setups_of", "unflatteners", "writer",
+    "schemes_named", "schemes_of_method", "setups", "setups_named", "setups_of", "unflatteners", "writer",
 ]  # fmt: skip
 
 
@@ -101,20 +101,38 @@ UNFLATTENERS = (  # applied in this order: the optimizer's needs the unflattened
     "ckptmap.sharding.flat_param:FlatParams",
     "ckptmap.optim.fsdp1_raw_state:FlatOptimizer",
 )
-SETUPS = (  # the name of the writer, and the setup
-    ("hf", "ckptmap.formats.huggingface.format:HF"),
-    ("torch-zip", "ckptmap.formats.torch_save.format:FULL"),
-    ("torch-zip", "ckptmap.formats.torch_save.format:DDP"),
-    ("torch-zip", "ckptmap.formats.torch_save.format:COMPILED"),
-    ("dcp", "ckptmap.formats.dcp.writer:FSDP1"),
-    ("fsdp1-local", "ckptmap.formats.rank_files.fsdp1_local_writer:FSDP1_LOCAL"),
-    ("dcp", "ckptmap.formats.dcp.writer:FSDP2"),
-    ("rank-files", "ckptmap.formats.rank_files.writer:FSDP2_RANKS"),
-    ("dcp-hf", "ckptmap.formats.dcp.safetensors_writer:DCP_HF"),
-    ("accelerate", "ckptmap.formats.frameworks.directory_writers:ACCELERATE"),
-    ("accelerate-full", "ckptmap.formats.frameworks.directory_writers:ACCELERATE_FULL"),
-    ("trainer", "ckptmap.formats.frameworks.directory_writers:TRAINER"),
-    ("gguf", "ckptmap.formats.gguf.writer:GGUF"),
+
+
+class KnownSetup(NamedTuple):
+    """A setup of this package: its name, that of its writer, and where it is."""
+
+    name: str
+    writer: str
+    spec: str
+
+
+SETUPS = (
+    KnownSetup("hf", "hf", "ckptmap.formats.huggingface.format:HF"),
+    KnownSetup("full", "torch-zip", "ckptmap.formats.torch_save.format:FULL"),
+    KnownSetup("ddp", "torch-zip", "ckptmap.formats.torch_save.format:DDP"),
+    KnownSetup("compiled", "torch-zip", "ckptmap.formats.torch_save.format:COMPILED"),
+    KnownSetup("fsdp1", "dcp", "ckptmap.formats.dcp.writer:FSDP1"),
+    KnownSetup(
+        "fsdp1-local", "fsdp1-local", "ckptmap.formats.rank_files.fsdp1_local_writer:FSDP1_LOCAL"
+    ),
+    KnownSetup("fsdp2", "dcp", "ckptmap.formats.dcp.writer:FSDP2"),
+    KnownSetup("fsdp2-ranks", "rank-files", "ckptmap.formats.rank_files.writer:FSDP2_RANKS"),
+    KnownSetup("dcp-hf", "dcp-hf", "ckptmap.formats.dcp.safetensors_writer:DCP_HF"),
+    KnownSetup(
+        "accelerate", "accelerate", "ckptmap.formats.frameworks.directory_writers:ACCELERATE"
+    ),
+    KnownSetup(
+        "accelerate-full",
+        "accelerate-full",
+        "ckptmap.formats.frameworks.directory_writers:ACCELERATE_FULL",
+    ),
+    KnownSetup("trainer", "trainer", "ckptmap.formats.frameworks.directory_writers:TRAINER"),
+    KnownSetup("gguf", "gguf", "ckptmap.formats.gguf.writer:GGUF"),
 )
 LIVE_FORMS = (  # of quantized weights in a live model, asked in this order
     "ckptmap.live.quantized.bnb:BnbForm",
@@ -279,6 +297,17 @@ def schemes_in(lasts: Collection[str], stated: Collection[object]) -> Iterator[S
     return _all((known.spec for known in SCHEMES if known.may_read(lasts, stated)), "schemes")
 
 
+def schemes_named(*suffixes: str) -> tuple[Scheme, ...]:
+    """Return the schemes of one of these suffixes; only their modules are imported."""
+    found = _all((known.spec for known in SCHEMES if known.suffix in suffixes), "schemes")
+    return tuple(scheme for scheme in found if scheme.suffix in suffixes)
+
+
+def schemes_of_method(method: object) -> tuple[Scheme, ...]:
+    """Return the schemes that may carry over what a config of this `quant_method` declares beside weights."""
+    return tuple(_all((one.spec for one in SCHEMES if method and one.method == method), "schemes"))
+
+
 def layouts() -> tuple[Layout, ...]:
     return tuple(_all(LAYOUTS, "layouts"))
 
@@ -320,17 +349,23 @@ def card(value: object) -> str:
 
 
 def setups() -> tuple[Setup, ...]:
-    return tuple(_all((spec for _, spec in SETUPS), "setups"))
+    return tuple(_all((known.spec for known in SETUPS), "setups"))
+
+
+def setups_named(text: str) -> tuple[Setup, ...]:
+    """Return the setups that a value of `--to` may begin with. The modules of others are not imported."""
+    known = [one.spec for one in SETUPS if text == one.name or text.startswith(f"{one.name}-")]
+    return tuple(_all(known, "setups"))
 
 
 def setups_of(writer: str) -> tuple[Setup, ...]:
     """Return the setups of a writer. The modules of other writers are not imported."""
-    found = _all((spec for name, spec in SETUPS if name == writer), "setups")
+    found = _all((known.spec for known in SETUPS if known.writer == writer), "setups")
     return tuple(setup for setup in found if setup.writer == writer)
 
 
 def layout(name: str) -> Layout:
-    return next(each for each in layouts() if each.name == name)
+    return next(cast(Layout, each) for each in _all(LAYOUTS, "layouts") if each.name == name)
 
 
 def writer(name: str) -> Writer:

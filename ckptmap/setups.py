@@ -78,7 +78,7 @@ def parse(text: str) -> Aim:
     `--as`, too.
     """
     name = str(text).strip().lower()
-    for setup in sorted(registry.setups(), key=lambda s: -len(s.name)):
+    for setup in sorted(registry.setups_named(name), key=lambda s: -len(s.name)):
         if name == setup.name:
             return Aim(text, setup, None)
         if name.startswith(setup.name + "-"):
@@ -97,8 +97,10 @@ def parse(text: str) -> Aim:
 def _scheme(suffix: str, setup: Setup) -> Scheme | None:
     """Return the scheme of a suffix: `bf16`; one that begins with the setup's name is named without that, too, and
     before others: `--to gguf-q8_0` is the setup gguf with the scheme gguf-q8_0."""
-    known = {scheme.suffix: scheme for scheme in reversed(registry.schemes()) if scheme.suffix}
-    return known.get(f"{setup.name}-{suffix}") or known.get(suffix)
+    own = f"{setup.name}-{suffix}"
+    found = registry.schemes_named(own, suffix) if suffix else ()
+    known = {scheme.suffix: scheme for scheme in reversed(found)}
+    return known.get(own) or known.get(suffix)
 
 
 def names() -> list[str]:

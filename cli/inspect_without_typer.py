@@ -32,7 +32,7 @@ def show(
     import ckptmap
     from ckptmap.storage.hub.resolve import origins_in_errors
 
-    with _shown_on_a_terminal(quiet):
+    with shown_on_a_terminal(quiet):
         opened = ckptmap.open(path, root=root, like=like, **names)
         with opened as ckpt, origins_in_errors(ckpt.files.mounts):
             show_it = Printer(json).prepared(_report(ckpt, keys, shards))
@@ -49,7 +49,7 @@ def _report(ckpt: Checkpoint, keys: str, shards: bool) -> Shown:
     return InspectReport(ckpt, keys)
 
 
-def _shown_on_a_terminal(quiet: bool) -> AbstractContextManager[None]:
+def shown_on_a_terminal(quiet: bool) -> AbstractContextManager[None]:
     """Return the line of progress; elsewhere nothing, and nothing is imported for it."""
     if quiet or not (sys.stdout.isatty() and sys.stderr.isatty()):
         return nullcontext()

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .inspect_without_typer import shown_on_a_terminal
 from .printer import Printer
-from .progress import shown_while_reading
 from .shared_parameters import Json, NoProgress, Src, To
 from .typed_options import PLAN_OPTIONS, TypedOptions, takes_options
 
@@ -46,7 +46,7 @@ def command(
     if not options.to and options.as_ is None:
         raise typer.BadParameter("give --to SETUP, or --as PATH")
     out = Printer(json)
-    with shown_while_reading(quiet):
+    with shown_on_a_terminal(quiet):
         plan = ckptmap.plan(src, options.to, options=options)
         show_plan = out.prepared(plan)
     with plan.ckpt:

@@ -111,7 +111,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __contains__(self, fqn: object) -> bool:
         return fqn in self.groups
 
-    def infos(self) -> dict[str, TensorInfo]:
+    def infos(self) -> Mapping[str, TensorInfo]:
         """Return shape and dtype of every weight by FQN, without reading any of them."""
         return self.groups.infos()
 

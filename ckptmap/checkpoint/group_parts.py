@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import LogicalTensors, PlacedWeights
-from ckptmap.core.columns import distinct
+from ckptmap.core.columns import distinct, few
 from ckptmap.core.encoding_records import EncodingRecords
 from ckptmap.core.quantized_codes import Repairs
 from ckptmap.core.state_paths import class_of, described, join, opaques
@@ -76,7 +76,7 @@ def group_parts(
         places = _among_leaves(leaves, where, refused, formed)
     mine = EncodingRecords(records_below(records, root))
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
-    left = StoredParts(stored, infos, extents, None if columns is None else columns.cut)
+    left = StoredParts(stored, infos, extents)
     for scheme in registry.schemes_in(left.lasts, mine.by_scheme):
         groups = Groups.of(through(scheme, mounts).group(left, mine))
         modules = left.table.modules(groups.fqns)
@@ -190,7 +190,7 @@ def _is_plain(infos: Iterable[TensorInfo]) -> bool:
 
 def encoding_notes(forms: Mapping[str, WeightForm | LoneWeight]) -> list[str]:
     """Return what encodings say about tensors that they had to repair, one note for equal remarks."""
-    kinds = distinct([form.encoding for form in distinct(forms.values()).values()])
+    kinds = distinct([form.encoding for form in few(forms)])
     remarks = {
         key: encoding.remark
         for key, encoding in kinds.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-from ckptmap.core.columns import distinct
+from ckptmap.core.columns import ManyNamed, few
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.core.weight_columns import LoneWeight, WeightForm, WeightKind
 from ckptmap.protocols import Group
@@ -51,14 +51,14 @@ class LogicalTensors(Mapping[str, Group]):
         """`shares`: whether some of the tensors may be one view of one storage."""
         self.columns = tensors if isinstance(tensors, PlainTensors) else None
         """The columns of all tensors; None: some tensor is not plain, or shares its bytes."""
-        self._forms: dict[str, WeightForm | LoneWeight] = {}
+        self._forms = ManyNamed[WeightForm | LoneWeight]()
         self._groups: dict[str, Group] = {}
-        self._kinds: dict[str, WeightKind] | None = None
+        self._kinds: Mapping[str, WeightKind] | None = None
         self._sharing: list[tuple[str, ...]] | None = None if shares else []
         self._dense: Mapping[str, StoredTensor]
         if isinstance(tensors, PlainTensors):
             self._dense = tensors.by_name
-            self._infos = dict(zip(tensors.names, tensors.infos, strict=True))
+            self._infos = ManyNamed(zip(tensors.names, tensors.infos, strict=True))
             return
         dense = {}
         for fqn, tensor in tensors.items():
@@ -67,7 +67,7 @@ class LogicalTensors(Mapping[str, Group]):
             else:
                 self._forms[fqn] = LoneWeight(tensor, ()) if isinstance(tensor, Group) else tensor
         self._dense = dense
-        self._infos = {fqn: tensor.info for fqn, tensor in tensors.items()}
+        self._infos = ManyNamed({fqn: tensor.info for fqn, tensor in tensors.items()})
 
     @classmethod
     def in_order(
@@ -83,12 +83,12 @@ class LogicalTensors(Mapping[str, Group]):
             [*formed.fqns, *dense.fqns],
             [*formed.held, *dense.held],
         ).in_order()
-        infos = dict(zip(every.fqns, [held.info for held in every.held], strict=True))
+        infos = ManyNamed(zip(every.fqns, [held.info for held in every.held], strict=True))
         if len(infos) < len(every.fqns):  # of two that have one name, the last remains
             return cls(dict(zip(every.fqns, every.held, strict=True)), shares)
         made = cls({}, shares)
         made._infos = infos
-        made._forms = dict(zip(formed.fqns, formed.held, strict=True))
+        made._forms = ManyNamed(zip(formed.fqns, formed.held, strict=True))
         made._dense = dict(zip(dense.fqns, dense.held, strict=True))
         return made
 
@@ -129,12 +129,12 @@ class LogicalTensors(Mapping[str, Group]):
 
     def _by_kind(self) -> Mapping[str, WeightKind]:
         if self._kinds is None:
-            self._kinds = {**self._infos, **self._forms}
+            self._kinds = ManyNamed({**self._infos, **self._forms})
         return self._kinds
 
-    def infos(self) -> dict[str, TensorInfo]:
+    def infos(self) -> Mapping[str, TensorInfo]:
         """Return shape and dtype of every weight; no group is made for that."""
-        return self._infos.copy()
+        return self._infos
 
     def renamed(self, names: Mapping[str, str]) -> LogicalTensors:
         """Return the same tensors under `names[key]`."""
@@ -181,7 +181,7 @@ class LogicalTensors(Mapping[str, Group]):
         """Return the names of their encodings, in order of first use."""
         if not self._forms and self._dense:
             return (DENSE.name,)  # without a loop over 100,000 tensors
-        kinds = distinct(self._by_kind().values()).values()
+        kinds = few(self._by_kind())
         names = (
             DENSE.name if isinstance(kind, TensorInfo) else kind.encoding.name for kind in kinds
         )

@@ -130,6 +130,19 @@ def distinct(values: Collection[T]) -> dict[int, T]:
     return dict(zip(map(id, values), values, strict=True))
 
 
+class ManyNamed(dict[str, T]):
+    """Values by name, of few different objects, which nobody changes: the objects are found once."""
+
+    @cached_property
+    def few(self) -> Collection[T]:
+        return distinct(self.values()).values()
+
+
+def few(values: Mapping[str, T]) -> Collection[T]:
+    """Return the different objects among the values of a dict."""
+    return values.few if isinstance(values, ManyNamed) else distinct(values.values()).values()
+
+
 def distinct_at(values: Sequence[T]) -> list[tuple[int, T]]:
     """Return the different objects among `values`, each with the number of the first that is it."""
     numbers = range(len(values) - 1, -1, -1)

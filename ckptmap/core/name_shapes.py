@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 
 _MASK = str.maketrans("23456789", "1" * 8)
 _BYTES = bytes.maketrans(b"23456789", b"1" * 8)
 _DIGIT = re.compile("[01]")
 
 
-def digit_masks(names: Collection[str]) -> list[str]:
-    """Return each name with 1 in place of each digit but 0."""
+def digit_masks(names: Collection[str]) -> Sequence[str]:
+    """Return each name with 1 in place of each digit but 0; the last names are not looked through again."""
+    return _digit_masks(tuple(names))
+
+
+@lru_cache(maxsize=1)
+def _digit_masks(names: tuple[str, ...]) -> Sequence[str]:
     text = "\n".join(names).encode("utf-8", "surrogatepass")
     masks = text.translate(_BYTES).decode("utf-8", "surrogatepass").split("\n")
     if len(masks) != len(names):  # a name has a line feed in it, or there is none

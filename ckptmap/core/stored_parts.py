@@ -9,13 +9,14 @@ them: the last segments are few, and what stands before them, a module, is a num
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, compress, repeat
+from itertools import chain, compress, count, groupby, repeat
+from operator import add, ne
 from typing import NamedTuple
 
 from ckptmap.core.columns import NamedRows, Rows, each
-from ckptmap.core.tensor_columns import CutNames, Extents, extents_of
+from ckptmap.core.tensor_columns import Extents, extents_of
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 ABSENT = -1
@@ -33,33 +34,43 @@ class StoredTable:
         stored: Mapping[str, StoredTensor],
         infos: Sequence[TensorInfo] | None = None,
         extents: Extents | None = None,
-        cut: CutNames | None = None,
     ) -> None:
-        """`infos`, `extents` and `cut`: of the tensors, and of their keys, if they are known without a look at each."""
+        """`infos` and `extents`: of the tensors, if they are known without a look at each."""
         named = stored if isinstance(stored, NamedRows) else None
         self.keys: Sequence[str] = list(stored) if named is None else named.names
         self.tensors: Rows[StoredTensor] = list(stored.values()) if named is None else named.rows
         self.infos = [tensor.info for tensor in stored.values()] if infos is None else infos
         self.extents = extents
-        if cut is None:
-            cut, dot = CutNames(), ""
-            ats = [key.rfind(".") + 1 for key in self.keys]
-            cut.add(
-                [key[:at] for key, at in zip(self.keys, ats, strict=True)],
-                [key[at:] for key, at in zip(self.keys, ats, strict=True)],
-            )
-        else:
-            dot = "."
-        by_last = defaultdict[str, dict[int, int]](dict)
-        for number, (module, last) in enumerate(zip(cut.modules, cut.lasts, strict=True)):
-            by_last[last][module] = number
-        self.stems = [stem + dot for stem in cut.numbers]
-        """What stands before the last segment of a key, with its dot: each once."""
-        self._modules: dict[str, int] = dict(zip(self.stems, range(len(self.stems)), strict=True))
-        self.by_last: dict[str, dict[int, int]] = dict(by_last)
+        self.stems: list[str] = []
+        """What stands before the last segment of a key, with its dot, by the number of the module."""
+        self._modules: dict[str, int] = {}
+        self.by_last: dict[str, dict[int, int]] = {}
         """The last segment of a key -> the module, the number of its stem -> the number of the tensor."""
+        self._cut_keys()
         self._inner: dict[str, dict[int, int]] = {}
         self._known: tuple[Sequence[str], Sequence[int], Sequence[str]] = (), (), ()
+        self._told: list[tuple[Sequence[str], Sequence[int]]] = []
+        self._module_of: dict[str, int] = {}
+        """The modules of the weights that were told, save those in `_told`, which are not in it yet."""
+
+    def _cut_keys(self) -> None:
+        """Cut all keys at their last dots, and number what stands before them.
+
+        Parts of weights lie as their weights do, in writers' files: the modules of many scales are, one by one,
+        those of as many codes, and then need not be looked up.
+        """
+        ats = [key.rfind(".") + 1 for key in self.keys]
+        stems = [key[:at] for key, at in zip(self.keys, ats, strict=True)]
+        lasts = [key[at:] for key, at in zip(self.keys, ats, strict=True)]
+        known: dict[tuple[str, int], tuple[list[str], list[int]]] = {}
+        for last, numbers in _runs(lasts):
+            some = list(map(stems.__getitem__, numbers))
+            alike, modules = known.get((some[0], len(some)), ([], []))
+            if some != alike:
+                modules = list(map(self._modules.setdefault, some, count(len(self.stems))))
+                self.stems += some
+                known[some[0], len(some)] = some, modules
+            self.by_last.setdefault(last, {}).update(zip(modules, numbers, strict=True))
 
     def number(self, key: str) -> int:
         """Return the number of a key; ABSENT: there is no such tensor."""
@@ -72,7 +83,13 @@ class StoredTable:
 
     def modules(self, fqns: Sequence[str]) -> Sequence[int]:
         """Return the module of each weight; a new one where no key is of it, but perhaps of one below it."""
-        return self.cut(fqns)[0]
+        if fqns is self._known[0]:
+            return self._known[1]
+        for known, modules in self._told:
+            self._module_of.update(zip(known, modules, strict=True))
+        self._told.clear()
+        found = list(map(self._module_of.get, fqns, repeat(ABSENT)))
+        return self.cut(fqns)[0] if ABSENT in found else found
 
     def cut(self, fqns: Sequence[str]) -> tuple[Sequence[int], Sequence[str]]:
         """Return the module of each weight, as `modules` does, and the last segment of its FQN."""
@@ -93,6 +110,7 @@ class StoredTable:
     def know(self, fqns: Sequence[str], modules: Sequence[int], lasts: Sequence[str]) -> None:
         """Take note of what `cut` returns for these weights: the same list is asked for again and again."""
         self._known = fqns, modules, lasts
+        self._told.append((fqns, modules))
 
     def numbers(self, modules: Sequence[int], tail: str) -> list[int]:
         """Return the numbers of the tensors whose keys are the stem of a module and this tail; ABSENT for none."""
@@ -103,10 +121,10 @@ class StoredTable:
 
     def _below(self, modules: Sequence[int], inside: str) -> Sequence[int]:
         """Return the modules whose stems are those of these and `inside`."""
-        known, get, stems = self._inner.setdefault(inside, {}), self._modules.get, self.stems
-        for module in modules:
-            if module not in known:
-                known[module] = get(stems[module] + inside, ABSENT)
+        known = self._inner.setdefault(inside, {})
+        new = [module for module in modules if module not in known] if known else modules
+        stems = map(add, map(self.stems.__getitem__, new), repeat(inside))
+        known.update(zip(new, map(self._modules.get, stems, repeat(ABSENT)), strict=False))
         return list(map(known.__getitem__, modules))
 
     def beside(self, fqns: Sequence[str], suffix: str) -> list[int]:
@@ -144,10 +162,9 @@ class StoredParts(Mapping[str, StoredTensor]):
         stored: Mapping[str, StoredTensor],
         infos: Sequence[TensorInfo] | None = None,
         extents: Extents | None = None,
-        cut: CutNames | None = None,
     ) -> None:
         """As those of `StoredTable`."""
-        self.table = StoredTable(stored, infos, extents, cut)
+        self.table = StoredTable(stored, infos, extents)
         of_kind: dict[TensorInfo, int] = {}
         kinds = each(self.table.infos, lambda info: of_kind.setdefault(info, len(of_kind)))
         self._kinds: list[int | None] = [*kinds, None]
@@ -233,10 +250,12 @@ class StoredParts(Mapping[str, StoredTensor]):
         for last, number_of in self.table.by_last.items():
             if any(may_end(last, end) for end in cut):
                 modules, numbers = list(number_of), list(number_of.values())
-                fit = list(map(wanted.__contains__, self.kinds(numbers)))
-                if all(fit):
+                kinds = self.kinds(numbers)
+                there = {*kinds}
+                if there <= wanted:
                     yield last, modules, numbers
-                elif any(fit):
+                elif there & wanted:
+                    fit = list(map(wanted.__contains__, kinds))
                     yield last, list(compress(modules, fit)), list(compress(numbers, fit))
 
     def pairs(
@@ -258,12 +277,14 @@ class StoredParts(Mapping[str, StoredTensor]):
         for last, modules, numbers in self.by_last(end, dtypes=dtypes):
             base = last.removesuffix(end[at:])
             others = self.table.numbers(modules, base + beside[at:])
-            kinds = list(zip(self.kinds(numbers), self.kinds(others), strict=True))
-            may_be = {both: self._fit(*both, fits) for both in {*kinds}}
-            there = list(map(may_be.__getitem__, kinds))
-            if at and "" in stems:  # a dot stands before the end
-                there = [both and stems[m] != "" for both, m in zip(there, modules, strict=True)]
-            if not all(there):
+            kinds = self.kinds(numbers), self.kinds(others)
+            may_be = {both: self._fit(*both, fits) for both in {*zip(*kinds, strict=True)}}
+            top = at and "" in stems  # a dot stands before the end
+            if top or not all(may_be.values()):
+                there = [
+                    may_be[one, other] and not (at and stems[module] == "")
+                    for module, one, other in zip(modules, *kinds, strict=True)
+                ]
                 columns = (modules, numbers, others)
                 modules, numbers, others = (list(compress(column, there)) for column in columns)
             if numbers:
@@ -316,6 +337,22 @@ class StoredParts(Mapping[str, StoredTensor]):
 
 
 _NONE: Mapping[int, int] = {}
+RUN = 8
+"""Tensors of one last segment that follow each other, on average, where they need not be sorted by it."""
+
+
+def _runs(lasts: Sequence[str]) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield each last segment with the numbers of keys that have it, which rise; a segment may come again."""
+    if sum(map(ne, lasts, lasts[1:])) * RUN > len(lasts):
+        in_order = sorted(range(len(lasts)), key=lasts.__getitem__)
+        for last, numbers in groupby(in_order, lasts.__getitem__):
+            yield last, list(numbers)
+        return
+    begin = 0
+    for last, run in groupby(lasts):
+        end = begin + len(list(run))
+        yield last, range(begin, end)
+        begin = end
 
 
 def may_end(last: str, end: tuple[str, str, str]) -> bool:

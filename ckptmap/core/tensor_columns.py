@@ -6,11 +6,9 @@ in one file. A StoredTensor is created from the columns only when it is looked u
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Protocol, Self
 
 from ckptmap.core.columns import Columns, NamedRows, distinct, each
@@ -95,43 +93,18 @@ class _Tensors:
         return [self[index] for index in range(len(self))]
 
 
-class CutNames:
-    """Names that were cut at their last dots, file by file: then their text is at hand.
-
-    numbers  what stands before the dot, each once -> its number
-    modules  this number, of each name
-    lasts    what stands after the dot, of each name
-    """
-
-    __slots__ = ("lasts", "modules", "numbers")
-
-    def __init__(self) -> None:
-        self.numbers = defaultdict[str, int](count().__next__)
-        self.modules: list[int] = []
-        self.lasts: list[str] = []
-
-    def add(self, stems: Iterable[str], lasts: Iterable[str]) -> None:
-        self.modules += map(self.numbers.__getitem__, stems)
-        self.lasts += lasts
-
-
 class PlainTensors(Mapping[Path, StoredTensor]):
     """Plain tensors in stored order, by paths of one segment; no two share bytes.
 
     Tensor i has the name `names[i]` and the shape and dtype `infos[i]`.
     """
 
-    __slots__ = ("_rows", "by_name", "cut", "infos", "names")
+    __slots__ = ("_rows", "by_name", "infos", "names")
 
     def __init__(
-        self,
-        names: Sequence[str],
-        infos: Sequence[TensorInfo],
-        located: Extents | Locator,
-        cut: CutNames | None = None,
+        self, names: Sequence[str], infos: Sequence[TensorInfo], located: Extents | Locator
     ) -> None:
-        """`cut`: the names cut at their last dots, if who has read them did so."""
-        self.names, self.infos, self.cut = names, infos, cut
+        self.names, self.infos = names, infos
         self._rows = _Tensors(infos, located)
         self.by_name = NamedRows(names, self._rows)
         """Each tensor by its name."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ckptmap.core.name_shapes import without_numbers
 from ckptmap.errors import PlanError
@@ -39,12 +39,15 @@ def tail(shape: str) -> tuple[str, int] | None:
     return None if match is None else (shape[: match.start()] + HOLE, int(match[0]))
 
 
-def skeletons(keys: Collection[str], masks: Sequence[str] | None = None) -> list[str]:
-    """Return the skeleton of each key; one search for all keys that differ in digits alone.
+def skeletons(keys: Collection[str]) -> Sequence[str]:
+    """Return the skeleton of each key; one search for all keys that differ in digits alone, and none for the keys
+    that were asked for last."""
+    return _skeletons(tuple(keys))
 
-    masks  the digit masks of the keys, if the caller has them
-    """
-    return without_numbers(keys, lambda key: skeleton(key)[0], masks)
+
+@lru_cache(maxsize=1)
+def _skeletons(keys: tuple[str, ...]) -> Sequence[str]:
+    return without_numbers(keys, lambda key: skeleton(key)[0])
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class InspectReport:
         self.states = [lazy for states in named.values() for lazy in states.values()]
         self.other = list(ckpt.other.values())
         self._masks = digit_masks(names)
-        shapes = skeletons(names, self._masks)
+        shapes = skeletons(names)
         self.schemes = recognise(names, self._config(), shapes)
         self.notes += self._prefix_notes(names, shapes)
         self.notes += self._adapter_notes(shapes)
@@ -105,7 +105,7 @@ class InspectReport:
             self.notes.append(f"{error.message}; {other}")
             return None
 
-    def _prefix_notes(self, names: list[str], shapes: list[str]) -> list[str]:
+    def _prefix_notes(self, names: list[str], shapes: Sequence[str]) -> list[str]:
         """Return a note where the names are known without a prefix, with the options that take it off."""
         try:
             chosen = bool(self.schemes or self.ckpt.renamings)
@@ -120,7 +120,7 @@ class InspectReport:
             f" it: add {change.names_option}{drop}"
         ]
 
-    def _adapter_notes(self, shapes: list[str]) -> list[str]:
+    def _adapter_notes(self, shapes: Sequence[str]) -> list[str]:
         """Return a note where a model was saved as peft has wrapped it: nothing loads it as it is."""
         kinds = set(shapes)
         if not any(BASE_LAYER in kind for kind in kinds) or not any(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptmap import registry
 from ckptmap.core.columns import distinct
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.layout_builder import TensorLayout
@@ -129,12 +128,17 @@ def _written_weights(
 ) -> WrittenWeights:
     foreign = {} if so_far.unresolved else encodings.foreign
     return WrittenWeights(
-        encodings={names.weights[fqn]: encoded for fqn, encoded in encodings.written.items()},
+        encodings=dict(
+            zip(
+                map(names.weights.__getitem__, encodings.written),
+                encodings.written.values(),
+                strict=True,
+            )
+        ),
         fresh=any(
             form.encoding.name != "dense" for form in distinct(layout.encoded.forms).values()
         ),
         keep=request.aim.scheme is None or bool(encodings.foreign),
-        schemes={scheme.name: scheme for scheme in registry.schemes()},
         foreign={fqn: name for fqn, name in foreign.items() if fqn not in so_far.dropped},
         dense_source=set(request.ckpt.encodings) <= {"dense"},
         given=request.options.config_from is not None,

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.lora.adapter_files import HEAD, held_in
 from ckptmap.core.formatting import counted
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.config_fit import Family, family_of, other_family, other_scheme
@@ -37,7 +36,8 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
     if request.carrier is None:
         return Remarks(notes=_lacking(request))
     infos = request.ckpt.infos()
-    written = {names.weights[fqn]: infos[fqn] for fqn in selection.weights}
+    named = map(names.weights.__getitem__, selection.weights)
+    written = dict(zip(named, map(infos.__getitem__, selection.weights), strict=True))
     config = _config(request)
     if not _is_in_place(request):
         _refuse_adapter(request, written)
@@ -171,6 +171,8 @@ def _refuse_adapter(request: Request, names: Collection[str]) -> None:
     below = next((name for name in names if BASE_LAYER in name), None)
     if below is None or not any(ADAPTER in name for name in names):
         return
+    from ckptmap.checkpoint.lora.adapter_files import HEAD, held_in
+
     head, _, rest = next(iter(names)).partition(HEAD)
     separate = bool(head and rest) and not held_in(
         names

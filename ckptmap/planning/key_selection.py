@@ -15,7 +15,6 @@ from ckptmap.core.name_globs import suggestion
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
 from ckptmap.planning.copied_files import CopiedFiles, copied_files
-from ckptmap.planning.flat_param_order import model_order
 from ckptmap.planning.optimizer_state import is_optimizer_written
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.remarks import Remarks, Unresolved
@@ -193,6 +192,8 @@ def _order(request: Request, sharding: OutputSharding) -> tuple[Sequence[str], l
         for fqn in ckpt
         if sharding.unit(fqn, ckpt[fqn].info) and request.excluded(fqn) is not None
     }
+    from ckptmap.planning.flat_param_order import model_order
+
     order, known_from = model_order(ckpt, options.like or options.config_from, left_out)
     units = list(options.fsdp_units[:UNITS_SHOWN])
     if len(options.fsdp_units) > UNITS_SHOWN:
@@ -232,7 +233,9 @@ def _ties_of_config(request: Request, selected: set[str]) -> dict[str, str]:
     carrier, ckpt = request.carrier, request.ckpt
     if carrier is None or (ckpt.translation is not None and not ckpt.translation.in_hub_names):
         return {}  # a config.json has the hub's names; another scheme has ties of its own
-    infos = {fqn: info for fqn, info in ckpt.infos().items() if fqn in selected}
+    infos = ckpt.infos()
+    if len(selected) < len(infos):
+        infos = {fqn: info for fqn, info in infos.items() if fqn in selected}
     ties = carrier.ties(infos, request.siblings, request.options.config_from)
     return {
         fqn: written

@@ -8,13 +8,10 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from ckptmap.errors import PlanError
-from ckptmap.optim.loader_forms import for_loader
 from ckptmap.optim.optimizer_reader import OptimizerReader
-from ckptmap.optim.select_state import select_state
 from ckptmap.optim.state import KeyForm, Optimizer, Same, key_forms
 from ckptmap.planning.encoding_choice import encoding_for
 from ckptmap.planning.kept_layout import optimizer_keys
-from ckptmap.planning.optimizer_groups import arrange_for_loader
 from ckptmap.planning.options import Options
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.remarks import Remarks, Unresolved
@@ -81,6 +78,11 @@ def optimizer_state(
     Raises PlanError CKM201 for an unknown key form, CKM207 for one that the setup cannot hold, CKM203
     for state that the optimizer's library could not load from it.
     """
+    # Few plans have optimizer state; the modules that arrange it take long to import.
+    from ckptmap.optim.loader_forms import for_loader
+    from ckptmap.optim.select_state import select_state
+    from ckptmap.planning.optimizer_groups import arrange_for_loader
+
     form, ckpt, options = _key_form(request, kept), request.ckpt, request.options
     selected = select_state(ckpt.optimizer_reader.named(), ckpt, dropped, request.dropped)
     strangers = [

@@ -121,7 +121,9 @@ def _weight_names(request: Request) -> tuple[dict[str, str], list[str]]:
             names = {fqn: like.names.get(fqn, fqn) for fqn in request.ckpt}
         return names, _keep_plain_names(lacking) if like.wrappers else []
     prefix = _wrapper_prefix(request)
-    return {fqn: prefix + fqn if prefix else fqn for fqn in request.ckpt}, []
+    fqns = list(request.ckpt)
+    named = [prefix + fqn for fqn in fqns] if prefix else fqns
+    return dict(zip(fqns, named, strict=True)), []
 
 
 def _keep_plain_names(lacking: Sequence[str]) -> list[str]:

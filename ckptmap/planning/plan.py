@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Unpack
 
@@ -100,9 +101,14 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "digest", self._digest())
 
+    @cached_property
+    def _counts(self) -> Mapping[Conversion, int]:
+        """How many tensors are converted in each way."""
+        return self.steps.counted()
+
     @property
     def nbytes_in(self) -> int:
-        return sum(kind.nbytes_in * count for kind, count in self.steps.counted().items())
+        return sum(kind.nbytes_in * count for kind, count in self._counts.items())
 
     @property
     def nbytes_out(self) -> int:
@@ -130,13 +136,13 @@ class Plan:
             line = f"{name} {file_mark.nbytes} {file_mark.mtime_ns}\n"
             seen.update(line.encode(errors="surrogateescape"))
         kinds = each(self.steps.conversions, _digested)
-        for lines in _lines("%s %s\n", self.steps.fqns, kinds):
+        for lines in _lines(self.steps.fqns, kinds):
             seen.update(lines)
         for file in self.files:
             seen.update(f"{file.out.name} {file.out.nbytes}\n{file.out.mark}".encode())
             slots = file.slots
             boxes = each(slots.boxes, str)
-            for lines in _lines("%s %s %s %s\n", slots.paths, boxes, slots.offsets, slots.sizes):
+            for lines in _lines(slots.paths, boxes, slots.offsets, slots.sizes):
                 seen.update(lines)
         for name, carried in self.carried.items():
             seen.update(f"{name} {carried.mark}\n".encode(errors="surrogateescape"))
@@ -224,7 +230,7 @@ class Plan:
     def fidelities(self) -> dict[str, int]:
         """Return how many tensors have each fidelity, from lossless to lossy."""
         counts: Counter[str] = Counter()
-        for kind, count in self.steps.counted().items():
+        for kind, count in self._counts.items():
             counts[kind.fidelity] += count
         return {name: counts[name] for name in FIDELITIES if counts[name]}
 
@@ -290,8 +296,8 @@ def _summary(conversion: Conversion) -> TensorSummary:
     )
 
 
-def _lines(form: str, *columns: Sequence[object]) -> Iterator[bytes]:
-    """Yield one line a row of the columns, a batch at a time."""
+def _lines(*columns: Sequence[object]) -> Iterator[bytes]:
+    """Yield one line a row of the columns, with a space between its values, a batch at a time."""
     for at in range(0, len(columns[0]), BATCH):
-        rows = zip(*[column[at : at + BATCH] for column in columns], strict=True)
-        yield "".join(map(form.__mod__, rows)).encode()
+        rows = zip(*[map(str, column[at : at + BATCH]) for column in columns], strict=True)
+        yield "\n".join([*map(" ".join, rows), ""]).encode()

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
+from ckptmap import registry
+from ckptmap.core.columns import distinct, few
 from ckptmap.core.formatting import counted
 from ckptmap.core.quantized_codes import ReadBySome, RoundedOnLoading, StacksExperts
 from ckptmap.core.tensor_table import listed
@@ -102,7 +105,6 @@ class WrittenWeights:
     fresh         did this plan encode some of them?
     keep          is the config of the source kept, if it has one? True where no encoding was asked
                   for, or parts of an unknown scheme move as bytes
-    schemes       the schemes of the registry, by name
     foreign       parts of unknown schemes that move as bytes -> their scheme
     dense_source  are all weights of the source dense? Its config then quantizes dense weights while
                   it loads them, as BitNet does
@@ -112,7 +114,6 @@ class WrittenWeights:
     encodings: Mapping[str, tuple[Encoding, TensorInfo]]
     fresh: bool
     keep: bool
-    schemes: Mapping[str, object]
     foreign: Mapping[str, str] = field(default_factory=dict)
     dense_source: bool = False
     given: bool = False
@@ -121,6 +122,11 @@ class WrittenWeights:
     def keeps_form(self) -> bool:
         """Whether all weights are stored as in the source, beside whose weights the config lies."""
         return self.keep and not self.fresh and not (self.given and self.dense_source)
+
+    @cached_property
+    def schemes(self) -> Mapping[str, object]:
+        """The schemes of the registry, by name: for outputs with encoded weights."""
+        return {scheme.name: scheme for scheme in registry.schemes()}
 
     def config(
         self, present: Mapping[str, object] | None, heads: Collection[str] = ()
@@ -163,7 +169,7 @@ class WrittenWeights:
         """Return notes on what the source's config declares besides weights, and the output's not."""
         undeclared_keys = {
             key: None
-            for scheme in self.schemes.values()
+            for scheme in registry.schemes_of_method((present or {}).get("quant_method"))
             if isinstance(scheme, DeclaresEach) and present is not None
             for key in scheme.beyond_weights(present, self.encodings)
             if not (written or {}).get(key)
@@ -182,11 +188,16 @@ class WrittenWeights:
     def unread(self) -> list[str]:
         """Return notes on encodings that config.json cannot declare, so that transformers refuses the
         weights; they name the encodings that it loads. Then notes on forms that only others load."""
-        some = {
-            fqn: encoding.unread()
-            for fqn, (encoding, _) in self.encodings.items()
-            if offers(encoding, ReadBySome)
-        }
+        kinds = distinct([encoding for encoding, _ in few(self.encodings)]).values()
+        some = (
+            {
+                fqn: encoding.unread()
+                for fqn, (encoding, _) in self.encodings.items()
+                if offers(encoding, ReadBySome)
+            }
+            if any(offers(kind, ReadBySome) for kind in kinds)
+            else {}
+        )
         notes = listed("not loaded by all", {fqn: reason for fqn, reason in some.items() if reason})
         if not self.fresh:
             return notes

@@ -81,7 +81,6 @@ class _Weights:
     ) -> None:  # fmt: skip
         self._request, self._names, self._selection = request, names, selection
         self._encodings, self._builder, self._by_order = encodings, builder, sharding.by_order
-        self._new: dict[tuple[int, int], bool] = {}
 
     @cached_property
     def _dense(self) -> Mapping[str, StoredTensor]:
@@ -105,17 +104,20 @@ class _Weights:
         weights, request = self._selection.weights, self._request
         kinds = request.ckpt.kinds(weights)
         encodings = list(map(self._encodings.anew.get, weights))
-        new = list(map(self._is_new, encodings, kinds))
+        pairs = list(zip(map(id, encodings), map(id, kinds), strict=True))
+        rows = dict(zip(pairs, zip(encodings, kinds, strict=True), strict=True))
+        is_new = {pair: self._is_new(*row) for pair, row in rows.items()}
+        new = list(map(is_new.__getitem__, pairs))
         if self._selection.ties or request.reference is not None:
             new = [
-                is_new and fqn not in self._selection.ties and request.reference is None
-                for fqn, is_new in zip(weights, new, strict=True)
+                encoded and fqn not in self._selection.ties and request.reference is None
+                for fqn, encoded in zip(weights, new, strict=True)
             ]
         begin = 0
-        for is_new, run in groupby(new):
+        for encoded, run in groupby(new):
             end = begin + len(list(run))
             some, theirs = weights[begin:end], encodings[begin:end]
-            if is_new:
+            if encoded:
                 self._add_encoded(some, kinds[begin:end], theirs)
             else:
                 self._add_others(some, theirs)
@@ -146,11 +148,8 @@ class _Weights:
         is no new one."""
         if encoding is None:
             return False
-        key = id(encoding), id(kind)
-        if key not in self._new:
-            held = DENSE if isinstance(kind, TensorInfo) else kind.encoding
-            self._new[key] = not isinstance(kind, LoneWeight) and encoding != held
-        return self._new[key]
+        held = DENSE if isinstance(kind, TensorInfo) else kind.encoding
+        return not isinstance(kind, LoneWeight) and encoding != held
 
     def _add_run(self, run: Sequence[_Weight]) -> None:
         if run:

@@ -101,14 +101,18 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
     chosen = choice.of_all(fqns, kinds)
     anew = {fqn: one.encoding for fqn, one in zip(fqns, chosen, strict=True) if one.encoding}
     written = dict(zip(fqns, [one.written for one in chosen], strict=True))
-    left = {fqn: one.left for fqn, one in zip(fqns, chosen, strict=True) if one.left}
+    left: dict[str, str] = {}
+    if any(one.left for one in distinct(chosen).values()):
+        left = {fqn: one.left for fqn, one in zip(fqns, chosen, strict=True) if one.left}
     unresolved = [
         part
         for fqn in (fqns if foreign else ())
         if fqn in foreign
         for part in _foreign_part(request, fqn, foreign[fqn])
     ]
-    scales = _activation_scales(ckpt, anew, dict(zip(fqns, kinds, strict=True)))
+    scales: dict[str, str] = {}
+    if not all(map(_is_silent, distinct(kinds).values())):
+        scales = _activation_scales(ckpt, anew, dict(zip(fqns, kinds, strict=True)))
     notes = [*_decoded_experts(anew, scheme), *_fallbacks(written, scheme)]
     remarks = Remarks(scales, unresolved, notes)
     return WeightEncodings(anew, written, foreign, beside, left, remarks)

@@ -14,7 +14,7 @@ from itertools import compress
 from operator import ne
 from typing import TYPE_CHECKING
 
-from ckptmap.core.columns import distinct, distinct_at
+from ckptmap.core.columns import distinct, distinct_at, few
 from ckptmap.core.quantized_codes import ScalesActivations
 from ckptmap.protocols.file_systems import Mounts
 
@@ -30,7 +30,7 @@ def activation_notes(forms: Mapping[str, WeightForm | LoneWeight], mounts: Mount
 
     forms  FQN of a weight -> its form
     """
-    kinds = distinct([form.encoding for form in distinct(forms.values()).values()])
+    kinds = distinct([form.encoding for form in few(forms)])
     scaling = {key: kind for key, kind in kinds.items() if isinstance(kind, ScalesActivations)}
     if not scaling:
         return

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from ckptmap.core.columns import distinct
+from ckptmap.core.columns import few
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME as TORCHAO
 from ckptmap.formats.safetensors.torchao_metadata import part_key, parts_of
 from ckptmap.protocols.file_systems import Mounts
@@ -202,7 +202,7 @@ class _Strays:
     # ------------------------------------------------------------------ codes without scales
 
     def _codes(self) -> Iterator[Stray]:
-        if not any(_may_be_codes(info) for info in distinct(self.infos.values()).values()):
+        if not any(_may_be_codes(info) for info in few(self.infos)):
             return
         for key in payloads_without_scales(self.infos):
             is_payload = key in self.dense and self.infos[key].dtype == "uint8"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptmap.core.columns import distinct, each
+from ckptmap.core.columns import each, few
 from ckptmap.core.formatting import counted
 from ckptmap.core.stored_parts import may_end
 from ckptmap.tensors import TensorInfo
@@ -147,7 +147,7 @@ def payloads_without_scales(infos: Mapping[str, TensorInfo]) -> list[str]:
     They have one column. In uint8 no other weight has. In floats a linear layer with one input looks the
     same, so only several long columns of even sizes count.
     """
-    if all(info.shape[1:] != (1,) for info in distinct(infos.values()).values()):
+    if all(info.shape[1:] != (1,) for info in few(infos)):
         return []
     columns = [
         (fqn, info)
@@ -167,7 +167,7 @@ def payloads_without_scales(infos: Mapping[str, TensorInfo]) -> list[str]:
 
 def int8_without_scales(infos: Mapping[str, TensorInfo]) -> list[str]:
     """Return int8 matrices without scales, as FSDP2 saves the weights of LLM.int8."""
-    if all(info.dtype != "int8" for info in distinct(infos.values()).values()):
+    if all(info.dtype != "int8" for info in few(infos)):
         return []
     return [
         fqn
@@ -179,8 +179,8 @@ def int8_without_scales(infos: Mapping[str, TensorInfo]) -> list[str]:
 def missing_scales_note(infos: Mapping[str, TensorInfo]) -> list[str]:
     """Return the notes about codes without scales, empty weights and foreign schemes."""
     notes: list[str] = []
-    few = distinct(infos.values()).values()
-    if not any(0 in info.shape or info.shape[1:] == (1,) or info.dtype in CODES for info in few):
+    kinds = few(infos)
+    if not any(0 in info.shape or info.shape[1:] == (1,) or info.dtype in CODES for info in kinds):
         return notes  # the usual case
     empty = sum(each(infos.values(), lambda info: 0 in info.shape))
     if empty * 2 > len(infos):
@@ -201,7 +201,7 @@ def missing_scales_note(infos: Mapping[str, TensorInfo]) -> list[str]:
 
 def foreign_notes(infos: Mapping[str, TensorInfo]) -> list[str]:
     """Return a note for each foreign scheme with the names of its parts, as `inspect` prints them."""
-    if CODES.isdisjoint(info.dtype for info in distinct(infos.values()).values()):
+    if CODES.isdisjoint(info.dtype for info in few(infos)):
         return []
     schemes: dict[str, list[str]] = {}
     for key, name in foreign_tensors(infos).items():
@@ -244,7 +244,7 @@ def foreign_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
 
 def _coded(infos: Mapping[str, TensorInfo]) -> list[str]:
     """Return modules that hold codes of any scheme: a matrix in a dtype of codes with scales beside it."""
-    if all(len(i.shape) < 2 or i.dtype not in CODES for i in distinct(infos.values()).values()):
+    if all(len(i.shape) < 2 or i.dtype not in CODES for i in few(infos)):
         return []  # the usual case
     stems = {
         key.rpartition(".")[0]

@@ -78,3 +78,24 @@ def test_only_what_may_find_weights_is_asked() -> None:
     assert not [*registry.schemes_in(["weight", "bias"], ())][
         len(registry._third_party("schemes")) :
     ]
+
+
+@pytest.mark.parametrize("known", SCHEMES, ids=lambda known: known.spec)
+def test_the_table_names_the_suffix_of_each_scheme_and_the_configs_that_it_carries_over(
+    known: KnownScheme,
+) -> None:
+    scheme = scheme_of(known)
+    assert known.suffix == scheme.suffix
+    config = {"kv_cache_scheme": {"num_bits": 8}, "config_groups": {}, "sparsity_config": {"a": 1}}
+    names = ["layers.0.self_attn.k_scale", "layers.0.self_attn.v_scale"]
+    for method in ("compressed-tensors", "fp8", "gptq", "awq", "modelopt", "torchao", ""):
+        beyond = getattr(scheme, "beyond_weights", lambda *_: {})
+        carried = beyond({**config, "quant_method": method}, names)
+        assert bool(carried) == bool(method and known.method == method)
+
+
+@pytest.mark.parametrize("known", registry.SETUPS, ids=lambda known: known.name)
+def test_the_table_names_each_setup_and_its_writer(known: registry.KnownSetup) -> None:
+    (setup,) = (each for each in registry.setups_named(known.name) if each.name == known.name)
+    assert setup.writer == known.writer
+    assert setup in registry.setups_named(f"{known.name}-bf16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -233,3 +234,28 @@ def test_weights_are_found_by_a_tensor_and_another_beside_it() -> None:
     assert shown(".scale", ".weight", ".weight") == [("a.scale", "a.weight", "a.weight")]
     stored.take(stored.table.numbers_of(["b.w", "a.v_scale"]))
     assert shown("_scale", "", "") == [("a.w_scale", "a.w", "a.w")]
+
+
+@pytest.mark.parametrize("order", ["by last segment", "by module", "shuffled"])
+def test_every_key_has_its_number_in_any_order_of_keys(order: str) -> None:
+    """Modules of equal runs of keys are numbered once; where last segments alternate, they are sorted first."""
+    modules = [f"layers.{i}.{name}." for i in range(30) for name in ("up", "down")] + ["", "."]
+    lasts = ["weight", "weight_scale", "bias"]
+    keys = [module + last for module in modules for last in lasts] + ["layers.7.up.gate", "x."]
+    if order == "by last segment":
+        keys.sort(key=lambda key: key.rpartition(".")[2])
+    elif order == "shuffled":
+        random.Random(0).shuffle(keys)
+    stored = stored_as(**dict.fromkeys(keys, "int8"))
+    assert stored.table.numbers_of(keys) == [*range(len(keys))]
+    assert (
+        stored.table.numbers_of(["layers.30.up.weight", "up.weight", "layers.7.gate"]) == [-1] * 3
+    )
+    for last, of_last, numbers in stored.by_last(""):
+        assert numbers == sorted(numbers)
+        assert [stored.table.stems[m] + last for m in of_last] == [keys[n] for n in numbers]
+    fqns = [module + "weight" for module in modules]
+    again = list(fqns)
+    assert stored.table.modules(fqns) == stored.table.modules(again) == stored.table.modules(fqns)
+    scales = stored.table.beside(fqns, "_scale")
+    assert [keys[n] for n in scales] == [fqn + "_scale" for fqn in fqns]

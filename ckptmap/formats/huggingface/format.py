@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path as FilePath
 from shlex import quote
 
@@ -30,6 +30,7 @@ from ckptmap.formats.huggingface.shard_index import (
     INDEX_SUFFIX,
     SHARD,
     LikeIndex,
+    ShardIndex,
     like_index,
     parse_index,
     shard_name,
@@ -102,7 +103,7 @@ class HfDirectory:
                 leaves, records, files, _ = read_shards(root, shards, root, place.mounts)
             else:
                 listed = parse_index(str(FilePath(root) / index_file), place.mounts)
-                shards = list(dict.fromkeys(listed.weight_map.values()))
+                shards = [*listed.shards]
                 where = str(FilePath(root) / index_file)
                 if _is_stale(place, where, shards):
                     shards = [ONE_FILE]
@@ -112,8 +113,8 @@ class HfDirectory:
                     )
                 else:
                     leaves, records, files, held = read_shards(
-                        root, shards, where, place.mounts, listed.weight_map)  # fmt: skip
-                    notes += _compare(leaves, listed.weight_map, listed.total_nbytes, held)
+                        root, shards, where, place.mounts, listed)  # fmt: skip
+                    notes += _compare(leaves, listed, held)
                     files = (*files, where)
         notes += _unread(place.names, shards)
         missing = weights_of_modules(root, place.mounts) if MODULES in place.names else ()
@@ -196,21 +197,19 @@ def _complete_set(place: Place) -> list[str]:
     return wanted
 
 
-def _compare(
-    leaves: PlainTensors, weight_map: Mapping[str, str], total_nbytes: int | None, held: int
-) -> list[str]:
+def _compare(leaves: PlainTensors, listed: ShardIndex, held: int) -> list[str]:
     """Return notes on harmless differences between an index and the shards, which hold all that it lists.
 
     held  the bytes of their tensors
     """
     notes = []
-    if len(leaves.names) > len(weight_map):
-        unlisted = [key for key in leaves.names if key not in weight_map]
+    if len(leaves.names) > listed.count:
+        unlisted = [key for key in leaves.names if key not in listed.weight_map]
         notes.append(
             f"the index does not list {counted(len(unlisted), 'stored tensor')}: {unlisted[0]}"
         )
-    if total_nbytes is not None and total_nbytes != held:
-        notes.append(f"the index gives total_size {total_nbytes}, the shards hold {held}")
+    if listed.total_nbytes is not None and listed.total_nbytes != held:
+        notes.append(f"the index gives total_size {listed.total_nbytes}, the shards hold {held}")
     return notes
 
 
@@ -265,10 +264,10 @@ class HfWriter:
         item_nbytes = each(infos, lambda info: info.itemsize)
         files = []
         for file, shard in named:
-            weight_map |= dict.fromkeys(map(keys.__getitem__, shard), file)
             if not kept_order:
                 shard = sorted(shard, key=item_nbytes.__getitem__, reverse=True)
             shard_keys = list(map(keys.__getitem__, shard))
+            weight_map.update(zip(shard_keys, repeat(file), strict=False))
             files.append(_shard_file(file, shard_keys, tensors.take(shard), state.records, about))
         if len(named) > 1:
             stem = numbered["stem"] if (numbered := SHARD.fullmatch(named[0][0])) else stem

@@ -8,6 +8,7 @@ from pathlib import Path as FilePath
 from shlex import join
 
 from ckptmap.errors import CkptmapError, SourceError
+from ckptmap.formats.huggingface.shard_index import ShardIndex
 from ckptmap.formats.safetensors.header import parse
 from ckptmap.protocols import Mounts
 from ckptmap.storage.files import Files
@@ -23,11 +24,11 @@ TRIED = 32
 
 def require_all(
     root: str, shards: Sequence[str], where: str, mounts: Mounts,
-    weight_map: Mapping[str, str] | None = None,
+    listed: ShardIndex | None = None,
 ) -> None:  # fmt: skip
     """Raise SourceError CKM108 where one of the shards is missing.
 
-    If another file holds the tensors that `weight_map` lists for it, the hint is the command that renames that file.
+    If another file holds the tensors that the index lists for it, the hint is the command that renames that file.
     """
     absent = [shard for shard in shards if not is_file(FilePath(root) / shard)]
     if not absent:
@@ -35,7 +36,9 @@ def require_all(
     first, more = repr(absent[0]), f" and {len(absent) - 1} more" if len(absent) > 1 else ""
     subject = f"of {len(shards)} shards, {first}{more}" if len(shards) > 1 else f"the file {first}"
     link = LINK if why_no_file(FilePath(root) / absent[0]) else ""
-    renamed = _renamed(root, shards, absent, mounts, weight_map or {})
+    renamed = _renamed(
+        root, shards, absent, mounts, listed.weight_map if listed is not None else {}
+    )
     raise SourceError(
         "CKM108",
         f"{where}: {subject} {'are' if more else 'is'} missing{link}",

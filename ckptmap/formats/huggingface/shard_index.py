@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 from ckptmap.core.json_text import JsonError, parse_json
 from ckptmap.errors import SourceError
 from ckptmap.protocols import CarriedFile
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
-from ckptmap.storage.json_file import read_json
 from ckptmap.storage.sidecar import Sidecar
 
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 INDEX_SUFFIX = ".safetensors.index.json"
 SEPARATOR = ",\n    "
+ENTRIES, MARK, NEXT, END = '"weight_map": {\n    "', '": "', f'"{SEPARATOR}"', '"\n  }'
+"""What stands before the entries of an index, between a name and its file, between entries, and after them."""
 MAX_INDEX_NBYTES = 100_000_000
 HINT = "download the repository again, or save the model again"
 OTHER_SAVE = "index and shards are of different saves; download both again"
@@ -33,10 +37,45 @@ OTHER_SAVE = "index and shards are of different saves; download both again"
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The content of an index: tensor name -> shard file name, and the bytes of all tensors, if given."""
+    """The content of an index.
 
-    weight_map: Mapping[str, str]
-    total_nbytes: int | None = None
+    entries       `name": "file` of each tensor, in the order of the index, with `between` two of them and `mark`
+                  between name and file
+    count         of tensors
+    shards        the files, each once
+    total_nbytes  bytes of all tensors, if given
+    parse         returns tensor name -> shard file name. Raises as `parse_index`
+    """
+
+    entries: str
+    mark: str
+    between: str
+    count: int
+    shards: Sequence[str]
+    total_nbytes: int | None
+    parse: Callable[[], Mapping[str, str]]
+
+    @cached_property
+    def weight_map(self) -> Mapping[str, str]:
+        """Tensor name -> shard file name. Raises as `parse_index`."""
+        return self.parse()
+
+    def lists(self, shards: Sequence[str], keys: Sequence[Sequence[str]]) -> bool:
+        """Return whether the index lists these tensors of each shard, and no others.
+
+        Names in headers and index are sorted, or nearly: to sort and compare them takes a fraction of 200,000 look-ups.
+        """
+        if sum(map(len, keys)) != self.count or len(set().union(*keys)) != self.count:
+            return False
+        by_shard: list[list[str]] = []
+        for shard, names in zip(shards, keys, strict=True):
+            after = f"{self.mark}{shard}\n"
+            by_shard.append(sorted(after.join([*names, ""]).split("\n")[:-1]))
+        by_shard.sort(key=lambda lines: lines[:1])
+        expected = sorted(chain.from_iterable(by_shard))
+        by_shard.clear()
+        found = self.entries
+        return found == self.between.join(expected) or sorted(found.split(self.between)) == expected
 
 
 def parse_index(file: str, mounts: Mounts) -> ShardIndex:
@@ -46,18 +85,74 @@ def parse_index(file: str, mounts: Mounts) -> ShardIndex:
     try:
         if not path.stat().st_size:
             raise _bad(file, "is empty (0 bytes), expected an index")
-        tree = read_json(path, mounts, max_nbytes=MAX_INDEX_NBYTES, allow_nan=False)
+        with mounts.local_copy(path).open("rb") as handle:
+            data = handle.read(MAX_INDEX_NBYTES + 1)
     except OSError as error:
         raise _bad(file, f"cannot be read: {error.strerror}") from error
+    return _as_written(data, file) or _general(data, file)
+
+
+def _as_written(data: bytes, file: str) -> ShardIndex | None:
+    """Return an index that transformers has written, indented, and with names that need no escapes, whose entries
+    are not parsed; None for any other."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    begin, end = text.find(ENTRIES) + len(ENTRIES), text.rfind(END)
+    if begin < len(ENTRIES) or end <= begin or len(data) > MAX_INDEX_NBYTES:
+        return None
+    around = text[: begin - len(ENTRIES)], text[end + len(END) :]
+    entries = text[begin:end]
+    del text
+    lines = entries.split(NEXT)
+    marks = entries.count('"'), entries.count(MARK)
+    if (
+        "\\" in entries
+        or marks != (4 * len(lines) - 2, len(lines))
+        or "weight_map" in "".join(around)
+    ):
+        return None
+    try:
+        tree = parse_json('"weight_map": {}'.join(around))
+    except JsonError:
+        return None
+    if not isinstance(tree, dict) or tree.get("weight_map") != {}:
+        return None
+    shards, total = _files_of(lines), _total(tree)
+    return ShardIndex(
+        entries, MARK, NEXT, len(lines), shards, total,
+        lambda: _general(Path(file).read_bytes(), file).weight_map,
+    )  # fmt: skip
+
+
+def _files_of(lines: Sequence[str]) -> list[str]:
+    """Return what follows the mark in each line, each once. Names of shards are mostly of one length."""
+    width = len(lines[0]) - lines[0].rfind(MARK)
+    ends = dict.fromkeys(map(itemgetter(slice(-width, None)), lines))
+    if not all(end.startswith(MARK) for end in ends):
+        ends = dict.fromkeys([line[line.rfind(MARK) :] for line in lines])
+    return [end[len(MARK) :] for end in ends]
+
+
+def _general(data: bytes, file: str) -> ShardIndex:
+    """Return any index. Raise SourceError CKM108 for what is none."""
+    try:
+        tree = parse_json(data, max_nbytes=MAX_INDEX_NBYTES)
     except JsonError as error:
         raise _bad(file, f"is not an index: {error}") from error
     weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise _bad(file, f"weight_map, expected an object of names, found {_kind(weight_map)}")
-    for key, shard in weight_map.items() if {*map(type, weight_map.values())} != {str} else ():
+    for key, shard in weight_map.items():
         if not isinstance(shard, str):
             raise _bad(file, f"weight_map[{key!r}], expected a file name, found {_kind(shard)}")
-    return ShardIndex(weight_map, _total(tree))
+    shards = [*dict.fromkeys(weight_map.values())]
+    # No name that a header may have holds a line feed or a NUL.
+    entries = "\n".join(map("\0".join, weight_map.items()))
+    return ShardIndex(
+        entries, "\0", "\n", len(weight_map), shards, _total(tree), lambda: weight_map
+    )
 
 
 def _total(tree: Mapping[str, object]) -> int | None:
@@ -94,7 +189,10 @@ def emit_index(weight_map: Mapping[str, str], total_nbytes: int) -> bytes:
     head, tail = json.dumps(tree, indent=2).split('"": ""')
     # json takes ten times as long where it indents.
     quote = json.encoder.encode_basestring_ascii
-    lines = [f"{quote(key)}: {quote(file)}" for key, file in sorted(weight_map.items())]
+    names = sorted(weight_map)
+    files = {file: quote(file) for file in {*weight_map.values()}}
+    quoted = map(files.__getitem__, map(weight_map.__getitem__, names))
+    lines = map(": ".join, zip(map(quote, names), quoted, strict=True))
     return f"{head}{SEPARATOR.join(lines)}{tail}\n".encode()
 
 

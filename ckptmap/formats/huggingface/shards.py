@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from ckptmap.core.tensor_columns import CutNames, PlainTensors
+from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.formats.huggingface.missing_shards import require_all
-from ckptmap.formats.huggingface.shard_index import require_listed
+from ckptmap.formats.huggingface.shard_index import ShardIndex, require_listed
 from ckptmap.formats.safetensors import torchao_metadata
 from ckptmap.formats.safetensors.file import records_of, refuse_text, stored_tensors
 from ckptmap.formats.safetensors.header import Header, parse
@@ -21,49 +20,32 @@ Contents = tuple[PlainTensors, dict[str, Mapping[str, object]], tuple[str, ...],
 
 def read_shards(
     root: str, shards: Sequence[str], where: str, mounts: Mounts,
-    weight_map: Mapping[str, str] | None = None,
+    listed: ShardIndex | None = None,
 ) -> Contents:  # fmt: skip
     """Return leaves, records, files and bytes of all shards; leaves are in the order of the shards."""
     also = blobs_of(root)
     paths = [inside(root, shard, where, also) for shard in shards]
-    require_all(root, shards, where, mounts, weight_map)
+    require_all(root, shards, where, mounts, listed)
     headers: list[Header] = []
-    cut = CutNames()
     records: dict[str, Mapping[str, object]] = {}
     files = Files(mounts=mounts)
     try:
         for file in paths:
             refuse_text(files, file)
-            header = parse(files, file, cut)
+            header = parse(files, file)
             headers.append(header)
             _merge_records(records, records_of(header, file), file)
     finally:
         files.close()
-    if not _are_listed(headers, shards, weight_map):
+    if listed is None or not listed.lists(shards, [header.keys for header in headers]):
         home = _homes(headers, shards, where)
-        if weight_map:
-            require_listed(home, weight_map, where)
-    leaves = stored_tensors(headers, paths, cut)
+        if listed is not None:
+            require_listed(home, listed.weight_map, where)
+    leaves = stored_tensors(headers, paths)
     if records:
         keys = [key for header in headers for key in header.keys]
         records = torchao_metadata.by_stored_name(records, keys)
     return leaves, records, tuple(paths), sum(header.nbytes for header in headers)
-
-
-def _are_listed(
-    headers: Sequence[Header], shards: Sequence[str], weight_map: Mapping[str, str] | None
-) -> bool:
-    """Return whether an index lists the tensors of each shard there, and no others.
-
-    Names in headers and index are sorted, or nearly: to sort and compare them takes a fraction of 200,000 look-ups.
-    """
-    listed = defaultdict[str, list[str]](list)
-    for key, shard in (weight_map or {}).items():
-        listed[shard].append(key)
-    return len(listed) == len(shards) and all(
-        sorted(header.keys) == sorted(listed[shard])
-        for header, shard in zip(headers, shards, strict=True)
-    )
 
 
 def _homes(headers: Sequence[Header], shards: Sequence[str], where: str) -> dict[str, str]:

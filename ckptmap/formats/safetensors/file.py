@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptmap.core.json_text import parse_json
-from ckptmap.core.tensor_columns import CutNames, Extents, PlainTensors
+from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.formats.safetensors import torchao_metadata
 from ckptmap.formats.safetensors.header import MAX_HEADER_NBYTES, Header
@@ -41,28 +41,18 @@ def refuse_text(files: Files, file: str) -> None:
             raise error
 
 
-def stored_tensors(
-    headers: Sequence[Header], files: Sequence[str], cut: CutNames | None = None
-) -> PlainTensors:
-    """Return the tensors of these files, by paths of one segment. Each is one contiguous byte range.
-
-    cut  the keys that were cut as the headers were parsed
-    """
+def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> PlainTensors:
+    """Return the tensors of these files, by paths of one segment. Each is one contiguous byte range."""
     keys: list[str] = []
     infos: list[TensorInfo] = []
     begins: list[int] = []
     homes: list[str] = []
-    as_stored = True
     for header, file in zip(headers, files, strict=True):
-        names = torchao_metadata.keys_of(header.metadata, header.keys)
-        as_stored = as_stored and names is header.keys
-        keys += names
+        keys += torchao_metadata.keys_of(header.metadata, header.keys)
         infos += header.infos
         begins += header.begins
         homes += [file] * len(header.keys)
-    extents = Extents(homes, begins, [None] * len(homes))
-    every = cut is not None and as_stored and len(cut.modules) == len(keys)
-    return PlainTensors(keys, infos, extents, cut if every else None)
+    return PlainTensors(keys, infos, Extents(homes, begins, [None] * len(homes)))
 
 
 def records_of(header: Header, file: str) -> dict[str, Mapping[str, object]]:

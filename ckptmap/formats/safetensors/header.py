@@ -15,11 +15,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from ckptmap.core.json_text import JsonError, parse_json, parse_pairs, parse_strings
-from ckptmap.core.tensor_columns import CutNames
 from ckptmap.errors import SourceError
 from ckptmap.storage.files import Files
 from ckptmap.tensors import ITEMSIZE, TensorInfo
@@ -66,11 +65,8 @@ class Header:
         return {key: (info, begin, begin + info.nbytes) for key, info, begin in columns}
 
 
-def parse(files: Files, file: str, cut: CutNames | None = None) -> Header:
-    """Return the checked header of a file, and add its keys to `cut` if they are cut here.
-
-    Raise SourceError CKM101, CKM104 or CKM107.
-    """
+def parse(files: Files, file: str) -> Header:
+    """Return the checked header of a file. Raise SourceError CKM101, CKM104 or CKM107."""
     try:
         file_nbytes = os.stat(file).st_size
     except OSError as error:
@@ -91,12 +87,12 @@ def parse(files: Files, file: str, cut: CutNames | None = None) -> Header:
             f"found {file_nbytes}",
             HINT,
         )
-    return parse_header(files.read(file, 8, nbytes), file_nbytes, file, cut)
+    return parse_header(files.read(file, 8, nbytes), file_nbytes, file)
 
 
-def parse_header(raw: bytes, file_nbytes: int, where: str, cut: CutNames | None = None) -> Header:
+def parse_header(raw: bytes, file_nbytes: int, where: str) -> Header:
     """Return the header from its JSON bytes; `where` names the file in errors."""
-    return _parse_regular(raw, file_nbytes, where, cut) or _parse_general(raw, file_nbytes, where)
+    return _parse_regular(raw, file_nbytes, where) or _parse_general(raw, file_nbytes, where)
 
 
 def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
@@ -131,73 +127,69 @@ def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
 
 
 _HEAD = '{"' + METADATA + '":'
-_VALUES = {"float16", "bfloat16", "float32"}
-_BETWEEN = ']},"'
-"""What stands between two entries."""
-_TAIL = re.compile(r'([^".]+)":\{"dtype":"([A-Z0-9_]+)","shape":\[([0-9,]*)\],"data_offsets":')
-_IN_TEXTS = bytes(byte for byte in range(32, 127) if chr(byte) not in '"\\')
-"""Bytes of printable characters that stand in JSON as they are."""
+_ENTRY = re.compile(r'"([^"]+)":\{([^\]]{1,120}+\][^\[]{1,20}+)\[([^\]]{1,50}+)\]\}(?:,|\Z)')
+"""Matches an entry: its name, form and place, which are looked at afterwards."""
+_GROUPS = 4
+"""Strings into which an entry is split: the three groups, and what stands before it."""
+_FORM = re.compile(r'"dtype":"([A-Z0-9_]+)","shape":\[([0-9,]*)\],"data_offsets":')
+_IN_NAMES = bytes(byte for byte in range(32, 127) if chr(byte) not in '"\\')
+"""Characters that stand in a JSON string as they are, and are printed so."""
 
 
-def _parse_regular(
-    raw: bytes, file_nbytes: int, where: str, cut: CutNames | None = None
-) -> Header | None:
-    """Return a header as safetensors itself writes it, without spaces, fields and data in order, and names that have
-    a dot and need no escapes; None for any other, which `_parse_general` parses or refuses.
+def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
+    """Return a header as safetensors itself writes it, without spaces, fields and data in order, and names that
+    need no escapes; None for any other, which `_parse_general` parses or refuses.
 
-    An entry is cut at the last dot of its name and before its place: `layers.0.fc`,
-    `weight":{"dtype":"F32","shape":[2],"data_offsets":` and `0,8`. There are few different ones of the second.
+    An entry is a name, a form such as `"dtype":"F32","shape":[2],"data_offsets":`, of which there are few, and a
+    place: `0,8`.
     """
     try:
         text = raw.decode("utf-8").rstrip(" ")
         metadata, at = parse_strings(text, len(_HEAD)) if text.startswith(_HEAD) else ((), 0)
-        at += 1
     except ValueError:
         return None
-    if text[at - 1 : at + 1] != ('{"' if at == 1 else ',"') or not text.endswith("]}}"):
+    if text[at : at + 2] != (',"' if at else '{"') or not text.endswith("]}}"):
         return None
-    entries = text[at + 1 : -3].split(_BETWEEN)
-    named = [entry.rpartition(".") for entry in entries]
-    placed = [after.rpartition("[") for _, _, after in named]
-    stems, tails, places = (
-        [cut[0] for cut in named],
-        *([cut[n] for cut in placed] for n in (0, 2)),
-    )
-    if len(entries) > MAX_TENSORS or max(map(len, entries)) > MAX_NAME_NCHARS or "" in stems:
+    cut = _ENTRY.split(text[at + 1 : -1])
+    keys, forms, places = cut[1::_GROUPS], cut[2::_GROUPS], cut[3::_GROUPS]
+    if any(cut[::_GROUPS]) or len(keys) > MAX_TENSORS or max(map(len, keys)) > MAX_NAME_NCHARS:
+        return None
+    del cut, text
+    if "".join(keys).encode().translate(None, _IN_NAMES):
         return None
     try:
-        kinds = {tail: _kind(tail) for tail in set(tails)}
+        infos = {form: _info_of(form) for form in set(forms)}
     except (SourceError, ValueError):
         return None
-    # 9 quotes in each entry, and one before it: else there are some in names.
-    rest = raw[len(text[: at + 1].encode()) :].translate(None, _IN_TEXTS)
-    if rest != b'"' * (10 * len(entries) - 1):
-        return None
-    lasts, infos = [kinds[tail][0] for tail in tails], [kinds[tail][1] for tail in tails]
-    keys = list(map(".".join, zip(stems, lasts, strict=True)))
     if len({METADATA, *keys}) <= len(keys):
         return None
-    nbytes = {tail: info.nbytes for tail, (_, info) in kinds.items()}
-    stops = list(accumulate(map(nbytes.__getitem__, tails), initial=0))
-    if places != [f"{begin},{end}" for begin, end in pairwise(map(str, stops))]:
-        return None
+    nbytes = {form: info.nbytes for form, info in infos.items()}
     start = 8 + len(raw)
-    _check_end(start + stops.pop(), file_nbytes, where)
-    begins = [start + n for n in stops]
-    if cut is not None and not {info.dtype for _, info in kinds.values()} <= _VALUES:
-        cut.add(stems, lasts)  # no scheme looks for parts among plain weights
+    stops = list(accumulate(map(nbytes.__getitem__, forms), initial=0))
+    if ",".join(places) != _joined_pairs(list(map(str, stops))):
+        return None
+    begins = list(accumulate(map(nbytes.__getitem__, forms), initial=start))
+    _check_end(begins.pop(), file_nbytes, where)
     about = _metadata(metadata, where)
-    return Header(keys, infos, begins, start, file_nbytes - start, about)
+    columns = keys, list(map(infos.__getitem__, forms)), begins
+    return Header(*columns, start, file_nbytes - start, about)
+
+
+def _joined_pairs(texts: Sequence[str]) -> str:
+    """Return each two texts that follow each other, all joined by commas: a, b, c -> a,b,b,c."""
+    both = [""] * (2 * len(texts) - 2)
+    both[::2], both[1::2] = texts[:-1], texts[1:]
+    return ",".join(both)
 
 
 @lru_cache(maxsize=4096)
-def _kind(tail: str) -> tuple[str, TensorInfo]:
-    """Return the last segment of a name, and shape and dtype, from `weight":{"dtype":"F32","shape":[2,3],...`; one
-    object for all shards. Raise ValueError for another text."""
-    match = _TAIL.fullmatch(tail)
+def _info_of(form: str) -> TensorInfo:
+    """Return shape and dtype from `"dtype":"F32","shape":[2,3],"data_offsets":`; one object for all shards. Raise
+    ValueError for another text."""
+    match = _FORM.fullmatch(form)
     if match is None:
-        raise ValueError(tail)
-    return match[1], _info("", match[2], parse_json(f"[{match[3]}]"), where="")
+        raise ValueError(form)
+    return _info("", match[1], parse_json(f"[{match[2]}]"), where="")
 
 
 def _load(raw: bytes, where: str) -> tuple[tuple[str, object], ...]:

@@ -37,14 +37,14 @@ def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str])
     for key, info in tensors:
         if id(info) not in forms:  # a few infos describe all tensors
             forms[id(info)] = _written_form(key, info)
-    ends = list(accumulate(nbytes_of(infos)))
+    stops = list(map(str, accumulate(nbytes_of(infos), initial=0)))
     items += [
         f'{name}:{form},"data_offsets":[{start},{end}]}}'
         for name, form, start, end in zip(
             map(json.encoder.encode_basestring, keys),
             map(forms.__getitem__, map(id, infos)),
-            [0, *ends[:-1]],
-            ends,
+            stops,
+            stops[1:],
             strict=False,
         )
     ]

@@ -71,6 +71,7 @@ def find_fourbit(
     doubles = all_parts.kinds(all_parts.table.beside(named, f".{NESTED_ABSMAX}"))
     both = zip(named, doubles, strict=True)
     fqns = [fqn for fqn, double in both if (double is not None) == nested]
+    fqns = named if len(fqns) == len(named) else fqns  # of which the table has the modules
     if not fqns:
         return Groups([], [])
     files, models = Files(mounts=mounts), Conv1DModels(mounts, records)
@@ -82,7 +83,7 @@ def find_fourbit(
     config = quantization_config(stored[fqns[0] + suffix], mounts)
     state_of = {id(blob): _state(fqns[number], blob) for number, blob in distinct_at(blobs)}
     states = dict(zip(fqns, map(state_of.__getitem__, map(id, blobs)), strict=True))
-    across = {fqn: models.is_conv1d(fqn, stored) for fqn in fqns}
+    across = models.are_conv1d(fqns, stored)
     groups = WeightForms(stored).groups(
         fqns,
         lambda fqn, near: _group(
@@ -274,6 +275,15 @@ class Conv1DModels:
         self._mounts = mounts
         self._records = records or {}
         self._known: dict[Path, bool] = {}
+
+    def are_conv1d(
+        self, fqns: Sequence[str], stored: Mapping[str, StoredTensor]
+    ) -> dict[str, bool]:
+        """Return `is_conv1d` of each weight."""
+        names = "\n".join(fqns)
+        if not self._records and not any(f"{module}." in names for module in CONV1D):
+            return dict.fromkeys(fqns, False)
+        return {fqn: self.is_conv1d(fqn, stored) for fqn in fqns}
 
     def is_conv1d(self, fqn: str, stored: Mapping[str, StoredTensor]) -> bool:
         """Return whether the stored codes, if there are any, are those of the transpose of the weight."""
