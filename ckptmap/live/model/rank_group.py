@@ -122,7 +122,8 @@ class RankGroup:
         mine = torch.tensor([flag], dtype=torch.uint8, device="cpu")
         found = torch.zeros(self.world, dtype=torch.uint8, device="cpu")
         with self.named_if_lost():
-            dist.all_gather(list(found.split(1)), mine, group=self.group)
+            places = [found[rank : rank + 1] for rank in range(self.world)]
+            dist.all_gather(places, mine, group=self.group)
         return bool(found.any())
 
     @contextmanager
