@@ -21,7 +21,7 @@ SIZE ?= full
 DEVICE ?= cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast torture lint docs bench gpu format clean
+.PHONY: help demo test test-all test-fast torture lint docs bench gpu format clean
 
 help:  ## What there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1  \t/p' $(MAKEFILE_LIST)
@@ -29,8 +29,11 @@ help:  ## What there is to make
 demo: $(STAMP)  ## A Llama under FSDP1 on 4 ranks becomes NF4 under FSDP2 on 2
 	@$(BIN)/python examples/demo.py
 
+# Side by side: tests wait for a tenth of their time, in which lint and documentation are done.
 test: $(STAMP)  ## Lint, types, the documentation, and every test
-	@$(MAKE) --no-print-directory --jobs=2 lint docs
+	@$(MAKE) --no-print-directory --jobs=3 lint docs test-all
+
+test-all: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(STAMP)  ## The quick tests, which start no ranks: about 2 minutes on 2 cores

@@ -99,6 +99,9 @@ def preload() -> None:
             importlib.import_module(module.name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be lost in a fork"
     gc.freeze()  # what is shared stays shared
+    gc.set_threshold(
+        50_000, 20, 20
+    )  # as the command line has it: ranks make many objects and little garbage
 
 
 def answer(fd: int, *words: Any) -> None:

@@ -9,6 +9,10 @@ from __future__ import annotations
 import atexit
 
 from ckptmap.__main__ import main
+from ckptmap.execution import ranks
+
+ranks.GRACE_S = 60.0
+"""On a busy machine a rank may meet an error, or hear that it must stop, many seconds after another."""
 
 if __name__ == "__main__":
     atexit._clear()  # those of the process that this one was forked from

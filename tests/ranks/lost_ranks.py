@@ -112,7 +112,7 @@ def dies_inside_a_save(folder: Path) -> None:
     model, out = built("fsdp2", "eager", 0), folder / "out"
     save(out, model, step=1).wait()
     if dist.get_rank() == LOST:
-        die_inside(3)
+        die_inside(1)
     handle = lambda: save(out, model, step=2, overwrite=True).wait()  # noqa: E731
     expect_lost(folder, f"{out} is as it was", handle, "died in")
     with ckptmap.open(out) as ckpt:
@@ -124,7 +124,7 @@ def dies_after_the_rename(folder: Path) -> None:
     model, out = built("fsdp2", "eager", 0), folder / "out"
     save(out, model, step=1).wait()
     if dist.get_rank() == LOST:
-        write_dcp._mine = lambda *args, mine=write_dcp._mine: (die_inside(4), mine(*args))[1]
+        write_dcp._mine = lambda *args, mine=write_dcp._mine: (die_inside(2), mine(*args))[1]
     handle = lambda: save(out, model, step=2, overwrite=True).wait()  # noqa: E731
     expect_lost(folder, f"{out} is complete and published", handle, "died in")
     with ckptmap.open(out) as ckpt:

@@ -1,8 +1,8 @@
-"""Train 10 steps; in another process 5, after loading what the first saved at 5: the same bits.
+"""Train 7 steps; in another process 3, after loading what the first saved at 4: the same bits.
 
 python -m tests.ranks.resume_exact first|second FOLDER OPTIMIZERS WRAPS MODE
 
-`first` trains and saves, with what it has after 10 steps; `second` loads, trains and compares, also
+`first` trains and saves, with what it has after 7 steps; `second` loads, trains and compares, also
 without the random streams, which must then differ wherever an optimizer rounds stochastically.
 """
 
@@ -19,6 +19,9 @@ import torch.distributed as dist
 import ckptmap
 from tests.support.resume_model import built, train
 from tests.support.resume_optimizers import ALL, LOW_BIT, ROUNDING, inner
+
+SAVED, LAST = 4, 7
+"""Steps; the scheduler changes the learning rate after 3 and 6, before the save and after it."""
 
 
 def run(name: str, wrap: str, mode: str, seed: int) -> tuple[Any, Any, Any]:
@@ -74,9 +77,9 @@ def first(folder: Path, name: str, wrap: str, mode: str) -> None:
     state = torch.get_rng_state()
     run_ = run(name, wrap, mode, seed=0)
     torch.set_rng_state(state)  # building a model draws the same on all ranks
-    steps(*run_, 0, 5)
-    handle = ckptmap.save(folder / name, *run_, step=5)
-    steps(*run_, 5, 10)  # while it is written
+    steps(*run_, 0, SAVED)
+    handle = ckptmap.save(folder / name, *run_, step=SAVED)
+    steps(*run_, SAVED, LAST)  # while it is written
     handle.wait()
     torch.save(everything(*run_[:2]), folder / f"{name}.{rank()}.pt")
 
@@ -85,8 +88,8 @@ def second(folder: Path, name: str, wrap: str, mode: str) -> None:
     want = torch.load(folder / f"{name}.{rank()}.pt")
     run_ = run(name, wrap, mode, seed=1)
     report = ckptmap.load(folder / name, *run_, exact=True)
-    assert report.step == 5 and report.streams == "restored" and not report.inexact, report
-    steps(*run_, 5, 10)
+    assert report.step == SAVED and report.streams == "restored" and not report.inexact, report
+    steps(*run_, SAVED, LAST)
     wrong = differing(everything(*run_[:2]), want)
     assert not wrong, (name, wrong)
     if name in ROUNDING or name.endswith("-sr"):
@@ -94,7 +97,7 @@ def second(folder: Path, name: str, wrap: str, mode: str) -> None:
         report = ckptmap.load(folder / name, *without, random="leave")
         assert "random streams are left as they are" in report.inexact
         torch.manual_seed(1234)
-        steps(*without, 5, 10)
+        steps(*without, SAVED, LAST)
         assert differing(everything(*without[:2]), want), f"{name}: equal without its streams"
 
 

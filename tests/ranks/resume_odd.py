@@ -160,11 +160,12 @@ class Run:
                 self.scheduler.step(*metric)
 
     def values(self) -> list[torch.Tensor]:
-        found = [whole(p).detach().clone() for p in self.model.parameters()]
+        """Return what this rank holds of parameters and state: each rank compares its own part."""
+        found = [mine(p).detach().clone() for p in self.model.parameters()]
         for param in self.model.parameters():
             state = self.optimizer.state.get(param, {})
             found += [
-                whole(v).detach().clone() for v in state.values() if isinstance(v, torch.Tensor)
+                mine(v).detach().clone() for v in state.values() if isinstance(v, torch.Tensor)
             ]
         return found
 
@@ -178,8 +179,8 @@ class Run:
         return report
 
 
-def whole(value: Any) -> torch.Tensor:
-    found: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+def mine(value: Any) -> torch.Tensor:
+    found: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
     return found
 
 

@@ -109,6 +109,23 @@ class RankGroup:
             dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def any(self, flag: bool) -> bool:
+        """Return whether a rank says so: over gloo one collective of a byte, where `all` takes two. Raises
+        RunError CKM307 as `all` does."""
+        if self.world == 1:
+            return flag
+        import torch
+        import torch.distributed as dist
+
+        if dist.get_backend(self.group) != "gloo":
+            return any(self.all(flag))
+        mine = torch.tensor([flag], dtype=torch.uint8, device="cpu")
+        found = torch.zeros(self.world, dtype=torch.uint8, device="cpu")
+        with self.named_if_lost():
+            places = [found[rank : rank + 1] for rank in range(self.world)]
+            dist.all_gather(places, mine, group=self.group)
+        return bool(found.any())
+
     @contextmanager
     def named_if_lost(self) -> Iterator[None]:
         """Raise RunError CKM307, with the ranks that did not come, in place of an error of gloo in the
@@ -184,6 +201,8 @@ class RankGroup:
                 getattr(error, "hint", "") if known else "",
             )
         try:
+            if not self.any(said is not None):
+                return
             answers = self.all(said)
         except LostRanks as lost:
             raise lost if error is None else error from lost

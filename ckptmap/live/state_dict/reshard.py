@@ -151,14 +151,19 @@ class Exchange:
         """Exchange the boxes that a batch needs. Raises on all ranks what one of them raised."""
         with self._peers.together():
             outs = self._outs(units, first, end)
+        before: tuple[Round, Messages] | None = None
         for one in moves:
             if not self._has_met and any(part.source != part.target for part in one):
                 self._transport.meet(self._peers)
                 self._has_met = True
-            with self._peers.together():
-                messages = self._messages(one)
-            with self._peers.together():
-                self._exchange(one, messages, outs)
+            with self._peers.together():  # one agreement of both: the messages before, and the next
+                if before is not None:
+                    self._exchange(*before, outs)
+                    before = None  # their memory is that of the next
+                before = (one, self._messages(one))
+        with self._peers.together():
+            if before is not None:
+                self._exchange(*before, outs)
         for need, out in outs.values():
             if need.out is None:
                 self._memory.add_received(need.path, need.box, out)

@@ -1,4 +1,4 @@
-"""10 steps give the same bits as 5 steps, a save, another process and 5 more, for every optimizer."""
+"""7 steps give the same bits as 4 steps, a save, another process and 3 more, for every optimizer."""
 
 from __future__ import annotations
 
