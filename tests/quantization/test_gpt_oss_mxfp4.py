@@ -127,7 +127,7 @@ def test_what_it_cannot_hold_stays(tmp_path: Path) -> None:
     stack = torch.randn(2, 32, 8)
     save_file({"model.layers.0.mlp.experts.down_proj": stack}, tmp_path / "m.safetensors")
     config = tmp_path / "config.json"
-    config.write_text('{"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}')
+    config.write_text('{"model_type": "qwen3_vl_moe"}')  # stacked experts, too
     with pytest.raises(PlanError, match="gpt_oss alone") as caught:
         ckptmap.plan(tmp_path / "m.safetensors", "hf-mxfp4", config_from=str(config))
     assert caught.value.code == "CKM203"

@@ -174,6 +174,7 @@ def in_child(work: Callable[[], Iterator[Outcome]]) -> Iterator[Outcome]:
         if os.getpgrp() == _GROUP:  # else within a case, whose group ends as one
             os.setpgid(0, 0)
         _limit()
+        _make_thread_pool()
         with os.fdopen(send, "w") as stream:
             for outcome in work():
                 print(json.dumps(asdict(outcome)), file=stream, flush=True)
@@ -195,6 +196,14 @@ def in_child(work: Callable[[], Iterator[Outcome]]) -> Iterator[Outcome]:
             result=result,
             text=f"its process ended with {status}",
         )
+
+
+def _make_thread_pool() -> None:
+    """Let one thread make torch's pool anew. A child's first use of it does, and transformers, which loads weights by
+    several threads, once met a pool that another thread was just making ("Invalid thread pool!")."""
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def fork() -> int:

@@ -36,7 +36,7 @@ def of_config(config: Mapping[str, object]) -> tuple[str, ...]:
         return ()
     kind = _OF_TYPE.get(str(config.get("model_type")))
     more = ("proj_out",) if config.get("is_encoder_decoder") is True else ()
-    return (_EVERYWHERE, *more, *((kind,) if kind else ()))
+    return tuple(dict.fromkeys((_EVERYWHERE, *more, *((kind,) if kind else ()))))
 
 
 def unstored(names: Collection[str], heads: Collection[str]) -> list[str]:
