@@ -124,6 +124,16 @@ def saved(make: Any, path: Path) -> Any:
     return model
 
 
+def alike(path: Path, model: Any) -> None:
+    """transformers loads the directory, every key of it used, and its logits are near to those of `model`."""
+    loaded, said = type(model).from_pretrained(path, output_loading_info=True)
+    assert not any(said.values()), said
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        theirs, found = (m.bfloat16()(tokens).logits.float() for m in (model, loaded.eval()))
+    assert torch.cosine_similarity(found.flatten(), theirs.flatten(), 0) > 0.9
+
+
 def test_every_model_type_whose_layers_transformers_cuts_is_listed() -> None:
     """Of the installed release: a family that is new to it is met here, not by a user."""
     from transformers import conversion_mapping
@@ -169,12 +179,7 @@ def test_exaone_is_loaded(to: str, tmp_path: Path) -> None:
     """Its `mlp.c_proj` stays dense, as the layers of that name do in GPT-2, under its name in memory."""
     model = saved(exaone, tmp_path / "in")
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to=to)
-    loaded, said = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(said.values()), said
-    tokens = torch.arange(8)[None]
-    with torch.no_grad():
-        theirs, found = (m.bfloat16()(tokens).logits.float() for m in (model, loaded.eval()))
-    assert torch.cosine_similarity(found.flatten(), theirs.flatten(), 0) > 0.9
+    alike(tmp_path / "out", model)
 
 
 def test_a_layer_that_stays_dense_under_a_name_that_is_not_known_is_refused(tmp_path: Path) -> None:
@@ -209,12 +214,7 @@ def test_a_rule_that_fails_beside_the_parts_of_a_library(
 def test_what_stays_dense_is_declared_by_its_name_in_memory(make: Any, tmp_path: Path) -> None:
     model = saved(make, tmp_path / "in")
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-ct-int8")
-    loaded, said = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(said.values()), said
-    tokens = torch.arange(8)[None]
-    with torch.no_grad():
-        theirs, found = (m.bfloat16()(tokens).logits.float() for m in (model, loaded.eval()))
-    assert torch.cosine_similarity(found.flatten(), theirs.flatten(), 0) > 0.9
+    alike(tmp_path / "out", model)
 
 
 def test_layers_of_a_class_of_their_own_are_refused(tmp_path: Path) -> None:
