@@ -174,9 +174,8 @@ def _refuse_adapter(request: Request, names: Collection[str]) -> None:
     from ckptmap.checkpoint.lora.adapter_files import HEAD, held_in
 
     head, _, rest = next(iter(names)).partition(HEAD)
-    separate = bool(head and rest) and not held_in(
-        names
-    )  # `merge` takes what stands before all names off
+    # `merge` takes off what stands before all names.
+    separate = bool(head and rest) and not held_in(names)
     path, source = "WRAPPED.pt", quote(request.ckpt.shown)
     before = (
         f"ckptmap convert {source} {path} --to full --strip-prefix {quote(head.rstrip('.'))}, then "

@@ -108,6 +108,17 @@ def phimoe() -> Any:
     return transformers.PhimoeForCausalLM(config)
 
 
+def axk2() -> Any:
+    """Its gated norms hold linear layers, called `W_down` on disk and `mlp.fc1` in memory."""
+    config = transformers.AutoConfig.for_model(
+        "axk2", vocab_size=128, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=32,
+        q_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32, pad_token_id=None,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
 def ibert() -> Any:
     """Its linear layers are of a class of its own."""
     config = transformers.AutoConfig.for_model(
@@ -210,7 +221,7 @@ def test_a_rule_that_fails_beside_the_parts_of_a_library(
         type(model).from_pretrained(tmp_path / "fails")
 
 
-@pytest.mark.parametrize("make", [bert_generation, gpt_neox_japanese, whisper, phimoe])
+@pytest.mark.parametrize("make", [bert_generation, gpt_neox_japanese, whisper, phimoe, axk2])
 def test_what_stays_dense_is_declared_by_its_name_in_memory(make: Any, tmp_path: Path) -> None:
     model = saved(make, tmp_path / "in")
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-ct-int8")

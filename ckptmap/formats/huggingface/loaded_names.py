@@ -68,6 +68,7 @@ RENAMINGS = (
         (r"\.mlp\.c_proj$", ".mlp.down_proj"),
     ),
     _renaming(r"\.block_sparse_moe\.gate\.", (r"\.block_sparse_moe\.gate$", ".mlp.router")),  # Phi-3.5-MoE
+    _renaming(r"norm\.W_down\.", (r"norm\.W_down$", "norm.mlp.fc1"), (r"norm\.W_up$", "norm.mlp.fc2")),  # A.X K2
     _renaming(r"\.ffn\.experts\.", (r"^head$", "lm_head")),  # DeepSeek-V4
     _renaming(r"^embed_out\.", (r"^embed_out$", "lm_head")),  # GPT-NeoX
     _renaming(r"^backbone\.layers\.\d+\.mixer\.", (r"^backbone\.", "model.")),  # Nemotron-H
