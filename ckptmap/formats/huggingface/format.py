@@ -37,7 +37,7 @@ from ckptmap.formats.huggingface.shard_index import (
     split_alike,
     split_shards,
 )
-from ckptmap.formats.huggingface.shards import read_shards
+from ckptmap.formats.huggingface.shards import read_listed, read_shards
 from ckptmap.formats.safetensors import torchao_metadata
 from ckptmap.formats.safetensors.file import (
     RECORDS,
@@ -97,23 +97,23 @@ class HfDirectory:
         root = str(FilePath(place.path).absolute())
         index_file = _pick_index(place)
         notes: list[str] = []
+        shards: Sequence[str]
         with paused_gc():
             if index_file is None:
                 shards = _complete_set(place)
                 leaves, records, files, _ = read_shards(root, shards, root, place.mounts)
             else:
                 listed = parse_index(str(FilePath(root) / index_file), place.mounts)
-                shards = [*listed.shards]
                 where = str(FilePath(root) / index_file)
-                if _is_stale(place, where, shards):
+                if _is_stale(place, where, listed):
                     shards = [ONE_FILE]
                     leaves, records, files, _ = read_shards(root, shards, root, place.mounts)
                     notes.append(
                         f"not read, because all shards that it lists are gone: {index_file}"
                     )
                 else:
-                    leaves, records, files, held = read_shards(
-                        root, shards, where, place.mounts, listed)  # fmt: skip
+                    shards, contents = read_listed(root, listed, place.names, where, place.mounts)
+                    leaves, records, files, held = contents
                     notes += _compare(leaves, listed, held)
                     files = (*files, where)
         notes += _unread(place.names, shards)
@@ -160,13 +160,13 @@ def _pick_index(place: Place) -> str | None:
     )
 
 
-def _is_stale(place: Place, where: str, shards: Sequence[str]) -> bool:
+def _is_stale(place: Place, where: str, listed: ShardIndex) -> bool:
     """Return True if the index is of an earlier save: save_pretrained removes its shards, but not the
     index. Raise SourceError CKM108 if shards of the index and `model.safetensors` are both here,
     because libraries differ in which of them they load."""
-    if ONE_FILE not in place.names or ONE_FILE in shards:
+    if ONE_FILE not in place.names or ONE_FILE in listed.shards:
         return False
-    present = [shard for shard in shards if is_file(FilePath(place.path) / shard)]
+    present = [shard for shard in listed.shards if is_file(FilePath(place.path) / shard)]
     if present:
         raise SourceError(
             "CKM108",

@@ -37,12 +37,11 @@ OTHER_SAVE = "index and shards are of different saves; download both again"
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The content of an index.
+    """The content of an index. The entries are a text, which most readers need not cut.
 
     entries       `name": "file` of each tensor, in the order of the index, with `between` two of them and `mark`
                   between name and file
     count         of tensors
-    shards        the files, each once
     total_nbytes  bytes of all tensors, if given
     parse         returns tensor name -> shard file name. Raises as `parse_index`
     """
@@ -51,7 +50,6 @@ class ShardIndex:
     mark: str
     between: str
     count: int
-    shards: Sequence[str]
     total_nbytes: int | None
     parse: Callable[[], Mapping[str, str]]
 
@@ -60,22 +58,38 @@ class ShardIndex:
         """Tensor name -> shard file name. Raises as `parse_index`."""
         return self.parse()
 
-    def lists(self, shards: Sequence[str], keys: Sequence[Sequence[str]]) -> bool:
-        """Return whether the index lists these tensors of each shard, and no others.
+    @cached_property
+    def shards(self) -> Sequence[str]:
+        """The files, each once, by their first entries. Raises as `parse_index`."""
+        lines = self.entries.split(self.between)
+        if self.entries.count(self.mark) != len(lines):
+            return [*dict.fromkeys(self.weight_map.values())]
+        # Names of shards are mostly of one length.
+        width = len(lines[0]) - lines[0].rfind(self.mark)
+        ends = dict.fromkeys(map(itemgetter(slice(-width, None)), lines))
+        if not all(end.startswith(self.mark) for end in ends):
+            ends = dict.fromkeys([line[line.rfind(self.mark) :] for line in lines])
+        return [end[len(self.mark) :] for end in ends]
+
+    def ordered(self, keys: Mapping[str, Sequence[str]]) -> Sequence[str] | None:
+        """Return these shards by their first entries, where the index lists exactly these tensors; else None.
+
+        keys  file -> the names of its tensors, no name in two files
 
         Names in headers and index are sorted, or nearly: to sort and compare them takes a fraction of 200,000 look-ups.
         """
-        if sum(map(len, keys)) != self.count or len(set().union(*keys)) != self.count:
-            return False
-        by_shard: list[list[str]] = []
-        for shard, names in zip(shards, keys, strict=True):
+        if sum(map(len, keys.values())) != self.count:
+            return None
+        by_shard: dict[str, list[str]] = {}
+        for shard, names in keys.items():
             after = f"{self.mark}{shard}\n"
-            by_shard.append(sorted(after.join([*names, ""]).split("\n")[:-1]))
-        by_shard.sort(key=lambda lines: lines[:1])
-        expected = sorted(chain.from_iterable(by_shard))
-        by_shard.clear()
-        found = self.entries
-        return found == self.between.join(expected) or sorted(found.split(self.between)) == expected
+            by_shard[shard] = sorted(after.join([*names, ""]).split("\n")[:-1])
+        in_order = sorted(by_shard, key=lambda shard: by_shard[shard][:1])
+        expected = sorted(chain.from_iterable(map(by_shard.__getitem__, in_order)))
+        if self.entries == self.between.join(expected) and all(by_shard.values()):
+            return in_order
+        listed = sorted(self.entries.split(self.between)) == expected
+        return self.shards if listed else None
 
 
 def parse_index(file: str, mounts: Mounts) -> ShardIndex:
@@ -105,13 +119,9 @@ def _as_written(data: bytes, file: str) -> ShardIndex | None:
     around = text[: begin - len(ENTRIES)], text[end + len(END) :]
     entries = text[begin:end]
     del text
-    lines = entries.split(NEXT)
-    marks = entries.count('"'), entries.count(MARK)
-    if (
-        "\\" in entries
-        or marks != (4 * len(lines) - 2, len(lines))
-        or "weight_map" in "".join(around)
-    ):
+    count = entries.count(NEXT) + 1
+    quotes = entries.count('"')
+    if "\\" in entries or quotes != 4 * count - 2 or "weight_map" in "".join(around):
         return None
     try:
         tree = parse_json('"weight_map": {}'.join(around))
@@ -119,20 +129,10 @@ def _as_written(data: bytes, file: str) -> ShardIndex | None:
         return None
     if not isinstance(tree, dict) or tree.get("weight_map") != {}:
         return None
-    shards, total = _files_of(lines), _total(tree)
     return ShardIndex(
-        entries, MARK, NEXT, len(lines), shards, total,
+        entries, MARK, NEXT, count, _total(tree),
         lambda: _general(Path(file).read_bytes(), file).weight_map,
     )  # fmt: skip
-
-
-def _files_of(lines: Sequence[str]) -> list[str]:
-    """Return what follows the mark in each line, each once. Names of shards are mostly of one length."""
-    width = len(lines[0]) - lines[0].rfind(MARK)
-    ends = dict.fromkeys(map(itemgetter(slice(-width, None)), lines))
-    if not all(end.startswith(MARK) for end in ends):
-        ends = dict.fromkeys([line[line.rfind(MARK) :] for line in lines])
-    return [end[len(MARK) :] for end in ends]
 
 
 def _general(data: bytes, file: str) -> ShardIndex:
@@ -147,12 +147,9 @@ def _general(data: bytes, file: str) -> ShardIndex:
     for key, shard in weight_map.items():
         if not isinstance(shard, str):
             raise _bad(file, f"weight_map[{key!r}], expected a file name, found {_kind(shard)}")
-    shards = [*dict.fromkeys(weight_map.values())]
     # No name that a header may have holds a line feed or a NUL.
     entries = "\n".join(map("\0".join, weight_map.items()))
-    return ShardIndex(
-        entries, "\0", "\n", len(weight_map), shards, _total(tree), lambda: weight_map
-    )
+    return ShardIndex(entries, "\0", "\n", len(weight_map), _total(tree), lambda: weight_map)
 
 
 def _total(tree: Mapping[str, object]) -> int | None:
