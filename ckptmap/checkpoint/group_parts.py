@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import LogicalTensors, PlacedWeights
@@ -71,9 +72,9 @@ def group_parts(
     if len(stored) == len(leaves) and not records and _is_plain(distinct(infos).values()):
         return LogicalTensors(stored if columns is None else columns)
     places: Sequence[int] = range(len(stored))
-    formed = PlacedWeights[WeightForm | LoneWeight]([], [], [])
+    placed = PlacedWeights[WeightForm | LoneWeight](len(leaves))
     if len(stored) < len(leaves):
-        places = _among_leaves(leaves, where, refused, formed)
+        places = _among_leaves(leaves, where, refused, placed)
     mine = EncodingRecords(records_below(records, root))
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
     left = StoredParts(stored, infos, extents)
@@ -86,23 +87,21 @@ def group_parts(
             for numbers in parts:
                 left.take(numbers)
             fqns = groups.fqns if len(at) == len(modules) else [groups.fqns[i] for i in at]
-            formed.add(map(places.__getitem__, parts[0]), fqns, [form] * len(at))
+            placed.add(map(places.__getitem__, parts[0]), fqns, repeat(form))
     numbers = left.left()
-    dense = PlacedWeights(
-        list(map(places.__getitem__, numbers)),
-        list(map(left.table.keys.__getitem__, numbers)),
-        list(map(left.table.tensors.__getitem__, numbers)),
-    )
-    return LogicalTensors.in_order(formed, dense, shares=columns is None)
+    keys = map(left.table.keys.__getitem__, numbers)
+    dense = dict(zip(keys, map(left.table.tensors.__getitem__, numbers), strict=True))
+    at_places = map(places.__getitem__, numbers)
+    return LogicalTensors.in_order(placed, at_places, dense, shares=columns is None)
 
 
 def _among_leaves(
     leaves: Mapping[Path, Leaf],
     where: str,
     refused: list[RefusedLeaf],
-    formed: PlacedWeights[WeightForm | LoneWeight],
+    placed: PlacedWeights[WeightForm | LoneWeight],
 ) -> list[int]:
-    """Return the place of each stored tensor among the leaves; add the weights of others to `formed`.
+    """Return the place of each stored tensor among the leaves; add the weights of others to `placed`.
 
     Add those that no scheme knows to `refused`. Raise SourceError CKM114 for a key that occurs twice.
     """
@@ -122,7 +121,7 @@ def _among_leaves(
             group = _adopted(key, leaf, refused)
             if group is None:
                 continue
-            formed.add([place], [group.fqn], [LoneWeight(group, ())])
+            placed.add([place], [group.fqn], [LoneWeight(group, ())])
         keys.add(key)
     return places
 

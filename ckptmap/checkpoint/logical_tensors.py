@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Generic, NamedTuple, TypeVar
+from itertools import compress
+from typing import Generic, TypeVar
 
 from ckptmap.core.columns import ManyNamed, few
 from ckptmap.core.tensor_columns import PlainTensors
@@ -13,25 +14,29 @@ from ckptmap.quantization.dense import Dense
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 DENSE = Dense()
-T = TypeVar("T", bound="StoredTensor | WeightForm | LoneWeight")
 
 
-class PlacedWeights(NamedTuple, Generic[T]):
-    """Weights as columns: their places in stored order, FQNs, and what is known of each."""
+T = TypeVar("T")
 
-    places: list[int]
-    fqns: list[str]
-    held: list[T]
+
+class PlacedWeights(Generic[T]):
+    """What is known of each weight, by its place in stored order; some places hold none."""
+
+    def __init__(self, places: int) -> None:
+        """`places`: how many there are."""
+        self.fqns: list[str] = [""] * places
+        self.held: list[T | None] = [None] * places
 
     def add(self, places: Iterable[int], fqns: Iterable[str], held: Iterable[T]) -> None:
-        self.places.extend(places)
-        self.fqns.extend(fqns)
-        self.held.extend(held)
+        """Put weights to their places."""
+        for place, fqn, one in zip(places, fqns, held, strict=False):
+            self.fqns[place] = fqn
+            self.held[place] = one
 
-    def in_order(self) -> PlacedWeights[T]:
-        """Return the same by rising places."""
-        order = sorted(range(len(self.places)), key=self.places.__getitem__)
-        return PlacedWeights(*(list(map(column.__getitem__, order)) for column in self))  # type: ignore[arg-type]
+    def taken(self) -> tuple[list[str], list[T]]:
+        """Return FQNs and what is known, in stored order."""
+        there = [held is not None for held in self.held]
+        return list(compress(self.fqns, there)), [held for held in self.held if held is not None]
 
 
 class LogicalTensors(Mapping[str, Group]):
@@ -72,24 +77,22 @@ class LogicalTensors(Mapping[str, Group]):
     @classmethod
     def in_order(
         cls,
-        formed: PlacedWeights[WeightForm | LoneWeight],
-        dense: PlacedWeights[StoredTensor],
+        placed: PlacedWeights[WeightForm | LoneWeight],
+        places: Iterable[int],
+        dense: Mapping[str, StoredTensor],
         shares: bool,
     ) -> LogicalTensors:
-        """Return weights that were put together, and plain tensors, in stored order."""
-        formed, dense = formed.in_order(), dense.in_order()
-        every = PlacedWeights[StoredTensor | WeightForm | LoneWeight](
-            [*formed.places, *dense.places],
-            [*formed.fqns, *dense.fqns],
-            [*formed.held, *dense.held],
-        ).in_order()
-        infos = ManyNamed(zip(every.fqns, [held.info for held in every.held], strict=True))
-        if len(infos) < len(every.fqns):  # of two that have one name, the last remains
-            return cls(dict(zip(every.fqns, every.held, strict=True)), shares)
+        """Return the weights that were put together, and the plain tensors of these places, in stored order."""
+        forms = ManyNamed(zip(*placed.taken(), strict=True))
+        every = PlacedWeights[WeightForm | LoneWeight | StoredTensor](0)
+        every.fqns, every.held = placed.fqns, [*placed.held]
+        every.add(places, dense, dense.values())
+        fqns, held = every.taken()
+        infos = ManyNamed(zip(fqns, [one.info for one in held], strict=True))
+        if len(infos) < len(fqns):  # of two that have one name, the last remains
+            return cls(dict(zip(fqns, held, strict=True)), shares)
         made = cls({}, shares)
-        made._infos = infos
-        made._forms = ManyNamed(zip(formed.fqns, formed.held, strict=True))
-        made._dense = dict(zip(dense.fqns, dense.held, strict=True))
+        made._infos, made._forms, made._dense = infos, forms, dense
         return made
 
     def __getitem__(self, fqn: str) -> Group:

@@ -85,6 +85,8 @@ class StoredTable:
         """Return the module of each weight; a new one where no key is of it, but perhaps of one below it."""
         if fqns is self._known[0]:
             return self._known[1]
+        if not fqns:
+            return []
         for known, modules in self._told:
             self._module_of.update(zip(known, modules, strict=True))
         self._told.clear()

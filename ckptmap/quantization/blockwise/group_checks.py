@@ -69,10 +69,12 @@ def refuse_kept_modules(
         for module in modules
         if isinstance(module, str)
     }
-    for number, fqn in enumerate(groups.fqns) if kept else ():
+    weights = {weight for module in kept for weight in (module, f"{module}.weight")}
+    found = weights.intersection(groups.fqns)
+    for fqn in sorted(found, key=groups.fqns.index):
         module = fqn.removesuffix(".weight")
-        if module in kept:
-            codes = groups[number][0].parts[part]
+        if module in kept:  # unless the list names a weight
+            codes = groups[groups.fqns.index(fqn)][0].parts[part]
             stated = f"{file} states {module!r} in {kept[module]}"
             shown = f"its weight is stored as codes, {codes.info}"
             raise contradiction(fqn, stated, shown, codes)
