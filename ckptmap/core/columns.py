@@ -161,6 +161,11 @@ def firsts(values: Mapping[str, T]) -> list[tuple[str, T]]:
 
 def each(values: Collection[T], make: Callable[[T], S]) -> list[S]:
     """Return `make(value)` for every value; `make` is called once for each different object."""
-    ids = list(map(id, values))
-    result_of = {key: make(value) for key, value in dict(zip(ids, values, strict=True)).items()}
-    return list(map(result_of.__getitem__, ids))
+    result_of: dict[int, S] = {}
+    results: list[S] = []
+    for value in values:
+        try:
+            results.append(result_of[id(value)])
+        except KeyError:
+            results.append(result_of.setdefault(id(value), make(value)))
+    return results

@@ -91,13 +91,16 @@ def recognise(
     keys: Collection[str],
     config: Mapping[str, object] | None = None,
     shapes: Sequence[str] | None = None,
+    among: Sequence[CatalogEntry] | None = None,
 ) -> list[CatalogEntry]:
     """Return the schemes whose fingerprints these keys have, if possible only for the config's model.
 
     shapes  the skeletons of the keys, where the caller has them
+    among   mapping files; None: all that are available
     """
     seen = KeyCounts(keys, shapes)
-    return _for_model(_recognised(seen, config), config)
+    entries = available() if among is None else among
+    return _for_model(_recognised(seen, config, entries), config)
 
 
 def known_below(
@@ -110,8 +113,9 @@ def known_below(
 
     shapes  the skeletons of the keys, where the caller has them
     """
+    entries = available()
     return averaged_model(keys) or known_prefix(
-        keys, lambda below: bool(recognise(below, config)), shapes
+        keys, lambda below: bool(recognise(below, config, among=entries)), shapes
     )
 
 
@@ -122,20 +126,22 @@ def model_types(config: Mapping[str, object] | None) -> list[str]:
     return [str(c["model_type"]) for c in configs if c.get("model_type")]
 
 
-def _recognised(seen: KeyCounts, config: Mapping[str, object] | None) -> list[CatalogEntry]:
+def _recognised(
+    seen: KeyCounts, config: Mapping[str, object] | None, among: Sequence[CatalogEntry]
+) -> list[CatalogEntry]:
     """Return the schemes whose fingerprints the keys have, and those of the same names that are for the
     config's model, where they know every key and no fingerprint is of that model.
 
     Llama with biases in GGUF has Qwen2's fingerprint: only the config can tell.
     """
-    entries = [entry for entry in available() if seen.match(entry.detect)]
+    entries = [entry for entry in among if seen.match(entry.detect)]
     types = set(model_types(config))
     if not types or any(types.intersection(entry.models) for entry in entries):
         return entries
     schemes = {(entry.name, entry.era) for entry in entries if entry.name != HUB}
     return entries + [
         entry
-        for entry in available()
+        for entry in among
         if (entry.name, entry.era) in schemes
         and types.intersection(entry.models)
         and not seen.left(entry.load(), False)
@@ -233,7 +239,7 @@ class _Choosing:
                 else find(self.names_from, "--names-from")
             )
             return self._best(candidates, families)
-        candidates = _recognised(self.seen, self.config)
+        candidates = _recognised(self.seen, self.config, available())
         return self._best(candidates, families) if candidates else None
 
     def _best(self, entries: Sequence[CatalogEntry], families: Collection[str]) -> CatalogEntry:
