@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.errors import SourceError
@@ -86,51 +86,41 @@ def read_each_small(parts: StoredParts, numbers: Sequence[int], files: Files) ->
     The caller has looked at their sizes. Raise as `Files.read_into` does.
     """
     found: list[bytes] = [b""] * len(numbers)
-    places: list[Place] = []
+    by_file: dict[str, list[_Small]] = {}
     for at, place in enumerate(parts.places(numbers)):
         if place is None or not 0 < place[2] <= NEAR:
             found[at] = _read(parts.table.tensors[numbers[at]], files)
         else:
-            places.append((*place, at))
-    places.sort()
+            by_file.setdefault(place[0], []).append((place[1], place[2], at))
     known: dict[bytes, bytes] = {}
-    for file, runs in _runs(places).items():
-        read = files.read_runs(file, [(run.start, run.end - run.start) for run in runs])
-        for run, data in zip(runs, read, strict=True):
-            start = run.start
-            for _, at, nbytes, number in places[run.first : run.last]:
-                value = data[at - start : at - start + nbytes]
-                found[number] = known.setdefault(value, value)
+    for file, small in by_file.items():
+        small.sort()
+        runs = _runs(small)
+        read = files.read_runs(file, [(start, end - start) for start, end in runs])
+        held = iter(zip(runs, read, strict=True))
+        start, end, data = 0, 0, b""
+        for offset, nbytes, at in small:
+            if offset >= end:
+                (start, end), data = next(held)
+            value = data if nbytes == len(data) else data[offset - start : offset - start + nbytes]
+            found[at] = known.setdefault(value, value)
     return found
 
 
-Place: TypeAlias = tuple[str, int, int, int]
-"""(file, offset, bytes) of a small tensor, and its number."""
+_Small: TypeAlias = tuple[int, int, int]
+"""Offset and bytes of a small tensor, and its number."""
 
 
-class _Run(NamedTuple):
-    """Bytes of a file that are read at once: those of the places from `first` up to `last`."""
-
-    start: int
-    end: int
-    first: int
-    last: int
-
-
-def _runs(places: Sequence[Place]) -> dict[str, list[_Run]]:
-    """Return the runs of sorted places, by file."""
-    runs: dict[str, list[_Run]] = {}
-    home, start, end, first = "", 0, 0, 0
-    for number, (file, at, nbytes, _) in enumerate(places):
-        if file != home or at > end + NEAR or at >= start + MOST:
-            if number:
-                runs.setdefault(home, []).append(_Run(start, end, first, number))
-            home, start, end, first = file, at, at + nbytes, number
-        elif at + nbytes > end:
-            end = at + nbytes
-    if places:
-        runs.setdefault(home, []).append(_Run(start, end, first, len(places)))
-    return runs
+def _runs(small: Sequence[_Small]) -> list[tuple[int, int]]:
+    """Return where the bytes begin and end that are read at once, of sorted places in a file; no place is in two."""
+    runs: list[tuple[int, int]] = []
+    start, end = small[0][0], 0
+    for offset, nbytes, _ in small:
+        if end and offset >= end and (offset > end + NEAR or offset >= start + MOST):
+            runs.append((start, end))
+            start = offset
+        end = max(end, offset + nbytes)
+    return [*runs, (start, end)]
 
 
 def read_small(stored: StoredTensor, files: Files, where: str) -> bytes:
