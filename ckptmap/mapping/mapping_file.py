@@ -9,11 +9,10 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from ckptmap.core.formatting import human
 from ckptmap.errors import PlanError
-from ckptmap.mapping.expressions import Expr, parse_expr
 from ckptmap.mapping.name_patterns import NamePattern, parse_names
 from ckptmap.mapping.rules import (
     HUB,
@@ -28,6 +27,9 @@ from ckptmap.mapping.rules import (
     Tie,
 )
 from ckptmap.storage.resource_limits import unreadable
+
+if TYPE_CHECKING:
+    from ckptmap.mapping.expressions import Expr
 
 SCHEMA = 1
 MAX_NBYTES = 4 << 20
@@ -240,10 +242,12 @@ class _Reader:
 
     def _expr(self, value: object, label: str) -> Expr:
         if isinstance(value, int) and not isinstance(value, bool):
-            return parse_expr(str(value))
+            return self._parse(str(value), label)
         return self._parse(self._text(value, label), label)
 
     def _parse(self, text: str, label: str) -> Expr:
+        from ckptmap.mapping.expressions import parse_expr  # deferred, as axes are
+
         try:
             return parse_expr(text)
         except PlanError as error:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ckptmap.errors import PlanError
 from ckptmap.formats.gguf.splits import holds_gguf
-from ckptmap.formats.meta.params_json import PARAMS, read_params
 from ckptmap.formats.safetensors.file import LFS_MAGIC
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import locate
@@ -60,6 +59,8 @@ def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[s
     problem = why_no_file(folder / CONFIG) if asked is None else ""
     if problem:
         raise PlanError("CKM605", f"{folder / CONFIG}: {problem}", OTHER)
+    from ckptmap.formats.meta.params_json import PARAMS, read_params  # few have no config.json
+
     has_params = asked is None and (folder / PARAMS).is_file()
     params = read_params(folder / PARAMS, mounts) if has_params else None
     if params is not None:

@@ -10,11 +10,14 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 from ckptmap.core.name_shapes import without_numbers
 from ckptmap.errors import PlanError
-from ckptmap.mapping.dims_table import Dims
-from ckptmap.mapping.expressions import Expr, parse_expr
+
+if TYPE_CHECKING:
+    from ckptmap.mapping.dims_table import Dims
+    from ckptmap.mapping.expressions import Expr
 
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)(?:([+-])([^{}]+))?\}")
 _NUMBER = re.compile(r"(?<![^.])(0|[1-9]\d{0,17})(?![^.])")
@@ -116,6 +119,12 @@ def _one(text: str, where: str) -> NamePattern:
     return NamePattern(text, *_parsed(text, where))
 
 
+def _expression(text: str) -> Expr:
+    from ckptmap.mapping.expressions import parse_expr  # deferred: names are recognized without
+
+    return parse_expr(text)
+
+
 def _parsed(text: str, where: str) -> tuple[str, tuple[int | Capture, ...]]:
     segments, holes = [], list[int | Capture]()
     parts = list(_segments(text))
@@ -124,7 +133,7 @@ def _parsed(text: str, where: str) -> tuple[str, tuple[int | Capture, ...]]:
         before = segment[: match.start()] if match is not None else ""
         whole = match is not None and match.end() == len(segment) and "{" not in before
         if match is not None and whole and (not before or at == len(parts) - 1):
-            offset = None if match[3] is None else parse_expr(match[3])
+            offset = None if match[3] is None else _expression(match[3])
             holes.append(Capture(match[1], -1 if match[2] == "-" else 1, offset))
             segments.append(before + HOLE)
         elif "{" in segment or "}" in segment:

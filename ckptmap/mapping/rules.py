@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ckptmap.mapping.axes import Axes, Slice
-from ckptmap.mapping.expressions import Expr
 from ckptmap.mapping.name_patterns import NamePattern
+
+if TYPE_CHECKING:
+    from ckptmap.mapping.axes import Axes, Slice
+    from ckptmap.mapping.expressions import Expr
 
 HUB = "hf"
 """The scheme that all others are described against: the names in Hugging Face checkpoints on disk."""
