@@ -34,18 +34,21 @@ def activation_notes(forms: Mapping[str, WeightForm | LoneWeight], mounts: Mount
     scaling = {key: kind for key, kind in kinds.items() if isinstance(kind, ScalesActivations)}
     if not scaling:
         return
+    # Imported here: few checkpoints have such weights, and `inspect` of the others is not to wait.
+    from ckptmap.quantization.blockwise.read_config import quantization_config
+
+    first = next(fqn for fqn, form in forms.items() if id(form.encoding) in scaling)
+    parts = forms[first].group(first).parts
+    config = quantization_config(next(iter(parts.values())), mounts) if parts else {}
+    has_keys = {key: bool(kind.activation_keys(first)) for key, kind in scaling.items()}
+    statements = _Statements(config)
+    if {*has_keys.values()} == {statements.of_all}:
+        return
     fqns, encodings = list(forms), [id(form.encoding) for form in forms.values()]
     if len(scaling) < len(kinds):
         there = list(map(scaling.__contains__, encodings))
         fqns, encodings = list(compress(fqns, there)), list(compress(encodings, there))
-    # Imported here: few checkpoints have such weights, and `inspect` of the others is not to wait.
-    from ckptmap.quantization.blockwise.read_config import quantization_config
-
-    first = fqns[0]
-    parts = forms[first].group(first).parts
-    config = quantization_config(next(iter(parts.values())), mounts) if parts else {}
-    stated = _Statements(config).static(fqns)
-    has_keys = {key: bool(kind.activation_keys(first)) for key, kind in scaling.items()}
+    stated = statements.static(fqns)
     wrong: dict[str, list[str]] = {}
     has = map(has_keys.__getitem__, encodings)
     differ = compress(zip(fqns, encodings, stated, strict=True), map(ne, has, stated))
@@ -71,22 +74,25 @@ class _Statements:
     """What a config states of the scales of activations, to be asked for many modules."""
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        self._all: bool | None = None
+        self.of_all: bool | None = None
+        """What is stated of all weights alike; None: they are described one by one, or not."""
         self._groups: ConfigGroups | None = None
         self._told: dict[tuple[int, ...], bool | None] = {}
         method = config.get("quant_method")
         if method == "fp8":
-            self._all = _SCHEMES.get(str(config.get("activation_scheme")))
+            self.of_all = _SCHEMES.get(str(config.get("activation_scheme")))
         elif method == "compressed-tensors":
             from ckptmap.quantization.compressed_tensors.config_json import ConfigGroups
 
             self._groups = ConfigGroups(config)
+            every = self._groups.of("")
+            self.of_all = _of_group(every[0]) if len(every) == 1 else None
 
     def static(self, fqns: Sequence[str]) -> list[bool | None]:
         """Return whether static scales are stated for the activations of each weight's module; None: it is
         not told."""
         if self._groups is None:
-            return [self._all] * len(fqns)
+            return [self.of_all] * len(fqns)
         kinds = self._groups.kinds(fqns)
         for number, kind in distinct_at(kinds):
             if kind not in self._told:

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+from ckptmap.core.columns import distinct_at
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups, LoneWeight, WeightForm, stem_of
 from ckptmap.protocols import Group
@@ -116,15 +117,18 @@ class WeightForms:
         )
 
 
-def one_of_each_form(groups: Groups, kinds: Iterable[Hashable] | None = None) -> Iterator[Group]:
+def one_of_each_form(groups: Groups, kinds: Sequence[Hashable] = ()) -> Iterator[Group]:
     """Yield one of the groups that `WeightForms` made of each form, of which all others have the same parts.
 
     kinds  what describes each weight besides: only weights of the same are alike
     """
-    forms = map(id, groups.forms)
-    keys = list(forms if kinds is None else zip(forms, kinds, strict=True))
-    first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
-    for number in sorted(first.values()):
+    numbers = [number for number, _ in distinct_at(groups.forms)]
+    if kinds and kinds.count(kinds[0]) < len(kinds):
+        first: dict[tuple[int, Hashable], int] = {}
+        for number, key in enumerate(zip(map(id, groups.forms), kinds, strict=True)):
+            first.setdefault(key, number)
+        numbers = list(first.values())
+    for number in numbers:
         yield groups.forms[number].group(groups.fqns[number])
 
 

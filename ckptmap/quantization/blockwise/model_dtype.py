@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from ckptmap.core.stored_parts import StoredParts
@@ -16,7 +17,7 @@ def model_dtype(parts: StoredParts, scales: Collection[int], default: str = "bfl
     Weights whose file does not record a dtype are decoded to it.
     """
     many = parts.many()
-    many.subtract(parts.kinds(scales))
+    many.subtract(Counter(parts.kinds(scales)))
     counts = dict.fromkeys(FLOATS, 0)
     for kind, info in enumerate(parts.of_kind):
         if info.dtype in counts:
