@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import ckptmap
 from ckptmap.errors import SourceError
 from ckptmap.formats.huggingface.shard_index import ShardIndex, _as_written, _general, parse_index
 from ckptmap.protocols.file_systems import Mounts
@@ -33,7 +36,8 @@ def test_an_index_as_transformers_writes_it_is_not_parsed(tmp_path: Path) -> Non
         assert quick is not None
         assert quick.weight_map == general.weight_map == MAP
         for index in (quick, general, parse_index(str(tmp_path / "i.json"), Mounts())):
-            assert index.lists(SHARDS, KEYS) and index.lists(SHARDS[::-1], KEYS[::-1])
+            both = list(zip(SHARDS, KEYS, strict=True))
+            assert index.ordered(dict(both)) == index.ordered(dict(both[::-1])) == index.shards
             assert (index.count, index.total_nbytes) == (6, 12)
             assert index.shards == [*dict.fromkeys(dict(sorted(MAP.items())).values())]
 
@@ -52,7 +56,8 @@ def test_shards_that_hold_something_else_are_not_listed(
     change: Callable[[object], tuple[list[str], list[str]]], tmp_path: Path
 ) -> None:
     for index in read(tmp_path / "i.json", text(MAP)):
-        assert index is not None and not index.lists(SHARDS, change(KEYS))
+        assert index is not None
+        assert index.ordered(dict(zip(SHARDS, change(KEYS), strict=True))) is None
 
 
 def test_an_index_in_another_order_and_shards_of_other_lengths(tmp_path: Path) -> None:
@@ -62,7 +67,10 @@ def test_an_index_in_another_order_and_shards_of_other_lengths(tmp_path: Path) -
     for index in (quick, general):
         assert index is not None
         assert index.shards == ["one.safetensors", "two-long.safetensors"]
-        assert index.lists(index.shards, [["b", "z"], ["a"]])
+        assert (
+            index.ordered({"two-long.safetensors": ["a"], "one.safetensors": ["b", "z"]})
+            == index.shards
+        )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +85,6 @@ def test_an_index_in_another_order_and_shards_of_other_lengths(tmp_path: Path) -
         text({}),
         text(MAP)[:-4],
         text(MAP).replace('"c": "', '"c": ""'),
-        text(MAP).replace('": "', '": 1"', 1),
     ],
 )
 def test_any_other_index_is_parsed(content: str, tmp_path: Path) -> None:
@@ -86,11 +93,57 @@ def test_any_other_index_is_parsed(content: str, tmp_path: Path) -> None:
     assert _as_written(file.read_bytes(), str(file)) is None
 
 
+@pytest.mark.parametrize("content", [text(MAP).replace('": "', '": 1"', 1), text(MAP)[:-4]])
+def test_damage_is_refused_when_the_files_are_asked_for(content: str, tmp_path: Path) -> None:
+    (tmp_path / "i.json").write_text(content)
+    with pytest.raises(SourceError, match="is not an index"):
+        _ = parse_index(str(tmp_path / "i.json"), Mounts()).shards
+
+
+def saved(folder: Path, shards: dict[str, list[str]], listed: dict[str, str] | None = None) -> Path:
+    """Save one-byte tensors as these shards, with an index of them or of `listed`."""
+    for shard, keys in shards.items():
+        save_file({key: torch.zeros(1, dtype=torch.uint8) for key in keys}, folder / shard)
+    home = {key: shard for shard, keys in shards.items() for key in keys}
+    (folder / "model.safetensors.index.json").write_text(text(listed or home))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["model-{:05}-of-000002", "model-{}-of-2", "m-{:05}-of-00002"])
+def test_a_numbered_set_is_proven_and_its_index_not_cut(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (f"{name.format(number)}.safetensors" for number in (1, 2))
+    folder = saved(tmp_path, {first: ["b", "c"], second: ["a", "d"]})
+    monkeypatch.setattr(ShardIndex, "shards", property(lambda self: pytest.fail("was cut")))
+    opened = ckptmap.open(folder)
+    assert list(opened) == ["a", "d", "b", "c"], "in the order in which the index names the files"
+    assert [Path(file).name for file in opened.index.files][:2] == [second, first]
+
+
+def test_a_set_that_the_index_does_not_list_whole_is_read_as_listed(tmp_path: Path) -> None:
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    shards = {names[0]: ["b"], names[1]: ["a"], names[2]: ["c"]}
+    folder = saved(tmp_path, shards, {"a": names[1], "b": names[0]})
+    opened = ckptmap.open(folder)
+    assert list(opened) == ["a", "b"]
+    assert f"not read, because no index lists it: {names[2]}" in opened.notes
+    (folder / names[2]).write_bytes(b"no safetensors at all")
+    assert list(ckptmap.open(folder)) == ["a", "b"], "a file that is not listed may be damaged"
+
+
+def test_a_name_in_two_shards_of_a_set_is_refused(tmp_path: Path) -> None:
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    folder = saved(tmp_path, {names[0]: ["a", "b"], names[1]: ["b", "c"]})
+    with pytest.raises(SourceError, match=f"'b' is stored in '{names[0]}' and in '{names[1]}'"):
+        ckptmap.open(folder)
+
+
 @pytest.mark.parametrize("content", [text(MAP).replace("a.10.w", "a.w"), text(MAP)[:-4]])
 def test_a_key_twice_and_damage_are_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "i.json"
     file.write_text(content)
     index = _as_written(file.read_bytes(), str(file))
-    assert index is None or not index.lists(SHARDS, KEYS)
+    assert index is None or index.ordered(dict(zip(SHARDS, KEYS, strict=True))) is None
     with pytest.raises(SourceError, match="is not an index"):
         _ = (index or parse_index(str(file), Mounts())).weight_map
