@@ -31,7 +31,7 @@ from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.options import ValueKeywords
 from ckptmap.live.save.prepare import prepare
-from ckptmap.live.save.reserve import reserve
+from ckptmap.live.save.reserve import SaveMemory
 from ckptmap.live.save.save import save
 from ckptmap.live.save.save_handle import SaveHandle
 from ckptmap.operations.newest_step import LATEST, around_newest, newest_first
@@ -103,6 +103,7 @@ class CheckpointManager:
         self._cleaner: threading.Thread | None = None
         self._blocked_s: dict[int, float] = {}
         self._strange: set[Path] = set()
+        self._memory = SaveMemory()
         self._warned = self._goes_back = self._has_reserved = False
 
     @property
@@ -142,6 +143,7 @@ class CheckpointManager:
         if ends:
             self._log_unseen()
         self._has_reserved = True
+        self._memory.hold()
         target = self.root / f"step-{step}"
         self._warn_of_metrics(metrics or {})
         with said_if_lost(UNTOUCHED.format(target)):
@@ -166,7 +168,7 @@ class CheckpointManager:
         """Make memory for the first save once the optimizer has state, so that training does not wait for it."""
         if self.background and only is None and not self._has_reserved:
             self._has_reserved = True
-            reserve(optimizer)
+            self._memory.reserve(optimizer)
 
     def _warn_of_metrics(self, metrics: Mapping[str, float]) -> None:
         """Say where none of the metrics is the one of `keep_best`: a name may be misspelt."""
@@ -199,9 +201,12 @@ class CheckpointManager:
             self._cleaner.join()
 
     def close(self) -> None:
-        """Wait for the last save, and do at signals what the process did before."""
+        """Wait for the last save, do at signals what the process did before, and give pinned memory back."""
         self._preemption.release()
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._memory.give_back()
 
     def __enter__(self) -> CheckpointManager:
         return self
