@@ -34,7 +34,7 @@ def count_for(devices: Sequence[torch.device], max_memory: int) -> int:
     """Return how many threads fill tensors on these devices with `max_memory` bytes of buffers together."""
     if not any(map(copies_pinned, devices)):
         return 1
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     cores = len(os.sched_getaffinity(0)) // local_ranks
     return max(1, min(MOST, cores, max_memory // LEAST_NBYTES))
 

@@ -63,6 +63,7 @@ def test_as_many_threads_as_have_enough_to_do() -> None:
     mib = 1 << 20
     assert reader_threads.that_pay(16, [256 * mib] * 16) == 16
     assert reader_threads.that_pay(16, [256 * mib] * 4 + [1 << 14] * 8) == 4, "no more than tensors"
+    assert reader_threads.that_pay(16, [256 * mib] * 4 + [1 << 14] * 8, shared=True) == 8
     assert reader_threads.that_pay(16, [mib] * 1024) == 8
     assert reader_threads.that_pay(16, [mib] * 100) == reader_threads.that_pay(16, []) == 1
 
@@ -138,6 +139,8 @@ def test_a_device_has_several_threads_and_a_cpu_one(monkeypatch: pytest.MonkeyPa
     assert reader_threads.count_for(device, 1) == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert reader_threads.count_for(device, 256 << 20) == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
+    assert reader_threads.count_for(device, 256 << 20) == reader_threads.MOST
 
 
 # ------------------------------------------------------------------------------- whole loads
