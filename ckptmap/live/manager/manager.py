@@ -138,7 +138,7 @@ class CheckpointManager:
         argument_checks.known_keywords(keywords, [*ValueKeywords.__annotations__], "save()")
         ends = self._preemption.agreed(self._ranks)
         if not (force or ends or step % self.every == 0):
-            self._reserve(optimizer, keywords.get("only"))
+            self._reserve(model, optimizer, keywords.get("only"))
             return None
         if ends:
             self._log_unseen()
@@ -164,11 +164,11 @@ class CheckpointManager:
             raise SystemExit(self._exit_code)
         return handle
 
-    def _reserve(self, optimizer: Optimizers | None, only: object = None) -> None:
+    def _reserve(self, model: Models, optimizer: Optimizers | None, only: object = None) -> None:
         """Make memory for the first save once the optimizer has state, so that training does not wait for it."""
         if self.background and only is None and not self._has_reserved:
             self._has_reserved = True
-            self._memory.reserve(optimizer)
+            self._memory.reserve(optimizer, model)
 
     def _warn_of_metrics(self, metrics: Mapping[str, float]) -> None:
         """Say where none of the metrics is the one of `keep_best`: a name may be misspelt."""
@@ -361,7 +361,7 @@ class CheckpointManager:
             for text in report.inexact:
                 if MANIFEST in text:
                     log.warning("%s: %s", found.path, text)
-            self._reserve(optimizer)
+            self._reserve(model, optimizer)
             return replace(report, step=at, extra=extra, skipped=tuple(skipped))
         return None
 

@@ -32,10 +32,10 @@ class SaveMemory:
         """Keep what a save leaves for the next one."""
         _holders.add(self)
 
-    def reserve(self, optimizer: object) -> None:
+    def reserve(self, optimizer: object, model: object = None) -> None:
         """Begin to make memory for the first save, as `reserve` does, and keep it."""
         self.hold()
-        reserve(optimizer)
+        reserve(optimizer, model)
 
     def give_back(self) -> None:
         """Give pinned memory back to the system, unless another manager uses it; no save is under way."""
@@ -45,12 +45,15 @@ class SaveMemory:
                 give_back_pinned()
 
 
-def reserve(optimizer: object) -> None:
+def reserve(optimizer: object, model: object = None) -> None:
     """Begin to make memory for a save of the optimizer's parameters and their state: pinned memory for those on a
-    device. What a save needs beyond it is made when it is needed."""
+    device, and for weights there that are not trained. What a save needs beyond it is made when it is needed."""
+    if optimizer is None:
+        return
     sizes: dict[bool, list[int]] = {False: [], True: []}
-    for is_pinned, nbytes in [] if optimizer is None else _sizes(optimizer):
+    for is_pinned, nbytes in _sizes(optimizer):
         sizes[is_pinned].append(nbytes)
+    sizes[True] += [nbytes for is_pinned, nbytes in _untrained(model, optimizer) if is_pinned]
     reserve_pinned(sizes[True])
     reserve_pageable([*sizes[False], BESIDE_NBYTES] if sizes[False] or sizes[True] else [])
 
@@ -65,6 +68,19 @@ def _sizes(optimizer: object) -> Iterator[tuple[bool, int]]:
                 entries = state.get(param, {})
                 values = entries.values() if isinstance(entries, Mapping) else ()
                 yield from filter(_has_bytes, map(_own_part, (param, *values)))
+
+
+def _untrained(model: object, optimizer: object) -> Iterator[tuple[bool, int]]:
+    """Yield likewise the parts of a model, or of each of several, that no optimizer has: frozen weights, buffers."""
+    groups = (group for one in each_of(unwrapped(optimizer)) for group in groups_of(one))
+    known = {id(param) for group in groups for param in group["params"]}
+    for one in model.values() if isinstance(model, Mapping) else (model,):
+        if not hasattr(one, "parameters") or not hasattr(one, "buffers"):
+            continue
+        for tensor in (*one.parameters(), *one.buffers()):
+            if id(tensor) not in known:
+                known.add(id(tensor))
+                yield _own_part(tensor)
 
 
 def _has_bytes(part: tuple[bool, int]) -> bool:

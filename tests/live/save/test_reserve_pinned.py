@@ -175,6 +175,26 @@ def test_no_more_than_a_share_of_what_is_left_is_made_ahead(
     assert not made.slabs
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_frozen_weights_on_a_device_have_their_place_too(
+    several: bool, made: Made, tmp_path: Path
+) -> None:
+    """A base under an adapter is most of what such a save writes."""
+    trained, optimizer = stepped()
+    base = torch.nn.Linear(1024, 512).requires_grad_(False)
+    base.register_buffer("seen", torch.ones(64))
+    model: Any = {"a": trained, "b": base} if several else torch.nn.Sequential(trained, base)
+    optimizers: Any = {"a": optimizer} if several else optimizer
+    with ckptmap.CheckpointManager(tmp_path, every=2) as manager:
+        manager.save(1, model, optimizers)
+        joined()
+        ahead = len(made.slabs)
+        assert sum(nbytes for nbytes, *_ in made.slabs) >= 3 * nbytes_of(trained) + nbytes_of(base)
+        manager.save(2, model, optimizers)
+        manager.wait()
+        assert sum(nbytes for nbytes, *_ in made.slabs[ahead:]) <= 1 << 20
+
+
 def test_memory_is_given_back_with_the_last_manager(made: Made, tmp_path: Path) -> None:
     _, optimizer = stepped()
     one, two, unused = SaveMemory(), SaveMemory(), SaveMemory()
