@@ -19,7 +19,9 @@ THREADS, BLOCK = 16, 8 << 20
 DEPTH = 2
 
 
-def bare_loop_s(files: Sequence[Path], device: str) -> float:
+def bare_loop_s(
+    files: Sequence[Path], device: str, threads: int = THREADS, block: int = BLOCK
+) -> float:
     """Return the seconds that it takes to read files, each of them whole, and to send their bytes to the device."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -27,9 +29,9 @@ def bare_loop_s(files: Sequence[Path], device: str) -> float:
         fds = [os.open(file, os.O_RDONLY) for file in files]
         for fd in fds:
             closing.callback(os.close, fd)
-        spans = iter([span for fd in fds for span in _spans(fd)])
-        pool = closing.enter_context(ThreadPoolExecutor(THREADS))
-        lanes = [_Lane(device) for _ in range(THREADS)]
+        spans = iter([span for fd in fds for span in _spans(fd, block)])
+        pool = closing.enter_context(ThreadPoolExecutor(threads))
+        lanes = [_Lane(device, block) for _ in range(threads)]
 
         def run() -> None:
             for done in [pool.submit(lane.run, spans) for lane in lanes]:
@@ -38,22 +40,22 @@ def bare_loop_s(files: Sequence[Path], device: str) -> float:
         return clocked(run, device)
 
 
-def _spans(fd: int) -> Iterator[tuple[int, int, int]]:
+def _spans(fd: int, block: int) -> Iterator[tuple[int, int, int]]:
     """Yield (file, offset, bytes) of a file's blocks."""
     size = os.fstat(fd).st_size
-    for start in range(0, size, BLOCK):
-        yield fd, start, min(BLOCK, size - start)
+    for start in range(0, size, block):
+        yield fd, start, min(block, size - start)
 
 
 class _Lane:
     """The blocks of one thread, their memory on the device, and its stream."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, block: int) -> None:
         import torch
 
         self.on_cuda = device.startswith("cuda")
-        self.here = [host_buffer(BLOCK, self.on_cuda) for _ in range(DEPTH)]
-        self.there = [torch.empty(BLOCK, dtype=torch.uint8, device=device) for _ in range(DEPTH)]
+        self.here = [host_buffer(block, self.on_cuda) for _ in range(DEPTH)]
+        self.there = [torch.empty(block, dtype=torch.uint8, device=device) for _ in range(DEPTH)]
         self.stream = torch.cuda.Stream() if self.on_cuda else None
         self.ends: list[Any] = [None] * DEPTH
 

@@ -23,11 +23,14 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.storage.box_reader import fill, row_major_boxes
+from ckptmap.core.rearranged_tensors import ZEROS
+from ckptmap.storage.box_reader import Run, fill, row_major_boxes, run_of
+from ckptmap.storage.crew import Crew
 from ckptmap.storage.files import Files
 from ckptmap.storage.pinned_memory import copies_pinned, lasting_memory
 from ckptmap.storage.tensor_bytes import tensor_bytes
@@ -40,6 +43,8 @@ DEPTH = 2
 """Blocks in each direction, and results that may be on their way back at a time."""
 BLOCK_NBYTES = 16 << 20
 """Bytes of a block, unless a caller asks for other ones: a GPU's link is at its full rate from 4 MiB on."""
+SHARED = 4
+"""Blocks from which on a run is shared by several threads."""
 _ALIGN = 64
 
 _threads = threading.local()
@@ -56,6 +61,8 @@ class Blocks:
         self.turn = 0
         lent = None if memory is None else memory.view(DEPTH, nbytes)
         self._blocks = [lasting_memory(nbytes) if lent is None else lent[n] for n in range(DEPTH)]
+        self._bytes: list[memoryview | None] = [None] * DEPTH
+        self._taken = (0, 0)
         self._ends: list[Any] = [None] * DEPTH
         self._used = 0
 
@@ -74,7 +81,23 @@ class Blocks:
                 end.synchronize()
         whole, start = self._blocks[turn], self._used
         self._used += -(-nbytes // _ALIGN) * _ALIGN
+        self._taken = (start, nbytes)
         return whole if nbytes == self.nbytes else whole.narrow(0, start, nbytes)
+
+    @property
+    def taken(self) -> memoryview:
+        """The bytes of what was taken last."""
+        whole = self._bytes[self.turn]
+        if whole is None:
+            whole = self._bytes[self.turn] = tensor_bytes(self._blocks[self.turn])
+        start, nbytes = self._taken
+        return whole if nbytes == self.nbytes else whole[start : start + nbytes]
+
+    def wait(self) -> None:
+        """Wait until all copies that use the blocks have ended."""
+        for end in self._ends:
+            if end is not None:
+                end.synchronize()
 
     @property
     def end(self) -> Any:
@@ -87,7 +110,12 @@ class Blocks:
 
 
 class Lanes:
-    """Two streams of a device: the current one runs kernels, a side stream uploads values."""
+    """Two streams of a device: the current one runs kernels, a side stream uploads values.
+
+    crew  the threads that may help this one to fill a large tensor; None: there are none
+    """
+
+    crew: Crew | None = None
 
     def __init__(self, device: str | torch.device) -> None:
         import torch
@@ -184,13 +212,13 @@ def block_nbytes(budget: int, directions: int) -> int:
     return min(BLOCK_NBYTES, 1 << (most.bit_length() - 1))
 
 
-def one_memory(count: int, nbytes: int) -> list[Blocks]:
-    """Return blocks of `nbytes` each for `count` threads, which are made of one memory.
+def one_memory(count: int, nbytes: int) -> tuple[torch.Tensor, list[Blocks]]:
+    """Return a memory, and blocks of `nbytes` each for `count` threads that are made of it.
 
     To register it at once takes a sixth of the time that it takes piece by piece.
     """
     memory = lasting_memory(count * DEPTH * nbytes)
-    return [Blocks(nbytes, one) for one in memory.view(count, DEPTH * nbytes).unbind()]
+    return memory, [Blocks(nbytes, one) for one in memory.view(count, DEPTH * nbytes).unbind()]
 
 
 class HoldsValues(StoredTensor):
@@ -226,14 +254,62 @@ def fill_tensor(
         fill(files, stored, box, tensor_bytes(here))
         out.copy_(here)
         return
-    blocks = way.blocks("up")
-    parts = [
-        part for part in row_major_boxes(box, blocks.nbytes // out.element_size()) if part.numel
-    ]
     flat = out.view(-1).view(torch.uint8)
-    places = flat.split_with_sizes([part.numel * out.element_size() for part in parts])
-    with way.uploading(way.mark() if free is None else free):
+    free = way.mark() if free is None else free
+    run = run_of(stored, box)
+    if run is not None and run.file != ZEROS and run.nbytes:
+        _send_run(files, run, flat, way, free)
+    else:
+        _send_parts(files, stored, box, flat, way, free)
+
+
+def _send_parts(
+    files: Files, stored: StoredTensor, box: Box, flat: torch.Tensor, way: Lanes, free: object
+) -> None:
+    """Fill `flat` with a box that lies in several places."""
+    blocks, itemsize = way.blocks("up"), stored.info.itemsize
+    parts = [part for part in row_major_boxes(box, blocks.nbytes // itemsize) if part.numel]
+    places = flat.split_with_sizes([part.numel * itemsize for part in parts])
+    with way.uploading(free):
         for part, there in zip(parts, places, strict=True):
             here = blocks.take(there.nbytes)
-            fill(files, stored, part, tensor_bytes(here))
+            fill(files, stored, part, blocks.taken)
+            blocks.used_until(way.upload(there, here, blocks.end))
+
+
+def _send_run(files: Files, run: Run, flat: torch.Tensor, way: Lanes, free: object) -> None:
+    """Fill `flat` with a run of bytes of one file, a block at a time; other threads of the crew may take blocks of
+    a long one."""
+    import torch
+
+    step = way.blocks("up").nbytes
+    places = torch.split(flat, step)
+    pieces = deque(range(len(places)))
+    if way.crew is None or len(places) < SHARED or files.sums.needs_order(*run):
+        _send_blocks(files, run, places, pieces, way, free)
+        return
+
+    def work() -> None:
+        mine = lanes(way.device)
+        assert mine is not None, "a crew has streams on the device"
+        mine.block_nbytes = step
+        _send_blocks(files, run, places, pieces, mine, free)
+
+    way.crew.run(pieces, work)
+
+
+def _send_blocks(
+    files: Files, run: Run, places: Sequence[torch.Tensor], pieces: deque[int], way: Lanes, free: object
+) -> None:  # fmt: skip
+    """Bring pieces of a run to their places, as long as there are any."""
+    blocks = way.blocks("up")
+    with way.uploading(free):
+        while pieces:
+            try:
+                number = pieces.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
+            there = places[number]
+            here = blocks.take(there.nbytes)
+            files.read_into(run.file, run.offset + number * blocks.nbytes, [blocks.taken])
             blocks.used_until(way.upload(there, here, blocks.end))

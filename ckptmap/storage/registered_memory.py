@@ -10,11 +10,14 @@ checkpoints so (torch 2.13, torch/distributed/_state_dict_utils.py, `_create_cpu
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
     import torch
@@ -24,18 +27,25 @@ LEAST_NBYTES = 4 << 20
 PIECE_NBYTES = 16 << 20
 """Bytes that a thread touches at a time."""
 MOST_THREADS = 16
+PORTABLE = 1
+"""cudaHostRegisterPortable: the memory counts as pinned for every device, not only for the current one."""
+RELAXED = 2
+"""cudaStreamCaptureModeRelaxed."""
 
 
 class _Registered(mmap.mmap):
     """Anonymous memory that CUDA has been told of, until nobody refers to it."""
 
     address = 0
+    is_idle = False
+    """Whether it is known that no copy from or to the memory is under way."""
 
     def __del__(self) -> None:
         if self.address:
             # A process that ends has no CUDA any more; the system takes its memory back.
-            with contextlib.suppress(Exception):
-                _end_copies()
+            with contextlib.suppress(Exception), on_used_device(), beside_captures():
+                if not self.is_idle:
+                    _end_copies()
                 _cudart().cudaHostUnregister(self.address)
             COUNT.add(-len(self))
 
@@ -61,11 +71,20 @@ class RegisteredCount:
 
 COUNT = RegisteredCount()
 """Of this process."""
+_by_address: WeakValueDictionary[int, _Registered] = WeakValueDictionary()
 
 
-def registered_memory(nbytes: int) -> torch.Tensor | None:
+def let_go(memory: torch.Tensor) -> None:
+    """State that no copy from or to all of this memory is under way, nor will be: it is given back without waiting for
+    the devices. Nothing where it is not registered."""
+    held = _by_address.get(memory.data_ptr())
+    if held is not None:
+        held.is_idle = True
+
+
+def registered_memory(nbytes: int, most_threads: int = MOST_THREADS) -> torch.Tensor | None:
     """Return `nbytes` of new memory, u8, that counts as pinned; None where CUDA does not take it, or
-    is not what this torch has."""
+    is not what this torch has. `most_threads` touch its pages at a time."""
     import torch
 
     if nbytes < LEAST_NBYTES or not torch.cuda.is_available():
@@ -77,19 +96,80 @@ def registered_memory(nbytes: int) -> torch.Tensor | None:
     with contextlib.suppress(OSError, AttributeError):  # a kernel may have no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     values = torch.frombuffer(memory, dtype=torch.uint8)
-    _touch(values)
+    _touch(values, most_threads)
     address = values.data_ptr()
-    if int(_cudart().cudaHostRegister(address, nbytes, 0)):
-        return None
+    with on_used_device(), beside_captures():
+        if int(_cudart().cudaHostRegister(address, nbytes, PORTABLE)):
+            return None
     memory.address = address
+    _by_address[address] = memory
     COUNT.add(nbytes)
     return values
 
 
-def _touch(values: torch.Tensor) -> None:
+@contextlib.contextmanager
+def on_used_device() -> Iterator[None]:
+    """Make a device current that this process uses already, while the context lasts.
+
+    A new thread begins with device 0. A call of CUDA there would take some 500 MB of its memory, though the
+    process may use device 3 alone.
+    """
+    index = _used_device()
+    if index is None:
+        yield
+        return
+    with _torch().cuda.device(index):
+        yield
+
+
+def _used_device() -> int | None:
+    """Return the current device if the process uses it, else the first that it uses; None: it uses none."""
+    made: Any = _torch()
+    count = made.cuda.device_count()
+    if not count:
+        return None
+    used = [index for index in range(count) if made._C._cuda_hasPrimaryContext(index)]
+    current = made.cuda.current_device() if used else 0
+    return current if current in used else next(iter(used), None)
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """Let calls of this thread pass while another one captures a CUDA graph, while the context lasts.
+
+    In CUDA's mode "global", which is torch's, a call that changes memory fails while any thread captures,
+    and ends that capture. torch's own pinned memory is made in the mode "relaxed", too.
+    """
+    exchange = _exchange_of_capture_modes()
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(RELAXED)
+    failed = exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if not failed:
+            exchange(ctypes.byref(mode))  # it has the mode of before
+
+
+def _exchange_of_capture_modes() -> Any:
+    """Return CUDA's function that exchanges a thread's mode with the given one; None where CUDA's library has
+    another name than in torch's own builds."""
+    version = _torch().version.cuda
+    if not version:
+        return None
+    try:
+        library = ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}", mode=os.RTLD_NOLOAD)
+        return library.cudaThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
+
+
+def _touch(values: torch.Tensor, most_threads: int) -> None:
     """Make the system give every page of the memory."""
     starts = range(0, values.numel(), PIECE_NBYTES)
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), len(starts))
+    threads = min(most_threads, len(os.sched_getaffinity(0)), len(starts))
     if threads == 1:
         values[:: mmap.PAGESIZE].zero_()
         return

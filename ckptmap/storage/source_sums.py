@@ -119,6 +119,22 @@ class SourceSums:
             held = self._of(file)
             return held, () if held is None else held.near(offset, nbytes)
 
+    @property
+    def has_ordered(self) -> bool:
+        """Return whether digests of some file are compared that must be computed from the start to the end."""
+        if not self.is_on:
+            return False
+        ends = (records[end] for records in self._stated.values() if records for end in (0, -1))
+        return any(isinstance(record.sum, str) for record in ends)
+
+    def needs_order(self, file: str, offset: int, nbytes: int) -> bool:
+        """Return whether a run must be read from its start to its end, by one reader: a digest of these bytes is
+        compared that can only be computed so."""
+        if not self.is_on:
+            return False
+        _, near = self._near(file, offset, nbytes)
+        return any(isinstance(record.sum, str) for record in near)
+
     def saw(
         self,
         file: str,

@@ -229,7 +229,7 @@ def test_what_needs_a_missing_library_is_named_and_the_rest_goes_on(
         monkeypatch.setattr(module, "is_importable", lambda name: name != "xxhash")
     needing = [one for one in STEPS if one.name not in ("facts", "equality", "rates", "suite")]
     found = run(tmp_path, *needing)
-    assert len(found) == 6
+    assert len(found) == 8
     assert {one["status"].rpartition(" ")[2] for one in found.values()} == {"xxhash"}
     for name in ("links", "staged_rates", "staged_by_feed", "kernel_times"):
         monkeypatch.setattr(rates, name, lambda *given: 1.0)

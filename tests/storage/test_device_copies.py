@@ -13,6 +13,7 @@ import ckptmap
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.storage import device_copies
 from ckptmap.storage.device_copies import DEPTH
+from ckptmap.storage.files import Files
 from ckptmap.tensors import Box
 from tests.support.late_device import one_late_a_thread
 
@@ -32,14 +33,14 @@ def test_a_load_reads_the_next_while_this_is_copied(
     and reads and copies took turns."""
     with ckptmap.open(path) as checkpoint:
         wanted = {fqn: lazy.read() for fqn, lazy in checkpoint.items()}
-    used, fill = one_late_a_thread(monkeypatch), device_copies.fill
+    used, read = one_late_a_thread(monkeypatch), Files.read_into
     before: list[bool] = []
 
     def filled(*given: Any) -> None:
         before.extend(gone.waited for _, _, gone in used[0].uploads[-1:])
-        fill(*given)
+        read(*given)
 
-    monkeypatch.setattr(device_copies, "fill", filled)
+    monkeypatch.setattr(Files, "read_into", filled)
     monkeypatch.setattr(device_copies, "BLOCK_NBYTES", 4096)
     with ckptmap.open(path) as checkpoint:
         reader = TensorReader(checkpoint.files, 1 << 20)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +24,23 @@ class Cudart:
     def __init__(self, refuses: bool = False) -> None:
         self.held: dict[int, int] = {}
         self.refuses = refuses
+        self.calls: list[tuple[str, int]] = []
+        self.device = threading.local()
+
+    def called(self, what: str) -> None:
+        """Remember the call with the device that is current in its thread."""
+        self.calls.append((what, getattr(self.device, "index", 0)))
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        assert flags == 0
+        assert flags == 1, "cudaHostRegisterPortable: every device may copy"
+        self.called("register")
         if self.refuses:
             return 2
         self.held[address] = nbytes
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        self.called("unregister")
         del self.held[address]
         return 0
 
@@ -69,6 +82,102 @@ def test_what_cuda_refuses_is_pinned_by_torch(
     slabs = Slabs.take([LEAST_NBYTES - 64, 100], pinned=True)
     assert sum(map(sum, asked)) >= LEAST_NBYTES + 64
     assert [place.numel() for place in slabs.places] == [LEAST_NBYTES - 64, 100]
+
+
+@pytest.fixture
+def devices(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Four devices; those in the set are used by the process, and a call on another one would use it, too."""
+    used = {3}
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before = getattr(cudart.device, "index", 0)
+        cudart.device.index = index
+        yield
+        cudart.device.index = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(cudart.device, "index", 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: cudart.called(f"wait {index}"))
+    monkeypatch.setattr(
+        torch._C, "_cuda_hasPrimaryContext", lambda index: index in used, raising=False
+    )
+    return used
+
+
+def in_new_thread(run: Any) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(run()))
+    thread.start()
+    thread.join()
+    return found.pop()
+
+
+def test_a_new_thread_begins_to_use_no_other_device(cudart: Cudart, devices: set[int]) -> None:
+    """Its current device is 0. Memory is registered, and given back, on one that the process uses."""
+    memory = in_new_thread(lambda: registered_memory.registered_memory(LEAST_NBYTES))
+    assert cudart.calls == [("register", 3)]
+    held = [memory]
+    del memory
+    in_new_thread(held.clear)
+    gc.collect()
+    assert cudart.calls == [("register", 3), ("wait 3", 3), ("unregister", 3)]
+
+
+def test_the_current_device_is_used_where_the_process_does_so(
+    cudart: Cudart, devices: set[int]
+) -> None:
+    devices.add(1)
+    cudart.device.index = 3
+    memory = registered_memory.registered_memory(LEAST_NBYTES)
+    cudart.device.index = 0
+    devices.add(0)
+    del memory
+    gc.collect()
+    waits = [("wait 0", 0), ("wait 1", 0), ("wait 3", 0)]
+    assert cudart.calls == [("register", 3), *waits, ("unregister", 0)]
+
+
+def test_memory_without_copies_waits_for_no_device(cudart: Cudart, devices: set[int]) -> None:
+    memory = registered_memory.registered_memory(LEAST_NBYTES)
+    assert memory is not None
+    registered_memory.let_go(memory.narrow(0, 0, 64))
+    registered_memory.let_go(torch.empty(64, dtype=torch.uint8))
+    del memory
+    gc.collect()
+    assert cudart.calls == [("register", 3), ("unregister", 3)] and not cudart.held
+
+
+def test_memory_is_made_beside_the_capture_of_a_graph(
+    cudart: Cudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread's mode is relaxed for the call alone. A stand-in for CUDA's library holds the mode."""
+    mode, seen, loaded = [0], list[int](), list[Any]()
+
+    def exchange(given: Any) -> int:
+        mode[0], given._obj.value = given._obj.value, mode[0]
+        return 0
+
+    def load(name: str, mode: int) -> SimpleNamespace:
+        loaded.append((name, mode))
+        return SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(cudart, "called", lambda what: seen.append(mode[0]))
+    memory = registered_memory.registered_memory(LEAST_NBYTES)
+    assert memory is not None and mode == [0]
+    del memory
+    gc.collect()
+    assert seen == [registered_memory.RELAXED] * 2 and mode == [0]
+    assert loaded == [("libcudart.so.13", registered_memory.os.RTLD_NOLOAD)] * 2
+
+    def absent(name: str, mode: int) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    assert registered_memory.registered_memory(LEAST_NBYTES) is not None
 
 
 def test_little_memory_and_that_of_other_devices_is_not_registered(

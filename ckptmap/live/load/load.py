@@ -231,6 +231,8 @@ def _plan(
     checkpoint = named.checkpoint
     devices = devices_of(targets)
     reader = TensorReader(checkpoint.files, options.memory(bool(devices)), devices)
+    closing.callback(reader.close)
+    reader.prepare(target.local.nbytes for target in targets)
     weights = TensorMatcher(checkpoint, reader, targets, options).plan()
     _leave_to_modules(weights, model, named.unmapped)
     weights.refuse(

@@ -31,7 +31,7 @@ from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.options import ValueKeywords
 from ckptmap.live.save.prepare import prepare
-from ckptmap.live.save.reserve import reserve
+from ckptmap.live.save.reserve import SaveMemory
 from ckptmap.live.save.save import save
 from ckptmap.live.save.save_handle import SaveHandle
 from ckptmap.operations.newest_step import LATEST, around_newest, newest_first
@@ -103,6 +103,7 @@ class CheckpointManager:
         self._cleaner: threading.Thread | None = None
         self._blocked_s: dict[int, float] = {}
         self._strange: set[Path] = set()
+        self._memory = SaveMemory()
         self._warned = self._goes_back = self._has_reserved = False
 
     @property
@@ -137,11 +138,12 @@ class CheckpointManager:
         argument_checks.known_keywords(keywords, [*ValueKeywords.__annotations__], "save()")
         ends = self._preemption.agreed(self._ranks)
         if not (force or ends or step % self.every == 0):
-            self._reserve(optimizer, keywords.get("only"))
+            self._reserve(model, optimizer, keywords.get("only"))
             return None
         if ends:
             self._log_unseen()
         self._has_reserved = True
+        self._memory.hold()
         target = self.root / f"step-{step}"
         self._warn_of_metrics(metrics or {})
         with said_if_lost(UNTOUCHED.format(target)):
@@ -162,11 +164,11 @@ class CheckpointManager:
             raise SystemExit(self._exit_code)
         return handle
 
-    def _reserve(self, optimizer: Optimizers | None, only: object = None) -> None:
+    def _reserve(self, model: Models, optimizer: Optimizers | None, only: object = None) -> None:
         """Make memory for the first save once the optimizer has state, so that training does not wait for it."""
         if self.background and only is None and not self._has_reserved:
             self._has_reserved = True
-            reserve(optimizer)
+            self._memory.reserve(optimizer, model)
 
     def _warn_of_metrics(self, metrics: Mapping[str, float]) -> None:
         """Say where none of the metrics is the one of `keep_best`: a name may be misspelt."""
@@ -199,9 +201,12 @@ class CheckpointManager:
             self._cleaner.join()
 
     def close(self) -> None:
-        """Wait for the last save, and do at signals what the process did before."""
+        """Wait for the last save, do at signals what the process did before, and give pinned memory back."""
         self._preemption.release()
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._memory.give_back()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -356,7 +361,7 @@ class CheckpointManager:
             for text in report.inexact:
                 if MANIFEST in text:
                     log.warning("%s: %s", found.path, text)
-            self._reserve(optimizer)
+            self._reserve(model, optimizer)
             return replace(report, step=at, extra=extra, skipped=tuple(skipped))
         return None
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptmap.live.model.reader_memory import ReaderMemory
 from ckptmap.storage import device_copies
+from ckptmap.storage.crew import Crew
 from ckptmap.storage.pinned_memory import copies_pinned
 from ckptmap.storage.process_guards import one_torch_thread
 
@@ -32,44 +34,47 @@ def count_for(devices: Sequence[torch.device], max_memory: int) -> int:
     """Return how many threads fill tensors on these devices with `max_memory` bytes of buffers together."""
     if not any(map(copies_pinned, devices)):
         return 1
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     cores = len(os.sched_getaffinity(0)) // local_ranks
     return max(1, min(MOST, cores, max_memory // LEAST_NBYTES))
 
 
-def that_pay(count: int, nbytes: Sequence[int]) -> int:
+def that_pay(count: int, nbytes: Sequence[int], shared: bool = False) -> int:
     """Return how many of `count` threads have enough to do where tensors of `nbytes` each are filled.
 
-    More than all bytes by the largest would wait for the one that fills the largest.
+    Without help, more than all bytes by the largest would wait for the one that fills the largest.
+
+    shared  threads help each other to fill large tensors
     """
     total, largest = sum(nbytes), max(nbytes, default=0)
-    return max(1, min(count, total // LEAST_WORK, total // max(1, largest)))
+    most = count if shared else total // max(1, largest)
+    return max(1, min(count, total // LEAST_WORK, most))
 
 
 class ReaderThreads:
     """Threads that keep their pinned blocks from one call of `in_order` to the next, until `close`.
 
-    They work as the thread that made this one would: without gradients, on its streams of `devices`.
+    They work as the thread that made this one would: without gradients, on its streams of `devices`. One that has
+    nothing left to do helps another one to fill a large tensor.
 
-    block_nbytes  bytes of the blocks that are made for all threads; others are made where a thread needs them
+    memory  the blocks that are made for all threads; others are made where a thread needs them
     """
 
-    def __init__(self, count: int, devices: Sequence[torch.device], block_nbytes: int = 0) -> None:
+    def __init__(self, count: int, devices: Sequence[torch.device], memory: ReaderMemory) -> None:
         self.count = count
+        self._memory = memory
         streams = [_module(device).current_stream(device) for device in devices]
-        lent = {
-            device: device_copies.one_memory(count, block_nbytes)
-            for device in devices
-            if copies_pinned(device)
-        }
+        self._lent = {device: list(blocks) for device, blocks in memory.blocks().items()}
+        crew = Crew(lambda call: self._pool.submit(_without_gradients, call))
 
         def begin() -> None:
             for device, stream in zip(devices, streams, strict=True):
                 _module(device).set_stream(stream)
-            for device, blocks in lent.items():
+            for device, blocks in self._lent.items():
                 way = device_copies.lanes(device)
                 assert way is not None
                 way.lend("up", blocks.pop())
+                way.crew = crew
 
         self._pool = ThreadPoolExecutor(count, "ckptmap-load", begin)
 
@@ -96,8 +101,10 @@ class ReaderThreads:
                     future.cancel()
 
     def close(self) -> None:
-        """Wait for the jobs that have begun, and end the threads."""
+        """Wait for the jobs that have begun and their copies, and end the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._lent.clear()
+        self._memory.give_back()
 
 
 def _module(device: torch.device) -> Any:

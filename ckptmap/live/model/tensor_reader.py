@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptmap.execution.smaller_feeds import OF_A_LOAD, FeedSize, with_smaller_feeds
 from ckptmap.live.model.load_report import Meter
+from ckptmap.live.model.reader_memory import ReaderMemory
 from ckptmap.live.model.reader_threads import ReaderThreads, count_for, that_pay
 from ckptmap.quantization.blockwise.chunks import smaller
 from ckptmap.storage import device_copies
 from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.pinned_memory import copies_pinned
 from ckptmap.storage.tensor_bytes import tensor_bytes
 from ckptmap.tensors import Box, StoredTensor
 
@@ -43,6 +45,8 @@ class TensorReader:
         self.meter = Meter()
         self.devices = devices
         self.threads = count_for(devices, max_memory)
+        self._directions = max(1, sum(map(copies_pinned, devices)))
+        self._pinned: ReaderMemory | None = None
         self._pool: ReaderThreads | None = None
         self._feed_size = FeedSize()
 
@@ -65,21 +69,42 @@ class TensorReader:
         nbytes  the bytes that each fills, taken only where there are several threads
         """
         sizes = list(nbytes) if self.threads > 1 else []
-        count = that_pay(self.threads, sizes)
+        count = that_pay(self.threads, sizes, self._can_share)
         if self._pool is None and count == 1:
             yield from map(self.run, steps)
             return
         each = self._share()
         if self._pool is None:
-            block = device_copies.block_nbytes(each.max_memory, 1)
-            self._pool = ReaderThreads(count, self.devices, block)
+            memory = self._pinned or ReaderMemory(self.devices, count, each.block_nbytes)
+            self._pinned = memory
+            self._pool = ReaderThreads(min(count, memory.count), self.devices, memory)
         yield from self._pool.in_order([partial(each.run, step) for step in steps], sizes)
 
+    def prepare(self, nbytes: Iterable[int]) -> None:
+        """Begin to make the memory of the threads that `run_all` will need for tensors of `nbytes` each, while the
+        caller goes on. `close` gives it back."""
+        if self.threads > 1 and self._pinned is None:
+            count = that_pay(self.threads, list(nbytes), shared=True)
+            if count > 1:
+                self._pinned = ReaderMemory(self.devices, count, self._share().block_nbytes)
+
     def close(self) -> None:
-        """End the threads that `run_all` has started. Returns when they have ended."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        """End the threads that `run_all` has started, and give their memory back. Returns when they have ended."""
+        pool, memory, self._pool, self._pinned = self._pool, self._pinned, None, None
+        if pool is not None:
+            pool.close()
+        elif memory is not None:
+            memory.give_back()
+
+    @property
+    def block_nbytes(self) -> int:
+        """The bytes of a pinned block: those of all devices are within `max_memory` together."""
+        return device_copies.block_nbytes(self.max_memory, self._directions)
+
+    @property
+    def _can_share(self) -> bool:
+        """Do threads help each other? Not where digests are compared that must be computed in order."""
+        return not self.files.sums.has_ordered
 
     def _share(self) -> TensorReader:
         """Return a reader for each of the threads, with its share of the memory and the same counts."""
@@ -120,7 +145,7 @@ class TensorReader:
         import torch
 
         dtype: torch.dtype = getattr(torch, stored.info.dtype)
-        pinned = device_copies.bound_blocks(out.device, self.max_memory, directions=1)
+        pinned = device_copies.bound_blocks(out.device, self.max_memory, self._directions)
         if out.dtype == dtype and is_as_it_lies(out):
             with self.meter.hold(pinned, torch.device("cpu")):
                 device_copies.fill_tensor(self.files, stored, box, out)
@@ -139,7 +164,7 @@ class TensorReader:
 
         itemsize = source.info.itemsize
         most = smaller(max(1, self.max_memory // (DECODE_COPIES * itemsize)))
-        device_copies.bound_blocks(out.device, self.max_memory, directions=1)
+        device_copies.bound_blocks(out.device, self.max_memory, self._directions)
         for part in row_major_boxes(box, most):
             with self.meter.hold(DECODE_COPIES * part.numel * itemsize, out.device):
                 values = torch.empty(part.sizes, dtype=source.torch_dtype, device=out.device)
@@ -148,7 +173,7 @@ class TensorReader:
 
     def codes(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
         """Read `box` of a tensor's quantization codes into `out` (box.sizes), unpacked on its device."""
-        device_copies.bound_blocks(out.device, self.max_memory, directions=1)
+        device_copies.bound_blocks(out.device, self.max_memory, self._directions)
         most = smaller(max(1, self.max_memory // (2 * out.element_size())))
         for part in row_major_boxes(box, most):
             with self.meter.hold(2 * part.numel * out.element_size(), out.device):

@@ -34,6 +34,7 @@ from ckptmap.storage.pinned_memory import Slabs
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.publish_by_marker import is_pending
 from ckptmap.storage.recover import sweep_saves
+from ckptmap.storage.registered_memory import on_used_device
 from ckptmap.storage.resource_limits import SHORT
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
@@ -67,8 +68,9 @@ class Snapshot:
 
     def wait(self) -> None:
         """Wait until the copies from every device have ended."""
-        for event in self.copies:
-            event.synchronize()
+        with on_used_device():  # a thread that has just begun is on device 0
+            for event in self.copies:
+                event.synchronize()
 
     def release(self) -> None:
         """Let the next save use the memory of the copies again; `values` are invalid then."""
@@ -83,7 +85,7 @@ def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> Sna
     device that trains on changes its values only after the copies, which are on its current stream.
     """
     values = {key: live.detach() for key, live in mine.items()}
-    apart = {key: live for key, live in values.items() if _is_copied_apart(live)}
+    apart = {key: live for key, live in values.items() if is_copied_apart(live.device)}
     at_once = {
         key: live
         for key, live in values.items()
@@ -129,13 +131,13 @@ def _start_copy(here: torch.Tensor, live: torch.Tensor) -> None:
         _start_copy(here.narrow(0, start, count), live.narrow(0, start, count))
 
 
-def _is_copied_apart(live: torch.Tensor) -> bool:
-    """Return whether the tensor is on a device of which the host can wait for the end of a copy."""
+def is_copied_apart(device: torch.device) -> bool:
+    """Return whether the host goes on while tensors are copied from the device, and can wait for the copies' end."""
     import torch
 
-    if live.device.type == "cpu":
+    if device.type == "cpu":
         return False
-    module = torch.get_device_module(live.device)
+    module = torch.get_device_module(device)
     return hasattr(module, "Event") and hasattr(module, "current_stream")
 
 

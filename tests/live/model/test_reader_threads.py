@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,8 @@ from torch import nn
 
 import ckptmap
 from ckptmap.errors import CkptmapError, SourceError
-from ckptmap.live.model import reader_threads, tensor_reader
+from ckptmap.live.model import reader_memory, reader_threads, tensor_reader
+from ckptmap.live.model.reader_memory import ReaderMemory
 from ckptmap.storage import device_copies
 from ckptmap.storage.files import Files
 from tests.support.late_device import one_late_a_thread
@@ -24,8 +25,12 @@ from tests.support.late_device import one_late_a_thread
 CPU = torch.device("cpu")
 
 
+def threads_of(count: int, devices: Sequence[torch.device] = ()) -> reader_threads.ReaderThreads:
+    return reader_threads.ReaderThreads(count, devices, ReaderMemory(devices, count, 4096))
+
+
 def in_order(jobs: list[Any], count: int, devices: tuple[torch.device, ...] = ()) -> Iterator[Any]:
-    with closing(reader_threads.ReaderThreads(count, devices, 4096)) as threads:
+    with closing(threads_of(count, devices)) as threads:
         yield from threads.in_order(jobs)
 
 
@@ -49,7 +54,7 @@ def test_results_come_in_order_from_several_threads() -> None:
 def test_jobs_begin_with_the_largest_and_results_stay_in_order() -> None:
     begun: list[int] = []
     jobs = [lambda number=number: begun.append(number) or number for number in range(5)]
-    with closing(reader_threads.ReaderThreads(1, (), 4096)) as threads:
+    with closing(threads_of(1)) as threads:
         assert list(threads.in_order(jobs, [3, 9, 1, 9, 5])) == list(range(5))
     assert begun == [1, 3, 4, 0, 2]
 
@@ -58,6 +63,7 @@ def test_as_many_threads_as_have_enough_to_do() -> None:
     mib = 1 << 20
     assert reader_threads.that_pay(16, [256 * mib] * 16) == 16
     assert reader_threads.that_pay(16, [256 * mib] * 4 + [1 << 14] * 8) == 4, "no more than tensors"
+    assert reader_threads.that_pay(16, [256 * mib] * 4 + [1 << 14] * 8, shared=True) == 8
     assert reader_threads.that_pay(16, [mib] * 1024) == 8
     assert reader_threads.that_pay(16, [mib] * 100) == reader_threads.that_pay(16, []) == 1
 
@@ -67,7 +73,8 @@ def test_blocks_of_all_threads_are_one_memory(monkeypatch: pytest.MonkeyPatch) -
     ways = one_late_a_thread(monkeypatch)
     new = device_copies.lasting_memory
     monkeypatch.setattr(device_copies, "lasting_memory", lambda n: made.append(n) or new(n))
-    monkeypatch.setattr(reader_threads, "copies_pinned", lambda device: True)
+    for module in (reader_memory, tensor_reader):
+        monkeypatch.setattr(module, "copies_pinned", lambda device: True)
     monkeypatch.setattr(torch, "get_device_module", lambda device: Streams)
     reader = tensor_reader.TensorReader(Files(), 32 << 20, [CPU])
     monkeypatch.setattr(reader, "threads", 2)
@@ -132,6 +139,8 @@ def test_a_device_has_several_threads_and_a_cpu_one(monkeypatch: pytest.MonkeyPa
     assert reader_threads.count_for(device, 1) == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert reader_threads.count_for(device, 256 << 20) == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
+    assert reader_threads.count_for(device, 256 << 20) == reader_threads.MOST
 
 
 # ------------------------------------------------------------------------------- whole loads

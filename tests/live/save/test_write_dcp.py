@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,26 @@ def test_a_save_waits_for_the_copies_from_every_device(
     assert all((one is threading.main_thread()) != background for one in threads)
     again = net(1)
     assert torch.equal(ckptmap.load(tmp_path / "out", again).extra["a"], torch.arange(5))
+
+
+def test_a_save_in_the_background_waits_on_a_device_that_is_used(
+    device: DeviceModule, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its thread begins with device 0, and a wait there would take memory of it."""
+
+    @contextmanager
+    def on_used_device() -> Iterator[None]:
+        device.log.append(("on", threading.current_thread().name))
+        yield
+        device.log.append(("off", ""))
+
+    monkeypatch.setattr(write_dcp, "on_used_device", on_used_device)
+    extra = {"b": on_device(torch.ones(3), "cuda:3")}
+    ckptmap.save(tmp_path / "out", net(0), extra=extra).wait()
+    stream = "stream of cuda:3"
+    assert device.log == [
+        ("record", stream), ("on", "ckptmap-save"), ("wait", stream), ("off", ""),
+    ]  # fmt: skip
 
 
 def test_the_event_comes_after_the_last_copy_of_its_device(
