@@ -15,7 +15,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from ckptmap.core.quantized_codes import CoarseScales, CodeGrid, CountsFlips
-from ckptmap.errors import Interrupted, RunError
+from ckptmap.errors import Interrupted, RunError, SourceError
 from ckptmap.execution import cuda_ring
 from ckptmap.execution.copy import Context, buffer_nbytes, recorded
 from ckptmap.execution.smaller_feeds import TensorProgress, with_smaller_feeds
@@ -24,6 +24,7 @@ from ckptmap.planning.kept_codes import writes_keeping_codes
 from ckptmap.protocols import Encoder, LooksFirst, Refusal, Write
 from ckptmap.protocols.encodings import DecodesOnHost
 from ckptmap.quantization.blockwise.chunks import smaller
+from ckptmap.quantization.blockwise.group_checks import NOT_FINITE
 from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.device_copies import fill_tensor
 from ckptmap.storage.direct_io import Buffer, Stream
@@ -81,6 +82,11 @@ def _encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]
         name = step.tensor.fqn
         hint = error.hint.replace("--no-encode", f"--no-encode {quote(name)}")
         raise type(error)(error.code, f"{name}: {error.message}", hint) from error
+    except SourceError as error:
+        if error.hint != NOT_FINITE or len(step.tensor.parts) < 2:
+            raise
+        hint = f"{NOT_FINITE}, or keep its codes as they are, --no-encode {quote(step.tensor.fqn)}"
+        raise type(error)(error.code, error.message, hint) from error
 
 
 def _encoded_parts(step: Encode) -> Mapping[str, TensorInfo]:

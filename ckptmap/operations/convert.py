@@ -17,7 +17,7 @@ from ckptmap.core.log import log
 from ckptmap.core.printable import one_line
 from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.core.signatures import spelled_out
-from ckptmap.errors import RunError
+from ckptmap.errors import RunError, SourceError
 from ckptmap.execution import check_source
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.execute import execute
@@ -86,7 +86,7 @@ def run(
             if finer is None:
                 raise
             return _run(finer, dst, how, ranks)
-        except RunError as error:
+        except (RunError, SourceError) as error:
             if plan.reference is None or "--no-encode" not in error.hint:
                 raise
             raise type(error)(error.code, error.message, _OTHER_VALUES) from error

@@ -16,6 +16,7 @@ from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.catalog import CatalogEntry
 from ckptmap.mapping.memory_names import joined_experts, memory_scheme
 from ckptmap.mapping.model_config import config_beside
+from ckptmap.mapping.renamed_in_memory import named_as_in_memory
 from ckptmap.mapping.rules import HUB
 from ckptmap.planning.options import Options
 from ckptmap.planning.reference import Reference
@@ -52,7 +53,10 @@ def in_disk_names(
         return ckpt, []
     if scheme is None:
         key = None if config is None else joined_experts(list(ckpt), config)
-        return ckpt, [] if key is None else [_without_rules(key)]
+        if key is not None:
+            return ckpt, [_without_rules(key)]
+        renamed = named_as_in_memory(list(ckpt), config)
+        return ckpt, [] if renamed is None else [_renamed(renamed)]
     if config is None:
         return ckpt, [_without_config(scheme)]
     try:
@@ -148,4 +152,11 @@ def _without_rules(key: str) -> str:
     return (
         f"{key}: all experts of a layer in one tensor, as transformers 5 has them in memory, and ckptmap"
         f" has no rules for this model: {READERS}; rename them with a mapping file: --names FILE"
+    )
+
+
+def _renamed(key: str) -> str:
+    return (
+        f"{key}: has its name in memory, which save_pretrained changes: transformers 5 loads it, programs that"
+        " know the names on disk alone do not; rename it with a mapping file: --names FILE"
     )

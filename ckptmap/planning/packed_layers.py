@@ -24,6 +24,9 @@ _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj"})
 _OUT = ("out_proj", "o_proj")
 """What the last projection of an attention is called; a language model and a tower beside it differ in that."""
 _MLP = frozenset({"fc1", "fc2"})
+PADS_BIASES = {"pp_doclayout_v3": frozenset({"enc_score_head", "enc_bbox_head"})}
+"""Model types -> layers with a bias that other layers share: transformers 5.23 pads the bias to the rows of the weight,
+which are those of the codes where bitsandbytes packs two into a byte. It leaves such layers dense itself."""
 LISTED = 5
 """Names that a hint lists."""
 
@@ -39,6 +42,8 @@ def require_initializable(
     model_types  its `model_type`, and those of the models that it consists of
     """
     settings, own = config.get("quantization_config"), config.get("model_type")
+    if isinstance(settings, Mapping) and settings.get("load_in_4bit") is True:
+        _require_unpadded(encodings, str(own))
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     if method != "compressed-tensors":
         return
@@ -55,6 +60,19 @@ def require_initializable(
                 f"{packed[0]}: cannot be {encodings[packed[0]][0].name} beside a config.json with {model_type}:"
                 " transformers fills its weight before it loads it, which fails where the codes are packed",
                 f"{_left(packed, model_type)}choose --to hf-ct-fp8, which keeps codes in `weight`",
+            )
+
+
+def _require_unpadded(encodings: Encodings, model_type: str) -> None:
+    """Raise PlanError CKM203 for a layer of `PADS_BIASES` with packed codes."""
+    names = PADS_BIASES.get(model_type, frozenset())
+    for fqn, (encoding, _) in encodings.items() if names else ():
+        if encoding.name != "dense" and not names.isdisjoint(fqn.split(".")):
+            raise PlanError(
+                "CKM203",
+                f"{fqn}: cannot be {encoding.name} beside a config.json with {model_type}: other layers share it, and"
+                " transformers pads its bias to the rows of the packed codes",
+                f"choose --to hf-bnb-int8; or --to full-{encoding.name}, which ckptmap.load takes",
             )
 
 

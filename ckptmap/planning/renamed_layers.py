@@ -20,12 +20,23 @@ TAKE_ALL = frozenset({"bitsandbytes", "compressed-tensors"})
 """Libraries that put a layer of their own in the place of every linear layer but those that the config names, and fail
 where the file holds dense values for it. transformers' own FP8 layer takes them."""
 
+BY_MODULE = "bnb-int8"
+"""The encoding whose codes transformers finds by the module that it has made, whatever it is called on disk."""
+
 
 @runtime_checkable
 class FindsByLoadedName(Protocol):
     """A scheme whose library looks up a weight by its name in the loaded model, not in the file."""
 
     by_loaded_name: bool
+
+
+@runtime_checkable
+class Targets(Protocol):
+    """A scheme that says how it encodes a weight by default."""
+
+    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """Return the encoding; None: the weight stays as it is."""
 
 
 Encodings = Mapping[str, tuple[Encoding, TensorInfo]]
@@ -63,8 +74,7 @@ def require_found(
                 "CKM203",
                 f"{fqn}: cannot be {name} beside a config.json: transformers renames the weights"
                 f" of {renamed[0]} while loading, and would not find {name} of the names on disk",
-                "choose --to hf-bnb-int8, which it finds by module; or --to full-"
-                f"{name}, which ckptmap.load takes",
+                f"choose {_by_module(encodings, schemes.get(BY_MODULE))}--to full-{name}, which ckptmap.load takes",
             )
     for other, (encoding, info) in encodings.items():
         if method in TAKE_ALL and encoding.name == "dense" and _is_taken(other, info):
@@ -74,6 +84,19 @@ def require_found(
                 f" weights of {renamed[0]} while loading, and would take the layer for {name}",
                 f"choose --to full-{name}, which ckptmap.load takes",
             )
+
+
+def _by_module(encodings: Encodings, scheme: object) -> str:
+    """Return the part of a hint that names bitsandbytes' int8; "" where it would be refused in its turn, because
+    a layer that the library takes stays dense."""
+    if not isinstance(scheme, Targets):
+        return ""
+    dense = (
+        fqn
+        for fqn, (encoding, info) in encodings.items()
+        if _is_taken(fqn, info) and (encoding.name == "dense" or scheme.target(fqn, info) is None)
+    )
+    return "" if any(dense) else f"--to hf-{BY_MODULE}, which it finds by module; or "
 
 
 def _is_taken(fqn: str, info: TensorInfo) -> bool:

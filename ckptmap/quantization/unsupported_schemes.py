@@ -120,6 +120,8 @@ READERS: Mapping[str, str] = {
     "EETQ int8": "transformers with the package eetq runs it on a GPU",
     "Metal": "transformers runs it on an Apple GPU",
     "BitNet": "transformers runs it",
+    "GPTQ or AWQ": "put the config.json, quantize_config.json or quant_config.json that it was saved with beside the"
+    " weights: gptq, gptq_v2 and gemm are decoded",
     "HQQ": "hqq loads it, and writes a form that is decoded with `save_to_safetensors`",
     "quanto": "optimum-quanto loads it; put the model's config.json beside the weights",
     "sparse compressed-tensors": "compressed-tensors decompresses it",

@@ -193,3 +193,24 @@ def test_the_table_is_what_transformers_does(kind: str) -> None:
                     layer._parameters["weight"] = weight
     assert filled - {"lm_head"} <= filled_names(kind)
     assert len(filled) > 3
+
+
+def test_a_layer_that_others_share_with_its_bias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should a later release load it, the refusal can go."""
+    config = transformers.AutoConfig.for_model(
+        "pp_doclayout_v3", d_model=128, encoder_layers=1, decoder_layers=1
+    )
+    model = transformers.AutoModel.from_config(config)
+    model.save_pretrained(tmp_path / "in")
+    with pytest.raises(PlanError, match=r"enc_\w+_head.* pads its bias") as caught:
+        ckptmap.plan(tmp_path / "in", "hf-bnb-nf4")
+    assert caught.value.code == "CKM203"
+    for hinted in ("hf-bnb-int8", "full-bnb-nf4"):
+        assert f"--to {hinted}" in caught.value.hint
+        assert ckptmap.plan(tmp_path / "in", hinted)
+    monkeypatch.setattr("ckptmap.planning.packed_layers.PADS_BIASES", {})
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bnb-nf4")
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert loaded.enc_score_head.bias.shape != model.enc_score_head.bias.shape

@@ -201,6 +201,23 @@ def test_a_layer_that_stays_dense_under_a_name_that_is_not_known_is_refused(tmp_
         ckptmap.plan(tmp_path / "in", "hf-bnb-int8", no_encode=("*.dense1.weight",))
 
 
+@pytest.mark.parametrize("to", ["hf-int8", "hf-float8"])
+def test_the_hint_is_not_refused_itself(to: str, tmp_path: Path) -> None:
+    """bitsandbytes finds by module what it takes itself; a layer that stays dense is refused there, too."""
+    saved(segformer, tmp_path / "in")
+    kept = ("*.dense1.weight",)
+    with refused(PlanError, "CKM203", match=r"would not find") as caught:
+        ckptmap.plan(tmp_path / "in", to)
+    assert "--to hf-bnb-int8" in caught.value.hint
+    assert ckptmap.plan(tmp_path / "in", "hf-bnb-int8")
+    with refused(PlanError, "CKM203", match=r"would not find") as caught:
+        ckptmap.plan(tmp_path / "in", to, no_encode=kept)
+    assert "bnb" not in caught.value.hint
+    full = to.replace("hf", "full")
+    assert f"--to {full}" in caught.value.hint
+    assert ckptmap.plan(tmp_path / "in", full, no_encode=kept)
+
+
 @pytest.mark.parametrize(
     ("make", "to", "loads"),
     [(olmo_hybrid, "hf-ct-int8", "hf-bnb-int8"), (dinov2, "hf-ct-fp8", "hf-bnb-nf4"), (dinov2, "hf-fp8", "hf-int8")],

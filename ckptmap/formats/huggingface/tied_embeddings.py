@@ -23,9 +23,15 @@ FORWARDING = frozenset({
 })  # fmt: skip
 """The model types of transformers 5.23 that tie where only the config of the text model says true."""
 
+NEVER_TIED = frozenset({"BigBirdPegasusForCausalLM"})
+"""Classes of transformers 5.23 that read no such statement: they lack `_tied_weights_keys`, and save both weights."""
+
 
 def states_tied(config: Mapping[str, object]) -> bool | None:
     """Return whether a config ties the embeddings; None: it does not say."""
+    classes = config.get("architectures")
+    if isinstance(classes, list) and len(classes) == 1 and classes[0] in NEVER_TIED:
+        return False
     own, of_text = _stated(config), _of_text_model(config)
     if own is None or (of_text and config.get("model_type") in FORWARDING):
         return of_text

@@ -209,7 +209,7 @@ class GroupedColumns:
             want = torch.arange(column, column + len(index), dtype=torch.int32) // self.group
             bad = index != want
             said = (
-                f"config.json states desc_act false and group_size {self.group}, so groups in order"
+                f"its config states desc_act false and group_size {self.group}, so groups in order"
             )
             hint = CONTRADICTORY
         if bool(bad.any()):
@@ -268,7 +268,7 @@ class GroupedColumns:
             low, high = int(zeros.amin()) + half, int(zeros.amax()) + half
             raise SourceError(
                 "CKM115",
-                f"config.json states symmetric codes, so zero points of {half}, found {low} to {high}",
+                f"its config states symmetric codes, so zero points of {half}, found {low} to {high}",
                 CONTRADICTORY,
             )
         return scales

@@ -19,16 +19,16 @@ from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
-    file_of,
     group_by_names,
     malformed,
     refuse_kept_modules,
 )
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
-from ckptmap.quantization.blockwise.read_config import model_type, quantization_config, stated_dtype
+from ckptmap.quantization.blockwise.read_config import model_type, stated_dtype
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.gptq.columns import LISTED, ORDERED, UNORDERED, GroupedColumns
 from ckptmap.quantization.gptq.encodings import Awq, Gptq, GptqV2
+from ckptmap.quantization.gptq.settings import settings_beside
 from ckptmap.quantization.gptq.statement import Kind, Statement, declared, encoding_of, statement_of
 from ckptmap.quantization.linear_weights import CONV1D, CONV1D_MODELS, LinearLayerScheme
 from ckptmap.quantization.weight_forms import WeightForms
@@ -96,8 +96,8 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         if not found:
             return groups
         codes = stored[_key(found[0], "qweight")]
-        config = quantization_config(codes, self.mounts)
-        said = statement_of(config, file_of(codes))
+        settings = settings_beside(codes, self.mounts)
+        said = statement_of(settings)
         if said is None or said.kind not in self.kinds:
             return groups
         parts = StoredParts.of(stored)
@@ -108,7 +108,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
             lambda fqn, near: _made(fqn, said, dtype, near),
             [_ending(fqn, said) for fqn in found],
         )
-        refuse_kept_modules(read, "qweight", KEPT, config)
+        refuse_kept_modules(read, "qweight", KEPT, settings.config, settings.name)
         return groups + read
 
 

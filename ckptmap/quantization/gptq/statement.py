@@ -1,4 +1,4 @@
-"""What config.json states about weights of GPTQ or AWQ, and whether the stored tensors agree.
+"""What the settings beside weights of GPTQ or AWQ state, and whether the stored tensors agree.
 
     {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": true, "desc_act": false,
      "checkpoint_format": "gptq"}
@@ -27,6 +27,7 @@ from ckptmap.quantization.blockwise.group_checks import (
 from ckptmap.quantization.blockwise.word_packing import WORD
 from ckptmap.quantization.gptq.columns import LISTED, ORDERED, UNORDERED, GroupedColumns
 from ckptmap.quantization.gptq.encodings import AWQ_BITS, Awq, Gptq, GptqV2
+from ckptmap.quantization.gptq.settings import CONFIG, Settings
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 BITS = range(2, 9)
@@ -47,6 +48,7 @@ class Statement:
     symmetric     are all zero points in the middle?
     ordered       are groups in any order, given by g_idx? None: it is not stated
     modules       the ends of names of quantized modules; empty: any
+    file          the name of the file that states it
     """
 
     kind: Kind
@@ -55,35 +57,40 @@ class Statement:
     symmetric: bool
     ordered: bool | None
     modules: tuple[str, ...] = ()
+    file: str = CONFIG
 
 
-def statement_of(config: Mapping[str, object], file: str) -> Statement | None:
-    """Return what a `quantization_config` states; None: it is of no form that is read.
+def statement_of(settings: Settings) -> Statement | None:
+    """Return what settings state; None: they are of no form that is read.
 
     Raise SourceError CKM115 where a number is none that the form allows.
     """
+    config = settings.config
     kind = _kind(config)
     if kind is None:
         return None
-    bits = _number(config, ("bits", "w_bit"), file)
-    group = _number(config, ("group_size", "q_group_size"), file)
+    bits = _number(config, ("bits", "w_bit"), settings)
+    group = _number(config, ("group_size", "q_group_size"), settings)
     if bits not in BITS or (kind is Awq and bits != AWQ_BITS):
         allowed = AWQ_BITS if kind is Awq else f"{BITS[0]} to {BITS[-1]}"
-        raise _malformed(f"{kind.name} of {allowed} bits", f"bits {bits}", file)
+        raise _malformed(f"{kind.name} of {allowed} bits", f"bits {bits}", settings)
     if group < 1 and group != -1:
-        raise _malformed("a group_size of 1 or more, or -1 for all inputs", str(group), file)
+        raise _malformed("a group_size of 1 or more, or -1 for all inputs", str(group), settings)
     if any(config.get(name) for name in _OVERRIDES):
-        return Statement(kind, None, None, False, None)
+        return Statement(kind, None, None, False, None, file=settings.name)
     if kind is Awq:
-        return Statement(kind, bits, group, config.get("zero_point") is False, None)
+        symmetric = config.get("zero_point") is False
+        return Statement(kind, bits, group, symmetric, None, file=settings.name)
     ordered = config.get("desc_act")
     symmetric = config.get("sym") is True
     stated = ordered if isinstance(ordered, bool) else None
-    return Statement(kind, bits, group, symmetric, stated, _modules(config))
+    return Statement(kind, bits, group, symmetric, stated, _modules(config), settings.name)
 
 
 def _kind(config: Mapping[str, object]) -> Kind | None:
     method = config.get("quant_method")
+    if config.get("is_marlin_format") is True:
+        return None
     if method == "auto-round":
         return _PACKING.get(str(config.get("packing_format")))
     if method == "gptq":
@@ -93,10 +100,10 @@ def _kind(config: Mapping[str, object]) -> Kind | None:
     return None
 
 
-def _number(config: Mapping[str, object], names: tuple[str, ...], file: str) -> int:
+def _number(config: Mapping[str, object], names: tuple[str, ...], settings: Settings) -> int:
     value = next((config[name] for name in names if name in config), None)
     if type(value) is not int:
-        raise _malformed(f"a number as {names[0]}", str(value)[:40], file)
+        raise _malformed(f"a number as {names[0]}", str(value)[:40], settings)
     return value
 
 
@@ -112,11 +119,11 @@ def _modules(config: Mapping[str, object]) -> tuple[str, ...]:
     return (*names, "lm_head") if names else ()
 
 
-def _malformed(expected: str, found: str, file: str) -> SourceError:
+def _malformed(expected: str, found: str, settings: Settings) -> SourceError:
     return SourceError(
         "CKM115",
-        f"quantization_config, expected {expected}, found {found!r}: beside {file}",
-        "restore the config.json that the weights were saved with",
+        f"{settings.section}, expected {expected}, found {found!r}: beside {settings.weights}",
+        f"restore the {settings.name} that the weights were saved with",
     )
 
 
@@ -143,7 +150,7 @@ def encoding_of(
     encoding = said.kind(bits, group, scales.info.dtype, said.symmetric, order)
     info = TensorInfo((rows, width), dtype)
     for stated, shown, part in _contradictions(fqn, said, encoding, info, parts):
-        raise contradiction(fqn, f"config.json states {stated}", shown, part)
+        raise contradiction(fqn, f"{said.file} states {stated}", shown, part)
     return encoding, info
 
 
@@ -152,7 +159,8 @@ def _order(fqn: str, said: Statement, parts: Infos) -> str:
     if index is None:
         if said.ordered:
             shown = f"no g_idx is stored beside qweight {parts['qweight'].info}"
-            raise contradiction(fqn, "config.json states desc_act true", shown, parts["qweight"])
+            stated = f"{said.file} states desc_act true"
+            raise contradiction(fqn, stated, shown, parts["qweight"])
         return UNORDERED
     return LISTED if said.ordered is False else ORDERED
 

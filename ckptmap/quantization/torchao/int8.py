@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
+from ckptmap.protocols import Refusal
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoInt8
 from ckptmap.quantization.blockwise.scaled_encoder import Constants
 from ckptmap.quantization.torchao import config_json as torchao_config
@@ -38,6 +39,16 @@ class Int8(TorchaoEncoding):
 
     def rule(self, info: TensorInfo) -> RoundingRule:
         return TorchaoInt8(self.scale_dtype)
+
+    def cannot_encode(self, info: TensorInfo) -> Refusal | None:
+        """Return why values cannot be encoded so. Zero points follow from torchao's `mapping_type` (0, or of each
+        range), which a tensor of `IntxUnpackedToInt8Tensor` does not hold."""
+        if self.zero_dtype and not self.is_symmetric:
+            return Refusal(
+                f"its zero points are read, and none are made anew: {self.kind} does not state the mapping_type"
+                " by which torchao chose them"
+            )
+        return super().cannot_encode(info)
 
     def constants(self, info: TensorInfo) -> Constants:
         if not (self.zero_dtype and self.is_symmetric):

@@ -90,3 +90,23 @@ def test_untied_outside_and_tied_inside_as_transformers_writes_qwen3_vl_moe(tmp_
     assert torch.equal(tensors["lm_head.weight"], model.lm_head.weight)
     loaded = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_class_that_never_ties_keeps_both_weights(tmp_path: Path) -> None:
+    """BigBird-Pegasus' decoder alone saves both, though its config ties them, and loads both."""
+    config = transformers.BigBirdPegasusConfig(
+        vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32,
+        encoder_layers=1, max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.BigBirdPegasusForCausalLM(config)
+    model.save_pretrained(tmp_path / "in")
+    assert json.loads((tmp_path / "in" / "config.json").read_text()).get(TIED, True)
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bf16")
+    loaded, told = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values()), told
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        wanted = getattr(model, get)().weight.to(torch.bfloat16)
+        assert torch.equal(getattr(loaded, get)().weight.to(torch.bfloat16), wanted)
+    whole = transformers.BigBirdPegasusForConditionalGeneration(config)
+    whole.save_pretrained(tmp_path / "whole")
+    assert states_tied(json.loads((tmp_path / "whole" / "config.json").read_text())) is not False

@@ -1,0 +1,93 @@
+"""State dicts of families that transformers renames on disk: it loads their names in memory, and a note says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+import ckptmap
+from ckptmap.mapping.renamed_in_memory import SIGNS, named_as_in_memory
+
+TEXT = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+
+
+def llava() -> Any:
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={"model_type": "clip_vision_model", **VISION},
+        image_token_index=63,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def mistral3() -> Any:
+    config = transformers.Mistral3Config(
+        text_config={"model_type": "mistral", **TEXT},
+        vision_config={"model_type": "pixtral", "head_dim": 16, **VISION},
+        image_token_index=63,
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def vit() -> Any:
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**VISION))
+
+
+def granitemoe() -> Any:
+    config = transformers.GraniteMoeConfig(**TEXT, num_local_experts=4, pad_token_id=0)
+    return transformers.GraniteMoeForCausalLM(config)
+
+
+def exaone() -> Any:
+    if "exaone" not in CONFIG_MAPPING_NAMES:
+        pytest.skip("transformers has EXAONE 3 since 5.24")
+    config = transformers.AutoConfig.for_model("exaone", **TEXT)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("make", [llava, mistral3, vit, granitemoe, exaone])
+def test_transformers_loads_both_and_a_note_tells_them_apart(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    model.save_pretrained(tmp_path / "disk")
+    state = model.state_dict()
+    torch.save(state, tmp_path / "memory.pt")
+    report = ckptmap.convert(
+        tmp_path / "memory.pt", tmp_path / "out", to="hf", config_from=tmp_path / "disk"
+    )
+    notes = [note for note in report.notes if "name in memory" in note]
+    assert len(notes) == 1
+    assert "transformers 5 loads it" in notes[0]
+    assert notes[0].partition(": ")[0] in state
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() <= state.keys()
+    loaded, told = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values()), told
+    got = loaded.state_dict()
+    assert all(torch.equal(value, got[key]) for key, value in state.items())
+    again = ckptmap.plan(tmp_path / "disk", "hf")
+    assert not any("name in memory" in note for note in again.notes)
+
+
+def test_every_family_is_one_that_transformers_has() -> None:
+    types = [kind for _, kinds in SIGNS for kind in kinds]
+    assert len(types) == len(set(types))
+    assert not set(types) - set(CONFIG_MAPPING_NAMES) - {"exaone"}
+    assert named_as_in_memory(["model.layers.0.self_attn.q_proj.weight"], None) is None
+    assert named_as_in_memory(["lm_head.weight"], {"model_type": "exaone"}) is None
+    assert named_as_in_memory(["x.attention.k_proj.bias"], {"model_type": ["vit"]}) is None
