@@ -12,10 +12,11 @@ import torch
 from benchmarks.gpu_session.encoders import looking
 from ckptmap.protocols import Encoder, Encoding
 from ckptmap.quantization.dense import CastEncoder
+from ckptmap.quantization.gptq.encodings import Awq, Gptq
 from ckptmap.tensors import TensorInfo
 from tests.quantization.test_kernel_counts import targets_of_all
 
-SHAPE = (64, 512)
+SHAPE = (1024, 512)
 FEEDS = 8
 INFO = TensorInfo(SHAPE, "bfloat16")
 TARGETS: Mapping[str, Encoding] = {
@@ -25,18 +26,18 @@ TARGETS: Mapping[str, Encoding] = {
 }
 
 
-def held(root: object) -> int:
-    """The number of tensors that an object reaches by its attributes and their lists."""
+def held(root: object) -> list[torch.Tensor]:
+    """The tensors that an object reaches by its attributes and their lists."""
     seen: set[int] = set()
     todo: list[object] = [root]
-    tensors = 0
+    tensors: list[torch.Tensor] = []
     while todo:
         one = todo.pop()
         if id(one) in seen or isinstance(one, type):
             continue
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
-            tensors += 1
+            tensors.append(one)
         elif isinstance(one, list | tuple):
             todo += one
         elif type(one).__module__.startswith("ckptmap"):
@@ -53,7 +54,7 @@ def fed(encoder: Encoder, values: torch.Tensor) -> list[int]:
         look(part)
     for number, part in enumerate(parts):
         list(encoder.feed(number * part.numel(), part))
-        counts.append(held(encoder))
+        counts.append(len(held(encoder)))
     return counts
 
 
@@ -69,3 +70,15 @@ def test_none_stays_of_values_that_were_infinite_before_a_cast() -> None:
     values = torch.full(SHAPE, torch.inf)
     values[::2] = torch.nan
     assert set(fed(CastEncoder("float32", "bfloat16"), values)) == {0}
+
+
+@pytest.mark.parametrize("encoding", [Gptq(4, 64), Awq(4, 64)], ids=["gptq", "awq"])
+def test_what_lies_across_the_rows_is_held_once(encoding: Encoding) -> None:
+    """In bands at first, which were joined at the end."""
+    encoder = encoding.encoder(INFO, "cpu")
+    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
+    fed(encoder, values)
+    kept = held(encoder)
+    assert sum(tensor.nbytes for tensor in kept) <= encoder.state_nbytes
+    codes = next(write.values for write in encoder.finish() if write.part == "qweight")
+    assert codes.data_ptr() in {tensor.data_ptr() for tensor in kept}
