@@ -38,6 +38,7 @@ from ckptmap.operations.encode_again import FEED_NUMEL, encoded_writes
 from ckptmap.operations.extra_files import extra_files
 from ckptmap.optim.bnb_writer import as_bnb
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity, writes_keeping_codes
+from ckptmap.planning.reference import with_tied_heads
 from ckptmap.planning.restored_scales import restored
 from ckptmap.protocols.progress import COMPARING, READING, Progress
 from ckptmap.storage.file_records import DamagedRecord
@@ -189,7 +190,7 @@ def _compared(
                 source, adapter, document["setup"], leave=merged.get("leave", ()),
                 untied=merged.get("untied"),
             )  # fmt: skip
-        source = _source_named_like(ckpt, source, document)
+        source = with_tied_heads(_source_named_like(ckpt, source, document), ckpt)
         if any(map(IN_BNBS_NAMES.fullmatch, document["logical"])):
             ckpt, source = (_in_bnbs_names(one) for one in (ckpt, source))
         with one_torch_thread(source.merged is not None):  # as it was merged, to the bit

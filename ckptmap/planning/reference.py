@@ -10,14 +10,16 @@ them all encoded; `convert` compares the values and plans once more, with `uncha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open_in
 from ckptmap.errors import ArgumentError, PlanError
 from ckptmap.planning.options import Options
-from ckptmap.protocols import Setup, part_key
+from ckptmap.protocols import Setup, part_key, through
 from ckptmap.setups import Aim, parse
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Cut, Opaque
@@ -85,6 +87,16 @@ class Reference:
             changed = replace(changed, optimizer="drop")
         return changed
 
+    def tied_heads(self) -> Mapping[str, str]:
+        """Return head -> embedding, where its config.json ties the two and both are stored."""
+        carrier, mounts = self.setup.carrier, self.ckpt.files.mounts
+        if carrier is None:
+            return {}
+        path = Path(self.ckpt.index.sidecar_dir or self.ckpt.path)
+        directory = path if path.is_dir() else path.parent
+        siblings = [str(file) for file in directory.iterdir()]
+        return through(carrier, mounts).ties(self.ckpt.infos(), siblings, None)
+
     def places(self) -> dict[str, tuple[str, int]]:
         """Return stored key -> (file, offset) of every weight that lies in one run of a file."""
         places: dict[str, tuple[str, int]] = {}
@@ -131,8 +143,25 @@ def open_reference(options: Options, files: Files) -> Reference | None:
         return Reference(replace(opened, files=files, origin=origin))
 
 
+def with_tied_heads(ckpt: Checkpoint, like: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the head that `like` stores, though its config.json ties it to the embedding.
+
+    transformers saves such a model without the head, which is the embedding then.
+    """
+    heads = {
+        head: ckpt.group(embedding)._replace(fqn=head)
+        for head, embedding in Reference(like).tied_heads().items()
+        if head not in ckpt and embedding in ckpt
+    }
+    if not heads:
+        return ckpt
+    names = {**ckpt.names, **{head: head for head in heads}}
+    return replace(ckpt.with_groups(heads, ()), names=names)
+
+
 def beside(ckpt: Checkpoint, reference: Reference) -> Checkpoint:
     """Return the source as one whose files are also those of the reference: a run watches them all."""
+    ckpt = with_tied_heads(ckpt, reference.ckpt)
     seen = {**ckpt.fingerprints, **reference.ckpt.fingerprints}
     ckpt.files.seen = {**ckpt.files.seen, **reference.ckpt.fingerprints}
     more = [file for file in reference.ckpt.index.files if file not in ckpt.index.files]

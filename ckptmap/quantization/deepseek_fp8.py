@@ -353,7 +353,7 @@ def _block(
         if scale.shape == grid_shape(info.shape, whole):
             return whole
     if math.prod(scale.shape) == 1 and fits(scale.shape, (1,) * ndim):
-        return info.shape
+        return clamped(info.shape, info.shape)
     same = len(scale.shape) == ndim and 0 not in scale.shape
     if same and not any(n % g for n, g in zip(info.shape, scale.shape, strict=True)):
         return tuple(n // g for n, g in zip(info.shape, scale.shape, strict=True))

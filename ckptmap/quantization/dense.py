@@ -128,6 +128,10 @@ class CastEncoder:
 
         magnitude = values.abs()
         lost = cast.isinf().logical_and_(magnitude != torch.inf)
+        if lost.is_cpu and not bool(
+            lost.any()
+        ):  # nothing is kept of NaN and infinity that were there
+            return
         # The count stays where the values are; an append is atomic, an addition would not be.
         self._overflows.append((lost.sum(), magnitude.mul_(lost).nan_to_num_(0.0).amax()))
 

@@ -512,6 +512,38 @@ def test_a_tied_head_that_no_file_holds(tmp_path: Path) -> None:
         ckptmap.convert(tmp_path / "work.pt", tmp_path / "other", as_=tmp_path / "release")
 
 
+@pytest.mark.parametrize("form", ["dense", "bnb-nf4"])
+def test_a_tied_head_that_only_the_release_holds(form: str, tmp_path: Path) -> None:
+    """Quantizers write it beside the embedding, and transformers saves the trained model without it."""
+    release, dense_, head = tmp_path / "release", tmp_path / "dense", "lm_head.weight"
+    model = tiny_llama(tied=True)
+    model.save_pretrained(dense_)
+    if form == "dense":
+        shutil.copytree(dense_, release)
+    else:
+        bnb_cases.quantized(dense_, "nf4", False).save_pretrained(release)
+    state = load_file(release / FILE)
+    state[head] = state["model.embed_tokens.weight"].clone()
+    save_file(state, release / FILE, {"format": "pt"})
+    ckptmap.load(release, model)
+    model.save_pretrained(tmp_path / "work")
+    assert head not in load_file(tmp_path / "work" / FILE)
+    report = ckptmap.convert(tmp_path / "work", tmp_path / "back", as_=release)
+    assert report.likeness is not None and not report.likeness.changed
+    assert (tmp_path / "back" / FILE).read_bytes() == (release / FILE).read_bytes()
+    assert ckptmap.verify(tmp_path / "back", against=tmp_path / "work").ok
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3] += 1
+    model.save_pretrained(tmp_path / "trained")
+    report = ckptmap.convert(tmp_path / "trained", tmp_path / "other", as_=release)
+    assert report.likeness is not None
+    assert report.likeness.changed.keys() == {head, "model.embed_tokens.weight"}
+    written = load_file(tmp_path / "other" / FILE)
+    for key in (head, "model.embed_tokens.weight"):
+        assert torch.equal(written[key], model.model.embed_tokens.weight)
+    assert ckptmap.verify(tmp_path / "other", against=tmp_path / "trained").ok
+
+
 def test_a_checkpoint_that_nobody_writes_is_no_reference(pair: tuple[Path, Path]) -> None:
     """One file of safetensors is read, and written by no setup."""
     release, work = pair

@@ -53,6 +53,8 @@ def refused(folder: Path, *values: str) -> None:
         ("w4-group", {"num_bits": 8}, "num_bits 8", "have 4 bits"),
         ("w8a16-packed", {"num_bits": 4}, "num_bits 4", "have 8 bits"),
         ("w8a8", {"num_bits": 16}, "num_bits 16", "have 8 bits"),
+        ("w8a8", {"num_bits": [8]}, "num_bits [8]", "have 8 bits"),
+        ("fp8", {"num_bits": {}}, "num_bits {}", "have 8 bits"),
         ("w4-group", {"group_size": 16}, "group_size 16", "[64, 4]"),
         ("w4-group", {"strategy": "channel", "group_size": None}, "'channel'", "[64, 4]"),
         ("w4-group", {"strategy": "tensor", "group_size": None}, "'tensor'", "[64, 4]"),

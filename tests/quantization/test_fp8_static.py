@@ -161,3 +161,13 @@ def test_tiles_of_our_record_and_of_the_config(tmp_path: Path) -> None:
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with pytest.raises(SourceError, match=r"states weight_block_size \[129, 128\].*\[128, 128\]"):
         ckptmap.open(tmp_path / "out")
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
+def test_a_weight_without_elements_is_refused(shape: tuple[int, int], tmp_path: Path) -> None:
+    static(tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    tensors[QUERY] = torch.zeros(shape).to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / FILE, {"format": "pt"})
+    with pytest.raises(SourceError, match=rf"q_proj\.weight: .*\[{shape[0]}, {shape[1]}\]"):
+        ckptmap.open(tmp_path)

@@ -20,8 +20,14 @@ class NotFinite:
         ] = []  # appended to, because feeds may come from several threads
 
     def note(self, of_blocks: torch.Tensor) -> None:
-        """Count those of `of_blocks`, one number a block."""
-        self._bad.append(of_blocks.isfinite().logical_not_().sum())
+        """Count those of `of_blocks`, one number a block.
+
+        A CPU is asked at once: small tensors that stay between large ones that go keep the allocator from using
+        the memory of those again.
+        """
+        bad = of_blocks.isfinite().logical_not_().sum()
+        if not bad.is_cpu or bool(bad):
+            self._bad.append(bad)
 
     def require_none(self) -> None:
         """Raise RunError CKM309 where a block was not finite."""

@@ -342,9 +342,10 @@ def _is_of_others(codes: TensorInfo, scale: TensorInfo, config: Mapping[str, obj
 
 def _bits(groups: Sequence[Mapping[str, object]]) -> int:
     """Return the bits of codes in whole bytes, which only a config tells; 8 where it does not."""
-    said = {w.get("num_bits") for group in groups if isinstance(w := group.get("weights"), Mapping)}
-    bits = said.pop() if len(said) == 1 else 8
-    return bits if type(bits) is int and 1 <= bits <= 8 else 8
+    said = [w.get("num_bits") for group in groups if isinstance(w := group.get("weights"), Mapping)]
+    numbers = {bits if type(bits) is int else None for bits in said}  # JSON may hold a list
+    bits = numbers.pop() if len(numbers) == 1 else 8
+    return bits if bits is not None and 1 <= bits <= 8 else 8
 
 
 def _made(

@@ -162,7 +162,8 @@ class BlockEncoder:
             part = values.narrow(0, start, min(most, values.numel() - start))
             blocks = part.to(torch.float32).view(-1, self.step)
             limit = blocks.abs().amax().le(self._largest).logical_not_()  # NaN, too
-            self._beyond.append(limit)
+            if not limit.is_cpu or bool(limit):  # a CPU is asked at once: see NotFinite.note
+                self._beyond.append(limit)
             packed = self._pack(blocks).view(-1)
             at = (offset + start) // self.step * self._kind.nbytes
             yield Write("", flat(at, packed.numel()), packed)

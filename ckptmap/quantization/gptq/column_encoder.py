@@ -48,6 +48,30 @@ class ColumnForm:
     listed: bool
 
 
+class _Columns:
+    """A part of a weight of `rows` rows, filled band by band: to join bands at the end would take its memory twice."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows, self._filled = rows, 0
+        self._made: torch.Tensor | None = None
+
+    def add(self, columns: torch.Tensor, rows: int) -> None:
+        """Put the columns, which a band of `rows` rows makes, behind those that are there."""
+        import torch
+
+        height, width = columns.shape
+        if self._made is None:
+            full = -(-width * self._rows // rows)
+            self._made = torch.empty(height, full, dtype=columns.dtype)
+        self._made[:, self._filled : self._filled + width] = columns.cpu()
+        self._filled += width
+
+    @property
+    def whole(self) -> torch.Tensor:
+        assert self._made is not None and self._made.shape[1] == self._filled, "all bands were fed"
+        return self._made
+
+
 class ColumnEncoder:
     """Keeps the words of the whole tensor: they lie across the order in which values come."""
 
@@ -65,26 +89,25 @@ class ColumnEncoder:
         self.step = BAND * self._width
         groups = -(-self._width // form.group)
         self.state_nbytes = self._rows * (self._width * form.bits // 8 + groups * 5)
-        self._words: list[torch.Tensor] = []
-        self._scales: list[torch.Tensor] = []
-        self._zeros: list[torch.Tensor] = []
+        self._words, self._scales, self._zeros = (_Columns(self._rows) for _ in range(3))
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
         """Encode values [m] T, whole bands of rows or the last ones. Raise RunError CKM309 where one is not finite."""
         rows = values.view(-1, self._width)
         for start in range(0, len(rows), BAND):
-            codes, scales, zeros = self._encoded(rows[start : start + BAND])
-            self._words.append(self._pack(codes).cpu())
-            self._scales.append(scales.t().cpu())
-            self._zeros.append(zeros.t().cpu())
+            band = rows[start : start + BAND]
+            codes, scales, zeros = self._encoded(band)
+            self._words.add(self._pack(codes), len(band))
+            self._scales.add(scales.t(), len(band))
+            self._zeros.add(zeros.t(), len(band))
         return ()
 
     def finish(self) -> Iterable[Write]:
         import torch
 
-        yield _write("qweight", torch.cat(self._words, 1))
-        yield _write("scales", torch.cat(self._scales, 1))
-        yield _write("qzeros", self._pack_zeros(torch.cat(self._zeros, 1)))
+        yield _write("qweight", self._words.whole)
+        yield _write("scales", self._scales.whole)
+        yield _write("qzeros", self._pack_zeros(self._zeros.whole))
         if self._form.listed:
             yield _write("g_idx", torch.arange(self._width, dtype=torch.int32) // self._form.group)
 
