@@ -9,7 +9,7 @@ pointer, as in their directories, the highest step is the newest here, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,14 +46,18 @@ def newest_first(root: Path) -> list[StepDirectory]:
     return [*sorted(last, key=lambda one: rank[one.path], reverse=True), *rest[::-1]]
 
 
-def around_newest(root: Path, found: Sequence[StepDirectory]) -> list[SavedStep]:
+def around_newest(
+    root: Path,
+    found: Sequence[StepDirectory],
+    describe: Callable[[StepDirectory], SavedStep] = describe_step,
+) -> list[SavedStep]:
     """Return the checkpoint that the pointer names, and those of later steps. One of them is the
     newest: a process may be killed before it moves the pointer. Others' saves have the number of
     the pointer's, so that their step decides."""
     name = named_newest(root)
     at = next((number for number, one in enumerate(found) if one.path.name == name), None)
     if at is None:
-        return [describe_step(one) for one in found[-1:]]
-    near = [describe_step(one) for one in found[at:]]
+        return [describe(one) for one in found[-1:]]
+    near = [describe(one) for one in found[at:]]
     number = near[0].number
     return [one if one.number else replace(one, number=number) for one in near]

@@ -23,17 +23,19 @@ from ckptmap.core.log import log
 from ckptmap.errors import ArgumentError, CkptmapError, DestinationError, SourceError
 from ckptmap.live.load.load import load
 from ckptmap.live.manager import root_directory
-from ckptmap.live.manager.metrics import numbers, with_record
+from ckptmap.live.manager.described_steps import DescribedSteps
+from ckptmap.live.manager.metrics import numbers, record
 from ckptmap.live.manager.numbered_state import named_by_live
 from ckptmap.live.manager.preemption import Preemption
 from ckptmap.live.manager.retention import Mode, Retention
 from ckptmap.live.model.load_report import LoadReport
-from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
-from ckptmap.live.options import ValueKeywords
+from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.options import SaveOptions, ValueKeywords
 from ckptmap.live.save.prepare import prepare
 from ckptmap.live.save.reserve import SaveMemory
-from ckptmap.live.save.save import save
+from ckptmap.live.save.save import save_all
 from ckptmap.live.save.save_handle import SaveHandle
+from ckptmap.live.save.this_rank import Managed
 from ckptmap.operations.newest_step import LATEST, around_newest, newest_first
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.operations.step_directories import (
@@ -104,6 +106,7 @@ class CheckpointManager:
         self._blocked_s: dict[int, float] = {}
         self._strange: set[Path] = set()
         self._memory = SaveMemory()
+        self._described = DescribedSteps()
         self._warned = self._goes_back = self._has_reserved = False
 
     @property
@@ -146,16 +149,14 @@ class CheckpointManager:
         self._memory.hold()
         target = self.root / f"step-{step}"
         self._warn_of_metrics(metrics or {})
-        with said_if_lost(UNTOUCHED.format(target)):
-            is_ours, number = self._before(target, step, numbers(metrics))
-        extra = keywords.get("extra")
-        if extra or self._ranks().rank == 0:  # values may be given on rank 0 alone
-            keywords["extra"] = with_record(number, metrics, extra)
+        values = numbers(metrics)
+        managed = Managed(repr(sorted(values.items())), lambda: self._begin(target, step, values))
         keywords.setdefault("timeout", self.timeout)
-        handle = save(
-            target, model, optimizer, scheduler, step=step, overwrite=is_ours,
-            background=self.background and not ends, bandwidth=self.bandwidth, **keywords,
-        )  # fmt: skip
+        options = SaveOptions.of({
+            **keywords, "step": step, "overwrite": False, "bandwidth": self.bandwidth,
+            "background": self.background and not ends,
+        })  # fmt: skip
+        handle = save_all(target, model, optimizer, scheduler, options, managed)
         self._follow(handle)
         self._blocked_s[step] = time.perf_counter() - begun
         if ends:
@@ -214,28 +215,16 @@ class CheckpointManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _before(self, target: Path, step: int, metrics: Mapping[str, float]) -> tuple[bool, int]:
-        """Return whether a step is saved a second time, by a run that went back, and the number of this
-        save: they rise in the order of saves. Raises ArgumentError CKM516 where metrics differ."""
-        if self._last is not None:
-            self._last.settle()  # it may be about to publish this very step
-        ranks, mine, number = self._ranks(), False, 0
-        with ranks.together():
-            if ranks.rank == 0:
-                found = find_steps(self.root)
-                mine = any(one.path == target and self._is_ours(one) for one in found)
-                near = around_newest(self.root, found)
-                number = 1 + max((one.number for one in near), default=0)
-                self._warn_of_later([one.step for one in near if not one.problem], step)
-        told = ranks.all((mine, number, repr(sorted(metrics.items()))))
-        for rank, (*_, theirs) in enumerate(told):
-            if theirs != told[0][2]:
-                raise ArgumentError(
-                    "CKM516",
-                    f"metrics: are {told[0][2]} on rank 0, {theirs} on rank {rank}",
-                    "pass numbers that all ranks have: a loss that is averaged over ranks",
-                )
-        return told[0][:2]
+    def _begin(
+        self, target: Path, step: int, metrics: Mapping[str, float]
+    ) -> tuple[bool, dict[str, object]]:
+        """Return whether a step is saved a second time, by a run that went back, and the record of this save with
+        its number: they rise in the order of saves. Rank 0 calls it once the save before has ended."""
+        found = find_steps(self.root)
+        is_ours = any(one.path == target and self._is_ours(one) for one in found)
+        near = around_newest(self.root, found, self._described.of)
+        self._warn_of_later([one.step for one in near if not one.problem], step)
+        return is_ours, record(1 + max((one.number for one in near), default=0), metrics)
 
     def _warn_of_later(self, steps: Sequence[int], step: int) -> None:
         """Say where a run goes back by itself, which `restore` has not told it to."""
@@ -313,8 +302,7 @@ class CheckpointManager:
         return None if found is None else found.path
 
     def _saved(self) -> list[SavedStep]:
-        found = [describe_step(one) for one in find_steps(self.root)]
-        return [one for one in found if not one.problem]
+        return [one for one in self._described.anew(find_steps(self.root)) if not one.problem]
 
     # ------------------------------------------------------------------ restoring
 

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptmap.core import argument_checks
 from ckptmap.errors import ArgumentError
-from ckptmap.operations.step_directories import MANAGER
 
 
-def with_record(
-    number: int, metrics: Mapping[str, float] | None, extra: Mapping[str, object] | None
-) -> dict[str, object]:
-    """Return the extra values of a save, with those of the manager. Raises ArgumentError CKM516."""
-    values = argument_checks.extra(extra, (MANAGER,))
-    return {**values, MANAGER: {"metrics": numbers(metrics), "number": number}}
+def record(number: int, metrics: Mapping[str, float]) -> dict[str, object]:
+    """Return what a manager saves of a step: its metrics, and the number of the save."""
+    return {"metrics": dict(metrics), "number": number}
 
 
 def numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:

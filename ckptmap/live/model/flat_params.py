@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeGuard
 
+from ckptmap.core.class_names import is_a
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.sharding.flat_range_boxes import rectangles
@@ -99,7 +100,7 @@ class FlatParamTensor(LiveTensor):
 
 def is_fsdp1(module: torch.nn.Module) -> TypeGuard[FullyShardedDataParallel]:
     """Return whether FSDP1 wraps the module, without an import of torch.distributed."""
-    return any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
+    return is_a(module, "FullyShardedDataParallel")
 
 
 def handles(model: torch.nn.Module) -> list[tuple[FullyShardedDataParallel, FlatParamHandle]]:

@@ -6,13 +6,14 @@ Shard(0) of [8, 4] over 2 ranks, rank 1  ->  box (4, 0) + (4, 4) of the tensor, 
 from __future__ import annotations
 
 import copyreg
-import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeGuard
 
+from ckptmap.core.class_names import is_a
 from ckptmap.errors import LoadError
 from ckptmap.live.model import fsdp2_params
+from ckptmap.live.model.cut_boxes import boxes_of_cuts
 from ckptmap.live.model.tensor_reader import window
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 from ckptmap.tensors import Box
@@ -100,11 +101,8 @@ class LiveTensor:
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard of a DTensor; any other tensor itself."""
-        import torch
-
         tensor = self.tensor
-        with torch.no_grad():
-            local = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+        local = shard_of(tensor) if is_dtensor(tensor) else tensor.detach()
         kept = TRAINED_DENSE.get(type(local).__name__)
         found: torch.Tensor = getattr(local, kept) if kept else local
         return found
@@ -207,7 +205,19 @@ def _accumulates(tensor: torch.Tensor) -> bool:
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Return whether the value is a DTensor, without an import of torch.distributed."""
-    return any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__)
+    return is_a(tensor, "DTensor")
+
+
+def shard_of(tensor: DTensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, without a gradient: as `to_local` does, which makes a view anew for
+    each call where the DTensor is a parameter."""
+    import torch
+
+    local = tensor._local_tensor
+    if type(local) is torch.Tensor:
+        return local.detach() if local.requires_grad else local
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def expanded(local: torch.Tensor) -> bool:
@@ -283,59 +293,14 @@ def cut(
 ) -> list[tuple[Box, Box]]:
     """Return (box, box in the local tensor) for what the rank at `coordinate` of the mesh holds.
     Placements apply from left to right, as in torch."""
-    runs = [[range(n)] for n in shape]
-    for size, rank, placement in zip(mesh_shape, coordinate, placements, strict=True):
+    for placement in placements:
         if placement.is_partial():
             raise LoadError(
                 "CKM505", f"model: {fqn} is placed as {placement}", "redistribute it before loading"
             )
-        dim = getattr(placement, "dim", None)
-        if dim is not None:
-            runs[dim] = _chunk(runs[dim], size, rank, getattr(placement, "split_factor", 1))
-    return list(_boxes(runs))
-
-
-def _chunk(runs: list[range], parts: int, index: int, split: int) -> list[range]:
-    """Return chunk `index` of `parts` of the indices in `runs`, as torch.chunk cuts them; a strided
-    shard cuts them into `split` pieces first, and takes its chunk of each."""
-    total = sum(map(len, runs))
-    taken: list[range] = []
-    for piece in range(split):
-        start, stop = chunk_bounds(total, split, piece)
-        low, high = chunk_bounds(stop - start, parts, index)
-        taken += _take(runs, start + low, start + high)
-    return taken
-
-
-def chunk_bounds(n: int, parts: int, index: int) -> tuple[int, int]:
-    """Return start and stop of chunk `index`, where torch.chunk cuts `n` elements into `parts`."""
-    step = -(-n // parts)
-    start = min(index * step, n)
-    return start, min(start + step, n)
-
-
-def _take(runs: list[range], start: int, stop: int) -> Iterator[range]:
-    """Yield elements start..stop of the runs, concatenated."""
-    for run in runs:
-        part = run[max(start, 0) : max(stop, 0)]
-        if part:
-            yield part
-        start, stop = start - len(run), stop - len(run)
-
-
-def _boxes(runs: list[list[range]]) -> Iterator[tuple[Box, Box]]:
-    """Yield a box, and the same box in the local tensor, for every combination of runs of the dims."""
-    per_dim = []
-    for dim in runs:
-        starts = itertools.accumulate(map(len, dim), initial=0)
-        per_dim.append([(r.start, at, len(r)) for r, at in zip(dim, starts, strict=False)])
-    for combination in itertools.product(*per_dim):
-        sizes = tuple(n for _, _, n in combination)
-        if all(sizes):
-            yield (
-                Box(tuple(start for start, _, _ in combination), sizes),
-                Box(tuple(at for _, at, _ in combination), sizes),
-            )
+    # A strided shard may be equal to another one, so that placements are no key.
+    cuts = [(getattr(p, "dim", None), getattr(p, "split_factor", 1)) for p in placements]
+    return list(boxes_of_cuts(tuple(shape), tuple(mesh_shape), tuple(coordinate), tuple(cuts)))
 
 
 # ------------------------------------------------------------------------------- where data goes

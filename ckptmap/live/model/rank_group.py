@@ -7,15 +7,18 @@ error that names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptmap.core.formatting import first_line
+from ckptmap.core.json_text import parse_json
 from ckptmap.errors import CkptmapError, RunError
 from ckptmap.live.model.arrivals import Arrivals, default_timeout
+from ckptmap.storage.tensor_bytes import tensor_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -25,6 +28,9 @@ T = TypeVar("T")
 _GROUPS: dict[tuple[str, float | None], tuple[object, RankGroup]] = {}
 """Purpose and timeout -> (torch's default group, our group); a new default group gets new ones."""
 
+
+_HEAD, _SHORT = 8, 4088
+"""Bytes of a length, and those of a text that are sent with it: 4 KiB together."""
 
 UNTOUCHED = "{} is as it was"
 """What becomes of a destination where ranks are lost before it is published."""
@@ -126,6 +132,57 @@ class RankGroup:
             dist.all_gather(places, mine, group=self.group)
         return bool(found.any())
 
+    def told(self, make: Callable[[], T]) -> list[T]:
+        """Return what `make` returns on every rank, in order of rank: values of JSON, lists for tuples. Raises as
+        `together` does where it fails on one. It is one collective where the values are small, in place of the
+        three of `together` and `all`."""
+        error, text = None, b""
+        try:
+            text = json.dumps([None, value := make()]).encode()
+        except LostRanks:
+            raise  # there is nobody to tell
+        except Exception as caught:
+            error, text = caught, json.dumps([_said(caught), None]).encode()
+        if self.world == 1:
+            if error is not None:
+                raise error
+            return [value]
+        try:
+            answers = [parse_json(one) for one in self._gathered(text)]
+        except LostRanks as lost:
+            raise lost if error is None else error from lost
+        _raise_said(error, [said for said, _ in answers])
+        return [value for _, value in answers]
+
+    def _gathered(self, text: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in order of rank: over gloo one collective where all are short."""
+        import torch.distributed as dist
+
+        if dist.get_backend(self.group) != "gloo":
+            return self.all(text)
+        first = self._of_one_size(
+            len(text).to_bytes(_HEAD, "little") + text[:_SHORT], _HEAD + _SHORT
+        )
+        sizes = [int.from_bytes(one[:_HEAD], "little") for one in first]
+        parts = [one[_HEAD:] for one in first]
+        if max(sizes) > _SHORT:
+            rest = self._of_one_size(text[_SHORT:], max(sizes) - _SHORT)
+            parts = [head + tail for head, tail in zip(parts, rest, strict=True)]
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    def _of_one_size(self, data: bytes, size: int) -> list[bytes]:
+        """Return the bytes of every rank, which are filled with zeros to `size`."""
+        import torch
+        import torch.distributed as dist
+
+        mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        found = torch.empty(self.world * size, dtype=torch.uint8, device="cpu")
+        with self.named_if_lost():
+            places = [found[at : at + size] for at in range(0, found.numel(), size)]
+            dist.all_gather(places, mine, group=self.group)
+        everything = bytes(tensor_bytes(found))
+        return [everything[start : start + size] for start in range(0, len(everything), size)]
+
     @contextmanager
     def named_if_lost(self) -> Iterator[None]:
         """Raise RunError CKM307, with the ranks that did not come, in place of an error of gloo in the
@@ -190,28 +247,32 @@ class RankGroup:
             raise  # there is nobody to tell
         except Exception as caught:
             error = caught
-        said = None
-        if error is not None:
-            known = isinstance(error, CkptmapError)
-            said = (
-                getattr(error, "code", "CKM306"),
-                error.message
-                if isinstance(error, CkptmapError)
-                else f"{type(error).__name__}: {error}",
-                getattr(error, "hint", "") if known else "",
-            )
+        said = None if error is None else _said(error)
         try:
             if not self.any(said is not None):
                 return
             answers = self.all(said)
         except LostRanks as lost:
             raise lost if error is None else error from lost
-        if error is not None:
-            raise error
-        for rank, answer in enumerate(answers):
-            if answer is not None:
-                code, message, hint = answer
-                raise RunError(code, f"[rank {rank}] {message}", hint)
+        _raise_said(error, answers)
+
+
+def _said(error: BaseException) -> tuple[str, str, str]:
+    """Return what the other ranks are told of an error: its code, text and hint."""
+    if isinstance(error, CkptmapError):
+        return error.code, error.message, error.hint
+    code = getattr(error, "code", "CKM306")
+    return str(code), f"{type(error).__name__}: {error}", ""
+
+
+def _raise_said(error: BaseException | None, answers: Sequence[Sequence[str] | None]) -> None:
+    """Raise the error of this rank, else a RunError of the first rank that has said one; none: nothing."""
+    if error is not None:
+        raise error
+    for rank, answer in enumerate(answers):
+        if answer is not None:
+            code, message, hint = answer
+            raise RunError(code, f"[rank {rank}] {message}", hint)
 
 
 @contextmanager

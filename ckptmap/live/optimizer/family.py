@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from ckptmap.live.model.live_tensor import is_dtensor
+from ckptmap.live.model.live_tensor import is_dtensor, shard_of
 
 if TYPE_CHECKING:
     import torch
@@ -75,10 +75,7 @@ Moment: TypeAlias = "torch.Tensor | Codes"
 
 def local_of(value: T) -> T | torch.Tensor:
     """Return this rank's shard of a state tensor; any other value itself."""
-    import torch
-
-    with torch.no_grad():
-        return value.to_local() if is_dtensor(value) else value
+    return shard_of(value) if is_dtensor(value) else value
 
 
 def codes_of(value: object) -> Codes | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from ckptmap.core.class_names import is_a
 from ckptmap.live.model.flat_params import FlatParamTensor, is_fsdp1
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.optimizer import gradient_hooks
@@ -30,9 +31,11 @@ PRECISION = "mixed precision"
 
 def described(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, object]:
     """Return the settings as plain values."""
+    policies = (policy for m in model.modules() if (policy := _policy(m)) is not None)
+    different = {id(policy): policy for policy in policies}  # most modules share one
     return {
         AVERAGED: _averagers(model),
-        PRECISION: sorted({text for m in model.modules() for text in _policies(m)}),
+        PRECISION: sorted(set(filter(None, map(_text, different.values())))),
         "parameters that are trained": _trained(targets),
         **gradient_hooks.described(model),
     }
@@ -50,30 +53,23 @@ def _averagers(model: torch.nn.Module) -> list[str]:
 
 def is_ddp(module: torch.nn.Module) -> TypeGuard[DistributedDataParallel]:
     """Return whether DDP wraps the module, without an import of torch.distributed."""
-    return any(cls.__name__ == "DistributedDataParallel" for cls in type(module).__mro__)
+    return is_a(module, "DistributedDataParallel")
 
 
-def _policies(module: torch.nn.Module) -> list[str]:
-    """Return the mixed-precision settings of a module as one text; empty: it has none."""
-    from torch import distributed
-
-    if not distributed.is_available():
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
-    policy: Any = None
+def _policy(module: Any) -> Any:
+    """Return the mixed-precision settings of a module; None: it has none."""
     if is_fsdp1(module) or is_ddp(module):
-        policy = module.mixed_precision
-    elif isinstance(module, FSDPModule):
-        policy = module._get_fsdp_state()._mp_policy
-    if policy is None:
-        return []
+        return module.mixed_precision
+    return module._get_fsdp_state()._mp_policy if is_a(module, "FSDPModule") else None
+
+
+def _text(policy: Any) -> str:
+    """Return what of mixed-precision settings is not the default; empty: nothing."""
     default = type(policy)()
     settings = {field.name: getattr(policy, field.name) for field in fields(policy)}
-    texts = [
+    return " ".join(
         f"{name}={value}" for name, value in settings.items() if value != getattr(default, name)
-    ]
-    return [" ".join(texts)] if texts else []
+    )
 
 
 def _trained(targets: Sequence[LiveTensor]) -> str:

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ckptmap.live.model import several_models
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import live_forms, logical_info
-from ckptmap.live.model.live_tensor import LiveTensor, device_for, fallback_device, is_dtensor
+from ckptmap.live.model.live_tensor import (
+    LiveTensor,
+    device_for,
+    fallback_device,
+    is_dtensor,
+    local_boxes,
+)
 from ckptmap.live.optimizer import gradients, group_objects, numerics
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
 from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, unwrapped
@@ -193,7 +199,7 @@ def layout_digest(
         elif whole := logical_info(target):
             boxes = whole.shape  # a forward on the CPU changes the shape of the codes
         else:
-            boxes = [box for box, _ in target.windows(target.local)]
+            boxes = [box for box, _ in local_boxes(target)]
         now = type(target.local).__name__, target.forward_dtype or target.dtype
         kind, dtype = becomes.get(target.fqn, now)
         digest.update(repr((target.names, kind, dtype, boxes)).encode())

@@ -6,8 +6,8 @@ offers of all ranks  ->  stored tensors, each box with the one rank that writes 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import RunError
@@ -49,13 +49,31 @@ class Offer:
 
 def offers_of(holdings: Sequence[LocalTensor]) -> list[Offer]:
     """Return what other ranks are told of the tensors that this rank holds."""
-    compared = [one for one in holdings if one.primary is None and (one.checked or one.is_buffer)]
-    digests = digests_of([one.pieces for one in compared])
-    by_path = {one.path: digest for one, digest in zip(compared, digests, strict=True)}
-    return [_offer(one, by_path.get(one.path, ())) for one in holdings]
+    return with_digests(bare_offers(holdings), compared_digests(holdings))
 
 
-def _offer(holding: LocalTensor, digest: Digest) -> Offer:
+def bare_offers(holdings: Sequence[LocalTensor]) -> list[Offer]:
+    """Return the offers of these tensors without their digests: what is the same from one save to the next."""
+    return [_offer(one) for one in holdings]
+
+
+def compared_digests(holdings: Sequence[LocalTensor]) -> list[Digest]:
+    """Return the digests of the tensors that other ranks may hold whole, too, in their order."""
+    return digests_of([one.pieces for one in holdings if is_compared(one)])
+
+
+def is_compared(one: LocalTensor | Offer) -> bool:
+    """Return whether ranks compare their values of a tensor, which each of them holds whole."""
+    return one.primary is None and (one.checked or one.is_buffer)
+
+
+def with_digests(offers: Sequence[Offer], digests: Sequence[Digest]) -> list[Offer]:
+    """Return the offers with the digests of those that are compared."""
+    rest = iter(digests)
+    return [replace(one, digest=next(rest)) if is_compared(one) else one for one in offers]
+
+
+def _offer(holding: LocalTensor) -> Offer:
     first = holding.pieces[0] if holding.pieces else None
     coded = span = None
     if isinstance(first, LocalCodes):
@@ -64,7 +82,7 @@ def _offer(holding: LocalTensor, digest: Digest) -> Offer:
     boxes = tuple(piece.box for piece in holding.pieces)
     return Offer(
         holding.path, holding.info, boxes, holding.primary, holding.checked,
-        digest, coded, span, holding.is_buffer,
+        (), coded, span, holding.is_buffer,
     )  # fmt: skip
 
 
@@ -79,13 +97,37 @@ def drifted_buffers(offers: Sequence[Sequence[Offer]]) -> list[str]:
     return list(found)
 
 
+class ValuesPlace(NamedTuple):
+    """Where this rank finds values that it writes: numbers of the tensor it holds and of its piece, and the part
+    of a piece of codes ("": the piece is values).
+
+    is_flat  whether they are written as one row
+    """
+
+    holding: int
+    piece: int
+    part: str = ""
+    is_flat: bool = False
+
+    def values(self, holdings: Sequence[LocalTensor]) -> torch.Tensor:
+        """Return the values, a view of what the rank holds."""
+        piece = holdings[self.holding].pieces[self.piece]
+        if isinstance(piece, LocalCodes):
+            return piece.codes.parts[self.part].view(-1)
+        return piece.values.reshape(-1) if self.is_flat else piece.values
+
+
 @dataclass
 class Assignment:
-    """The stored tensors, and in `mine` the values that this rank writes, by stored path and box."""
+    """The stored tensors, and in `mine` the values that this rank writes, by stored path and box.
+
+    places  where those values are among what the rank holds; the same for every save of one structure
+    """
 
     tensors: list[OutTensor] = field(default_factory=list)
     records: dict[str, Mapping[str, object]] = field(default_factory=dict)
     mine: dict[tuple[Path, Box], torch.Tensor] = field(default_factory=dict)
+    places: dict[tuple[Path, Box], ValuesPlace] = field(default_factory=dict)
 
     def state(self, values: Mapping[Path, object], world: int) -> OutState:
         return OutState(self.tensors, values, self.records, world)
@@ -97,7 +139,8 @@ class Assigner:
     def __init__(self, rank: int, world: int, held: LocalState) -> None:
         self._rank = rank
         self._load = [0] * world
-        self._held = {holding.path: holding for holding in held.holdings}
+        self._holdings = held.holdings
+        self._held = {holding.path: number for number, holding in enumerate(held.holdings)}
         self._found = Assignment(records=dict(held.records))
 
     def assign(self, offers: Sequence[Sequence[Offer]]) -> Assignment:
@@ -114,6 +157,8 @@ class Assigner:
                 self._moment(path, found)
             else:
                 self._dense(path, found)
+        places = self._found.places.items()
+        self._found.mine = {key: place.values(self._holdings) for key, place in places}
         return self._found
 
     def _check(self, path: Path, found: Sequence[tuple[int, Offer]]) -> None:
@@ -162,10 +207,11 @@ class Assigner:
         chunks = [(rank, box) for box, rank in by_box.items()]
         self._add(path, info, sorted(chunks, key=lambda c: (c[1].offsets, c[0])))
         if self._rank in by_box.values():
-            for piece in self._held[path].pieces:
+            holding = self._held[path]
+            for number, piece in enumerate(self._holdings[holding].pieces):
                 assert not isinstance(piece, LocalCodes)
                 if by_box[piece.box] == self._rank:
-                    self._found.mine[path, piece.box] = piece.values
+                    self._found.places[path, piece.box] = ValuesPlace(holding, number)
 
     def _add(self, path: Path, info: TensorInfo, chunks: Boxes) -> None:
         wrong = prove_tiling(info.shape, [box for _, box in chunks])
@@ -221,11 +267,12 @@ class Assigner:
         if rank != self._rank:
             return
         where = (*path[:-1], f"{path[-1]}.{part}")
-        for piece in self._held[path].pieces:
+        holding = self._held[path]
+        for number, piece in enumerate(self._holdings[holding].pieces):
             if isinstance(piece, LocalCodes):
-                self._found.mine[where, box] = piece.codes.parts[part].view(-1)
+                self._found.places[where, box] = ValuesPlace(holding, number, part)
             elif cell is not None and piece.box == cell.box:
-                self._found.mine[where, box] = piece.values.reshape(-1)
+                self._found.places[where, box] = ValuesPlace(holding, number, is_flat=True)
 
 
 def _places(encoding: LowBit, info: TensorInfo, cell: LowBitCell) -> Mapping[str, Box]:

@@ -1,14 +1,17 @@
-"""What ranks tell each other before a save is written: whether they were given the same values, and what each
-holds that all must know, as records and settings.
+"""What ranks tell each other of a save: before it returns whether they were given the same values, and before it
+writes what each holds that all must know, as plain values, records and settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint import base_record
+from ckptmap.errors import ArgumentError
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer import run_settings
@@ -16,9 +19,9 @@ from ckptmap.live.optimizer.local_state import STATE, LocalState
 from ckptmap.live.options import SaveOptions
 from ckptmap.live.rounding import record as rounding
 from ckptmap.live.save import extra_values, pending_gradients
-from ckptmap.live.save.assign_writers import Offer, drifted_buffers
 from ckptmap.live.save.collect import put
-from ckptmap.live.save.overlapping_meshes import require_alike
+from ckptmap.live.save.replica_digests import Digest
+from ckptmap.operations.step_directories import MANAGER
 from ckptmap.tensors import Path
 
 if TYPE_CHECKING:
@@ -27,87 +30,135 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank tells the others of its values, before anything is written.
+    """What a rank tells the others before anything is planned: values of JSON, some hundred bytes.
 
-    extra, states  digests of the caller's values by name
-    evidence       of gradients that are pending
-    bases          of a save of a part of the weights; rank 0 has taken the digests
+    only           the patterns of `only`; where a rank has any, nothing else is told yet
+    extra, states  names and digests of the caller's values
+    pending        what tells of gradients that are pending, and their digest
+    is_decided     whether the caller says what becomes of such gradients
+    seeds          of optimizers that round by position
+    replicas       one digest of all tensors that this rank compares with others
+    plans          tokens of the plans that this rank knows for what it holds
+    managed        the metrics of a manager, which all ranks have
     """
 
-    step: int | None
-    extra: Mapping[str, str]
-    states: Mapping[str, str]
-    evidence: pending_gradients.Evidence
-    bases: object
+    only: Sequence[str] = ()
+    step: int | None = None
+    extra: Sequence[tuple[str, str]] = ()
+    states: Sequence[tuple[str, str]] = ()
+    pending: tuple[str, Sequence[str]] = ("", ())
+    is_decided: bool = True
+    seeds: Sequence[int | None] = ()
+    replicas: str = ""
+    plans: Sequence[str] = ()
+    managed: str = ""
 
     @classmethod
     def of(
-        cls,
-        options: SaveOptions,
-        states: Mapping[str, object],
-        evidence: pending_gradients.Evidence,
-        held: LocalState,
-    ) -> Told:
+        cls, options: SaveOptions, states: Mapping[str, object], found: pending_gradients.Evidence,
+        held: LocalState, digests: Sequence[Digest], plans: Sequence[str], managed: str | None,
+    ) -> Told:  # fmt: skip
+        """Return what this rank tells. managed: None where no manager saves, whose record rank 0 alone has."""
         extra = extra_values.digests(options.extra or {})
-        bases = held.settings.get(base_record.KEY)
-        return cls(options.step, extra, extra_values.digests(states), evidence, bases)
+        if managed is not None:
+            extra.pop(MANAGER, None)
+        return cls(
+            (), options.step, [*extra.items()], [*extra_values.digests(states).items()],
+            (found.text, found.digest), options.gradients is not None,
+            rounding.seeds(held.settings), one_digest(digests), plans, managed or "",
+        )  # fmt: skip
+
+    @property
+    def evidence(self) -> pending_gradients.Evidence:
+        text, digest = self.pending
+        return pending_gradients.Evidence(text, tuple(digest))
 
 
-def require_same_values(held: LocalState, told: Sequence[Told], options: SaveOptions) -> None:
-    """Compare what all ranks told.
+def one_digest(digests: Sequence[Digest]) -> str:
+    """Return a digest of digests, by which ranks see that all are equal."""
+    text = repr([*map(tuple, digests)])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    Raises ArgumentError CKM516 where they differ, CKM518 where gradients are pending."""
+
+def told_by_all(peers: RankGroup, make: Callable[[], Told]) -> list[Told]:
+    """Return what every rank tells. Raises on all ranks what `make` raises on one."""
+    return [Told(**one) for one in peers.told(lambda: asdict(make()))]
+
+
+def require_same_values(held: LocalState, told: Sequence[Told], with_gradients: bool) -> None:
+    """Compare what all ranks told; every rank finds the same.
+
+    Raises ArgumentError CKM516 where they differ, CKM518 where gradients are pending, RunError CKM509 where ranks
+    round with different seeds."""
+    for rank, one in enumerate(told):
+        if one.managed != told[0].managed:
+            raise ArgumentError(
+                "CKM516",
+                f"metrics: are {told[0].managed} on rank 0, {one.managed} on rank {rank}",
+                "pass numbers that all ranks have: a loss that is averaged over ranks",
+            )
     extra_values.require_same_step([one.step for one in told])
-    extra_values.require_same([one.extra for one in told])
-    if told[0].bases:
-        held.settings[base_record.KEY] = told[0].bases
+    extra_values.require_same([dict(one.extra) for one in told])
     pending = pending_gradients.told([one.evidence for one in told])
-    if options.gradients is None:
+    if not all(one.is_decided for one in told):
         pending_gradients.refuse(pending)
-    if pending and not options.gradients:
+    if pending and not with_gradients:
         held.settings[run_settings.WITHOUT] = pending
+    rounding.require_one_seed([tuple(one.seeds) for one in told])
 
 
-def share(
-    held: LocalState,
-    offers: Sequence[Sequence[Offer]],
-    model: torch.nn.Module,
-    peers: RankGroup,
-    replicas: str,
-) -> list[str]:
-    """Exchange plain values, records and settings, so that every rank has those of all, and return
-    the names of the buffers that differ between ranks. Raises RunError CKM509 where replicas do."""
-    everything = peers.all((held.values, held.records))
-    settings_of = peers.all(
-        (held.settings["layout"], bool(held.decoded), replicas, held.placements, held.simplified)
-    )
-    rounding.require_one_seed(peers.all(rounding.seeds(held.settings)))
-    if any(wanted == "check" for _, _, wanted, *_ in settings_of):
-        require_alike(held, offers, peers)
-    with peers.together():
-        drifted = [] if _broadcasts_buffers(model) else drifted_buffers(offers)
-        described = {
-            **held.settings,
-            "layout": [layout for layout, *_ in settings_of],
-            "decoded": any(decoded for _, decoded, *_ in settings_of),
-            run_settings.PLACEMENTS: {k: v for *_, some, _ in settings_of for k, v in some.items()},
-            run_settings.FORMS: list(
-                dict.fromkeys(name for *_, some in settings_of for name in some)
-            ),
-            "buffers": drifted,
-            run_settings.UNLIKE: _unlike([values for values, _ in everything]),
-        }
-        put(held, ("extra", run_settings.KEY), described)
-        for values, records in reversed(everything):
-            held.records.update(records)
-            held.values |= values
-    return drifted
+@dataclass(frozen=True)
+class Shared:
+    """What each rank holds that all must know before a save is written. Nothing of it is live.
+
+    token  of the plan that is made of it
+    """
+
+    values: Mapping[Path, object]
+    records: Mapping[str, Mapping[str, object]]
+    settings: Mapping[str, object]
+    is_decoded: bool
+    placements: Mapping[str, Mapping[str, object]]
+    simplified: Sequence[str]
+    replicas: str
+    token: str = field(default_factory=lambda: os.urandom(16).hex())
+
+    @classmethod
+    def of(cls, held: LocalState, replicas: str) -> Shared:
+        settings = {key: held.settings.get(key) for key in ("layout", base_record.KEY)}
+        return cls(
+            dict(held.values), dict(held.records), settings, bool(held.decoded),
+            held.placements, held.simplified, replicas,
+        )  # fmt: skip
 
 
-def _broadcasts_buffers(model: torch.nn.Module) -> bool:
-    """Return whether DDP broadcasts rank 0's buffers before each forward, so that those of other ranks
-    need not be saved."""
-    return any(getattr(module, "broadcast_buffers", False) for module in model.modules())
+def merge(held: LocalState, everything: Sequence[Shared], drifted: Sequence[str]) -> None:
+    """Give this rank the plain values, records and settings of all ranks; those of the lowest go first.
+
+    drifted  names of the buffers that differ between ranks"""
+    if bases := everything[0].settings[base_record.KEY]:  # rank 0 has taken the digests
+        held.settings[base_record.KEY] = bases
+    described = {
+        **held.settings,
+        "layout": [one.settings["layout"] for one in everything],
+        "decoded": any(one.is_decoded for one in everything),
+        run_settings.PLACEMENTS: {k: v for one in everything for k, v in one.placements.items()},
+        run_settings.FORMS: list(dict.fromkeys(n for one in everything for n in one.simplified)),
+        "buffers": list(drifted),
+        run_settings.UNLIKE: _unlike([one.values for one in everything]),
+    }
+    put(held, ("extra", run_settings.KEY), described)
+    for one in reversed(everything):
+        held.records.update(one.records)
+        held.values |= one.values
+
+
+def told_of(drifted: Sequence[str], model: torch.nn.Module) -> list[str]:
+    """Return the buffers that differ between ranks and of which other ranks' values are lost: not those that DDP
+    broadcasts from rank 0 before each forward."""
+    if not drifted or any(getattr(m, "broadcast_buffers", False) for m in model.modules()):
+        return []
+    return list(drifted)
 
 
 def lost_buffers(buffers: Sequence[str]) -> tuple[str, ...]:

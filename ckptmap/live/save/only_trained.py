@@ -194,6 +194,11 @@ class SavedPart:
         return [*found, *note_of_trained(self.left)]
 
 
+def everything(path: str | os.PathLike[str], targets: Sequence[LiveTensor]) -> SavedPart:
+    """Return the choice of all tensors."""
+    return SavedPart(path, targets, [], {}, [], [])
+
+
 def part_of_all(
     path: str | os.PathLike[str], targets: Sequence[LiveTensor], model: torch.nn.Module,
     optimizer: object, options: SaveOptions, peers: RankGroup,
@@ -213,8 +218,6 @@ def part_of_all(
                 "pass the same only= on every rank",
             )
     _require_matches(only, [unmatched for _, unmatched in told], len(targets))
-    if not only:
-        return SavedPart(path, targets, [], {}, [], [])
     with peers.together():
         part = SavedPart.of(path, targets, model, optimizer, only, options.base)
     return part.with_changed({name for names in peers.all(list(part.changed)) for name in names})

@@ -21,12 +21,13 @@ from ckptmap.tensors import Box, Path
 Claim = tuple[Path, Box]
 
 
-def require_alike(held: LocalState, offers: Sequence[Sequence[Offer]], peers: RankGroup) -> None:
-    """Raise RunError CKM509, on all ranks, where ranks of different meshes hold different values of one
-    box. Every rank calls it with the offers of all."""
+def require_alike(held: LocalState, offers: Sequence[Sequence[Offer]], peers: RankGroup) -> bool:
+    """Return whether ranks of different meshes hold one box. Every rank calls it with the offers of all.
+
+    Raises RunError CKM509, on all ranks, where they hold different values of it."""
     claims = _claimed(offers)
     if not claims:
-        return
+        return False
     mine: dict[Claim, Digest] = {}
     with peers.together():
         held_here = {
@@ -41,6 +42,7 @@ def require_alike(held: LocalState, offers: Sequence[Sequence[Offer]], peers: Ra
         for other in ranks[1:]:
             if differ(told[other][claim], told[ranks[0]][claim]):
                 raise _different(claim, ranks[0], other)
+    return True
 
 
 def _claimed(offers: Sequence[Sequence[Offer]]) -> dict[Claim, list[int]]:

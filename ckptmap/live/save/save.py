@@ -10,27 +10,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
-from ckptmap.checkpoint import base_record
 from ckptmap.core import argument_checks
 from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.signatures import spelled_out
-from ckptmap.live.model import rng_state, several_models, stateful
-from ckptmap.live.model.find_targets import find_targets
+from ckptmap.live.model import rng_state, several_models
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.optimizer.several_optimizers import check_scheduler
 from ckptmap.live.options import SaveOptions
-from ckptmap.live.save import only_trained, pending_gradients
-from ckptmap.live.save.assign_writers import Assigner, Offer, offers_of
-from ckptmap.live.save.collect import collect, collect_states
-from ckptmap.live.save.exchange import Told, lost_buffers, require_same_values, share
+from ckptmap.live.save import only_trained
+from ckptmap.live.save.exchange import Told, lost_buffers, require_same_values, told_by_all
 from ckptmap.live.save.save_handle import SaveHandle, settle_started
-from ckptmap.live.save.write_dcp import FileLayout, snapshot, write
-from ckptmap.tensors import Path
+from ckptmap.live.save.this_rank import Managed, Mine
+from ckptmap.live.save.write_dcp import write
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -43,7 +37,6 @@ WRITE_TIMEOUT_S = 1800.0
 
 
 @spelled_out(SaveOptions)
-@tensors_on_cpu()
 def save(
     path: str | os.PathLike[str],
     model: Models,
@@ -69,44 +62,42 @@ def save(
     is None, RunError CKM509 where replicas differ, CKM510 where the ranks' parts do not make whole
     tensors, CKM307 where a rank died or did not come in time.
     """
-    begun, options, unseen = time.perf_counter(), SaveOptions.of(keywords), settle_started()
-    given, one = model, several_models.as_one(model)
+    return save_all(path, model, optimizer, scheduler, SaveOptions.of(keywords))
+
+
+@tensors_on_cpu()
+def save_all(
+    path: str | os.PathLike[str], model: Models, optimizer: Optimizers | None,
+    scheduler: Schedulers | None, options: SaveOptions, managed: Managed | None = None,
+) -> SaveHandle:  # fmt: skip
+    """Save as `save` does; `managed` where a manager calls it."""
+    begun, unseen, one = time.perf_counter(), settle_started(), several_models.as_one(model)
     random_state = rng_state.captured(one)
     with said_if_lost(UNTOUCHED.format(path)):
         peers = RankGroup.join("save", options.timeout)
         writers = RankGroup.join("save files", max(options.timeout or 0, WRITE_TIMEOUT_S))
-        with peers.together():
-            _check(path, given, scheduler, options, unseen)
-            states, (targets, _) = stateful.states_of(options.stateful), find_targets(one)
-        part = only_trained.part_of_all(path, targets, one, optimizer, options, peers)
-        with peers.together():
-            held = collect(one, targets, part, optimizer, scheduler, peers, random_state, options)
-            only_trained.refuse_to_replace(held.settings.get(base_record.KEY), path)
-            mine = Told.of(options, states, pending_gradients.evidence(one, targets), held)
-        told = peers.all(mine)
-        with peers.together():
-            require_same_values(held, told, options)
-            collect_states(held, states, stateful.shared_names([t.states for t in told]), peers)
-            offered = offers_of(held.holdings)
-        offers = peers.all(offered)
-        target, drifted = FilePath(path), share(held, offers, one, peers, options.replicas)
-        with peers.together(), argument_checks.hints_for_python():
-            offers = offers if options.replicas == "check" else _unchecked(offers)
-            assignment = Assigner(peers.rank, peers.world, held).assign(offers)
-            state = assignment.state(_ordered(held.values), peers.world)
-            layout = FileLayout.of(state, target.name)
-            copies = snapshot(assignment.mine, copied=options.background)
+        mine = Mine(path, one, optimizer, scheduler, random_state, options, peers, managed)
+
+        def first() -> Told:
+            _check(path, model, scheduler, options, unseen)
+            return mine.told()
+
+        told = told_by_all(peers, first)
+        if any(each.only for each in told):
+            part = only_trained.part_of_all(path, mine.targets, one, optimizer, options, peers)
+            told = told_by_all(peers, lambda: mine.collected(part))
+        require_same_values(mine.held, told, bool(options.gradients))
+        ready = mine.planned(told)
+    target, overwrite = FilePath(path), mine.options.overwrite
 
     def publish() -> tuple[str, ...]:
         with argument_checks.hints_for_python():
-            notes = write(layout, copies, target, options.overwrite, writers, options.pace)
-        return (*notes, *held.notes, *lost_buffers(drifted))
+            with said_if_lost(UNTOUCHED.format(path)):
+                layout = ready.layout(writers)
+            notes = write(layout, ready.copies, target, overwrite, writers, options.pace)
+        return (*notes, *mine.held.notes, *lost_buffers(ready.drifted))
 
     return SaveHandle(target, options.step, publish, options.background, begun)
-
-
-def _unchecked(offers: list[list[Offer]]) -> list[list[Offer]]:
-    return [[replace(one, checked=False) for one in some] for some in offers]
 
 
 def _check(
@@ -124,7 +115,3 @@ def _check(
     argument_checks.path("path", path)
     several_models.check("model", model)
     check_scheduler(scheduler, "state_dict")
-
-
-def _ordered(values: Mapping[Path, object]) -> dict[Path, object]:
-    return {path: values[path] for path in sorted(values, key=lambda path: tuple(map(str, path)))}

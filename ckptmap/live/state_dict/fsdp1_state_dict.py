@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
+from ckptmap.live.model.cut_boxes import chunk_bounds
 from ckptmap.live.model.flat_params import FlatParamTensor, handles
-from ckptmap.live.model.live_tensor import LiveTensor, chunk_bounds
+from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.state_dict.load_state_dict import ShadowTensor
 from ckptmap.mapping.wrappers import SEGMENTS, strip_wrappers
 from ckptmap.tensors import Box

@@ -291,6 +291,11 @@ def test_ranks(tmp_path: Path) -> None:
     run_ranks("tests.ranks.resume_save", 2, [str(tmp_path)], timeout=400)
 
 
+def test_a_plan_that_is_known(tmp_path: Path) -> None:
+    """Of the save before: one collective, and whatever is new is seen: tests/ranks/resume_known_plan.py."""
+    run_ranks("tests.ranks.resume_known_plan", 3, [str(tmp_path)], timeout=240)
+
+
 def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
     """Other weights under one name, errors of one rank, buffers: tests/ranks/resume_agree.py."""
     run_ranks("tests.ranks.resume_agree", 4, [str(tmp_path)], timeout=240)

@@ -1,0 +1,200 @@
+"""One rank's part of a save, from what it holds to what it is about to write.
+
+told     what it holds, and what it tells the others: one collective
+planned  known structure:  copies; the rest is exchanged in the background, where nothing live is needed
+         new structure:    offers and values of all ranks, who writes what, the layout of the files, copies
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING
+
+from ckptmap.checkpoint import base_record
+from ckptmap.core import argument_checks
+from ckptmap.live.model import stateful
+from ckptmap.live.model.find_targets import find_targets
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.optimizer.local_state import LocalState
+from ckptmap.live.options import SaveOptions
+from ckptmap.live.save import known_plan, only_trained, pending_gradients
+from ckptmap.live.save.assign_writers import (
+    Assigner,
+    Offer,
+    bare_offers,
+    compared_digests,
+    drifted_buffers,
+    with_digests,
+)
+from ckptmap.live.save.collect import collect, collect_states
+from ckptmap.live.save.exchange import Shared, Told, merge, told_of
+from ckptmap.live.save.known_plan import KnownPlan, Structure
+from ckptmap.live.save.overlapping_meshes import require_alike
+from ckptmap.live.save.replica_digests import Digest
+from ckptmap.live.save.write_dcp import FileLayout, Snapshot, snapshot
+from ckptmap.operations.step_directories import MANAGER
+from ckptmap.protocols import OutState
+from ckptmap.tensors import Path
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptmap.live.options import Optimizers, Schedulers
+
+
+@dataclass(frozen=True)
+class Managed:
+    """What a manager adds to a save.
+
+    metrics  as text, which ranks compare
+    begin    called on rank 0: whether the save may replace what is there, and the manager's record of it
+    """
+
+    metrics: str
+    begin: Callable[[], tuple[bool, Mapping[str, object]]]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A save of which nothing live is needed any more: `layout` is called once, on all ranks.
+
+    drifted  names of the buffers that differ between ranks
+    """
+
+    layout: Callable[[RankGroup], FileLayout]
+    copies: Snapshot
+    drifted: Sequence[str]
+
+
+@dataclass
+class Mine:
+    """What this rank brings to a save."""
+
+    path: str | os.PathLike[str]
+    model: torch.nn.Module
+    optimizer: Optimizers | None
+    scheduler: Schedulers | None
+    random_state: Mapping[str, object]
+    options: SaveOptions
+    peers: RankGroup
+    managed: Managed | None = None
+    targets: Sequence[LiveTensor] = ()
+    states: Mapping[str, object] = field(default_factory=dict)
+    held: LocalState = field(default_factory=LocalState)
+    digests: Sequence[Digest] = ()
+    """Of the tensors that ranks compare."""
+    structure: Structure | None = None
+    plans: Sequence[KnownPlan] = ()
+
+    def told(self) -> Told:
+        """Collect what this rank holds, and return what it tells the others. Raises as `save` does."""
+        self.states = stateful.states_of(self.options.stateful)
+        self.targets, _ = find_targets(self.model)
+        if self.managed is not None:
+            self._ask(self.managed)
+        if self.options.only is not None:
+            return Told(self.options.patterns)
+        return self.collected(only_trained.everything(self.path, self.targets))
+
+    def _ask(self, manager: Managed) -> None:
+        extra = argument_checks.extra(self.options.extra, (MANAGER,))
+        if self.peers.rank == 0:
+            overwrite, record = manager.begin()
+            extra[MANAGER] = record
+            self.options = replace(self.options, overwrite=overwrite, extra=extra)
+
+    def collected(self, part: only_trained.SavedPart) -> Told:
+        """Collect what this rank holds, of the model a part, and return what it tells the others."""
+        options, peers = self.options, self.peers
+        self.held = collect(
+            self.model, self.targets, part, self.optimizer, self.scheduler, peers,
+            self.random_state, options,
+        )  # fmt: skip
+        only_trained.refuse_to_replace(self.held.settings.get(base_record.KEY), self.path)
+        states = LocalState()
+        collect_states(states, self.states, (), peers)
+        self.structure = Structure.of(self.held, states, options.replicas)
+        self.plans = known_plan.find(self.structure, peers.group)
+        self.digests = compared_digests(self.held.holdings)
+        found = pending_gradients.evidence(self.model, self.targets)
+        return Told.of(
+            options, self.states, found, self.held, self.digests,
+            [plan.token for plan in self.plans], self.managed.metrics if self.managed else None,
+        )  # fmt: skip
+
+    def planned(self, told: Sequence[Told]) -> Ready:
+        """Return the save, ready to be written. Raises on all ranks RunError CKM509 where replicas differ, CKM510
+        where the ranks' parts do not make whole tensors, and what else one rank raises."""
+        shared = stateful.shared_names([dict(one.states) for one in told])
+        collect_states(self.held, self.states, shared, self.peers)
+        plan = known_plan.agreed(self.plans, [one.plans for one in told])
+        if plan and plan.shared == shared:
+            drifted = self._drifted(plan, told)
+            if drifted is not None:
+                return self._as_known(plan, told_of(drifted, self.model))
+        return self._anew(shared)
+
+    def _drifted(self, plan: KnownPlan, told: Sequence[Told]) -> list[str] | None:
+        """Return the names of the buffers that differ between ranks; None: replicas that must not differ do."""
+        if plan.is_alike and all(one.replicas == told[0].replicas for one in told):
+            return []
+        return plan.drifted(self.peers.all(self.digests), self.options.replicas == "check")
+
+    def _as_known(self, plan: KnownPlan, drifted: Sequence[str]) -> Ready:
+        """Copy what this rank writes. An error of it is raised on all ranks by `layout`: no rank waits for it here."""
+        error, copies = None, Snapshot({})
+        try:
+            mine = {key: place.values(self.held.holdings) for key, place in plan.places.items()}
+            copies = snapshot(mine, copied=self.options.background)
+        except Exception as caught:
+            error = caught
+        held, told, name = self.held, Shared.of(self.held, ""), FilePath(self.path).name
+
+        def layout(writers: RankGroup) -> FileLayout:
+            everything = writers.all(told)
+            with writers.together():
+                if error is not None:
+                    raise error
+                merge(held, everything, drifted)
+                records = {**held.records, **plan.records}
+                state = OutState(plan.tensors, _ordered(held.values), records, writers.world)
+                return FileLayout.of(state, name)
+
+        return Ready(layout, copies, drifted)
+
+    def _anew(self, shared: frozenset[str]) -> Ready:
+        """Plan a save of a new structure, and keep the plan for later ones."""
+        held, peers, structure = self.held, self.peers, self.structure
+        assert structure is not None, "it was collected"
+        offered = with_digests(bare_offers(held.holdings), self.digests)
+        answers = peers.all((offered, Shared.of(held, self.options.replicas)))
+        offers, everything = [one for one, _ in answers], [one for _, one in answers]
+        is_checked = any(one.replicas == "check" for one in everything)
+        overlaps = is_checked and require_alike(held, offers, peers)
+        with peers.together(), argument_checks.hints_for_python():
+            drifted = told_of(drifted_buffers(offers), self.model)
+            merge(held, everything, drifted)
+            if self.options.replicas != "check":
+                offers = _unchecked(offers)
+            assignment = Assigner(peers.rank, peers.world, held).assign(offers)
+            state = assignment.state(_ordered(held.values), peers.world)
+            layout = FileLayout.of(state, FilePath(self.path).name)
+            copies = snapshot(assignment.mine, copied=self.options.background)
+            plan = KnownPlan.of(
+                everything[0].token, peers.group, structure, shared, offers, assignment, held
+            )
+        if not overlaps:  # whose values would have to be compared in every save
+            known_plan.keep(plan)
+        return Ready(lambda _: layout, copies, drifted)
+
+
+def _unchecked(offers: list[list[Offer]]) -> list[list[Offer]]:
+    return [[replace(one, checked=False) for one in some] for some in offers]
+
+
+def _ordered(values: Mapping[Path, object]) -> dict[Path, object]:
+    return {path: values[path] for path in sorted(values, key=lambda path: tuple(map(str, path)))}
