@@ -14,7 +14,7 @@ from ckptmap.core.state_paths import nest
 from ckptmap.errors import LoadError
 from ckptmap.live.load import pending_gradients
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.model import integer_keys, module_extra_state, rng_state, stateful
+from ckptmap.live.model import dropout, integer_keys, module_extra_state, rng_state, stateful
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
@@ -67,6 +67,7 @@ class Continuation:
         self._unsaved_hooks = gradient_hooks.unsaved(model, taken)
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self._rank, world = rank_and_world()
+        self._dropping = dropout.names(model)
         self._live = run_settings.describe(model, self._optimizer, targets, world)
         values = {**checkpoint.plain, **checkpoint.other}
         everything = nest(module_extra_state.without(values, checkpoint))
@@ -192,6 +193,9 @@ class Continuation:
         fits = bool(own) and self._saved.get("world_size") == self._live["world_size"]
         if not fits and wanted != "leave" and not self._rounding.goes_on_elsewhere:
             self.inexact.append("no random streams are recorded for this rank and world size")
+        if not fits and self._dropping:
+            names = f"{counted(len(self._dropping), 'module')}: {listed(self._dropping, 3)}"
+            self.inexact.append(f"dropout draws other numbers than the saved run would ({names})")
         rounds = bool((self._live.get("optimizer") or {}).get("rounds"))
         if wanted in ("recorded", "auto") and fits:
             self._streams, self._streams_note = own, "restored"
