@@ -28,6 +28,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
+from ckptmap.integrations import trainer_arguments
 from ckptmap.live.manager.manager import CheckpointManager
 
 if TYPE_CHECKING:
@@ -84,7 +85,11 @@ def _callback_class() -> Any:
             if state.global_step == self._saved and not has_evaluated:
                 return
             # What a rank logs of its own time is no other rank's: the state is that of rank 0, as Trainer's.
-            extra = {"trainer_state": _plain(asdict(state)), **(self._options.get("extra") or {})}
+            extra = {
+                "trainer_state": _plain(asdict(state)),
+                trainer_arguments.KEY: trainer_arguments.described(trainer.args),
+                **(self._options.get("extra") or {}),
+            }
             self.manager.save(
                 state.global_step, trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler,
                 metrics=self._metrics(state.log_history),

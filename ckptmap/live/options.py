@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
     from ckptmap.live.optimizer.optimizer_types import Scheduler
 
-Optimizers: TypeAlias = "torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]"
+Optimizers: TypeAlias = (
+    "torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Sequence[torch.optim.Optimizer]"
+)
 """An optimizer, or several by name."""
-Schedulers: TypeAlias = "Scheduler | Mapping[str, Scheduler]"
+Schedulers: TypeAlias = "Scheduler | Mapping[str, Scheduler] | Sequence[Scheduler]"
 """A scheduler, or several by name."""
 
 MAX_MEMORY = 64 << 20

@@ -6,10 +6,10 @@ is built only when the state itself is asked for: `inspect` runs without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path as FilePath
 from shlex import quote
 from typing import TypeAlias
@@ -19,6 +19,7 @@ from ckptmap.mapping.wrappers import ANYWHERE, HEAD
 from ckptmap.optim import index_order as orders
 from ckptmap.optim.index_order import Order, Weight
 from ckptmap.optim.merge_rank_groups import contradiction, merge_rank_groups
+from ckptmap.optim.several_states import count_of, joined
 from ckptmap.optim.state import (
     GROUPS,
     PARAMS,
@@ -61,6 +62,7 @@ class OptimizerReader:
     form  the name of the key form; None: no form fits
     raw   the state in the keys of the file
     why   why the state cannot be read or named; "": it can
+    count how many optimizers' states a list has that no form fits, as Lightning saves it; 0: it is none
     """
 
     def __init__(
@@ -102,11 +104,20 @@ class OptimizerReader:
         self._rename: Rename | None = None
         self._old_names: Mapping[str, str] = {}
         self._note = note
-        self.why = note.refused or conflict or (_several(merged) if self.form is None else "")
+        self.count = count_of(merged) if self.form is None else 0
+        several = f"it is the state of {self.count} optimizers, and ckptmap carries one"
+        self.why = note.refused or conflict or (several if self.count > 1 else "")
+        self._as_one = partial(
+            OptimizerReader, joined(merged) if self.count else {}, forms, make, model, where, mounts, config_dir
+        )  # fmt: skip
 
     @property
     def present(self) -> bool:
         return bool(self.raw.leaves or self.raw.groups or self.raw.rest or self.why)
+
+    def as_one(self) -> OptimizerReader:
+        """Return a reader of a list of states as one, with the groups of all; no name is looked up yet."""
+        return self._as_one()
 
     def with_order(
         self, order: Order | None = None, config_like: str | None = None
@@ -326,9 +337,3 @@ def _in_turn(keys: Collection[str], first: Rename, second: Rename) -> dict[str, 
     once = first(keys)
     twice = second(list(once.values()))
     return {key: twice[name] for key, name in once.items()}
-
-
-def _several(leaves: Iterable[Path]) -> str:
-    """Return why a list of several optimizers, as Lightning saves it, is not read; "": there is one."""
-    count = len({path[0] for path in leaves if len(path) > 1 and isinstance(path[0], int)})
-    return f"it is the state of {count} optimizers, and ckptmap carries one" if count > 1 else ""

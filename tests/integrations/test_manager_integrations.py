@@ -107,6 +107,19 @@ def test_trainer_on_two_ranks(tmp_path: Path) -> None:
     run_ranks("tests.ranks.trainer_manager", 2, [str(tmp_path)], timeout=240)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_trainer_under_fsdp(version: int, tmp_path: Path) -> None:
+    """By accelerate's plugins, bit for bit: tests/ranks/trainer_fsdp.py."""
+    run_ranks("tests.ranks.trainer_fsdp", 2, [str(tmp_path), str(version)], timeout=240)
+
+
+def test_trainer_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """3 -> 2 and 3 -> 1 with as many rows a step: tests/ranks/trainer_worlds.py."""
+    run_ranks("tests.ranks.trainer_worlds", 3, ["save", str(tmp_path)], timeout=240)
+    for world in (2, 1):
+        run_ranks("tests.ranks.trainer_worlds", world, ["resume", str(tmp_path)], timeout=240)
+
+
 @pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
 def test_parts_of_torchtitan_on_two_ranks(tmp_path: Path) -> None:
     """Its containers, its data loader, and what its own manager saved: tests/ranks/torchtitan_parts.py."""

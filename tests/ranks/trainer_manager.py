@@ -45,10 +45,10 @@ def trainer(folder: Path, seed: int, *callbacks: Any, **options: Any) -> Any:
     words = torch.randint(0, 32, (20, 6), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in words]
     chosen: dict[str, Any] = {
-        "max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2,
+        "max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2,
     }  # fmt: skip
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=2, report_to=[], save_strategy="no",
+        output_dir=str(folder), report_to=[], save_strategy="no",
         use_cpu=True, disable_tqdm=True, logging_steps=1, learning_rate=1e-2, **{**chosen, **options},
     )  # fmt: skip
     model = tiny(seed)

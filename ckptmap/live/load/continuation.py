@@ -14,7 +14,7 @@ from ckptmap.core.state_paths import nest
 from ckptmap.errors import LoadError
 from ckptmap.live.load import pending_gradients
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.model import integer_keys, module_extra_state, rng_state, stateful
+from ckptmap.live.model import dropout, integer_keys, module_extra_state, rng_state, stateful
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
@@ -28,7 +28,7 @@ from ckptmap.live.optimizer import (
     run_settings,
 )
 from ckptmap.live.optimizer.param_groups import load_scheduler, not_in_both, refuse_other_scheduler
-from ckptmap.live.optimizer.several_optimizers import scheduler_classes
+from ckptmap.live.optimizer.several_optimizers import SeveralSchedulers, scheduler_classes
 from ckptmap.live.optimizer.state_matcher import StatePlan
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.rounding.continuing import RoundingContinuation
@@ -67,11 +67,12 @@ class Continuation:
         self._unsaved_hooks = gradient_hooks.unsaved(model, taken)
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self._rank, world = rank_and_world()
+        self._dropping = dropout.names(model)
         self._live = run_settings.describe(model, self._optimizer, targets, world)
         values = {**checkpoint.plain, **checkpoint.other}
         everything = nest(module_extra_state.without(values, checkpoint))
         self._saved = _pop_dict(everything, run_settings.KEY)
-        saved_scheduler = _pop_scheduler_state(everything)
+        saved_scheduler = _pop_scheduler_state(everything, scheduler)
         self._scheduler_state = integer_keys.restored_below(saved_scheduler)
         self._rounding = RoundingContinuation()
         self._rounding_note = ""
@@ -192,6 +193,9 @@ class Continuation:
         fits = bool(own) and self._saved.get("world_size") == self._live["world_size"]
         if not fits and wanted != "leave" and not self._rounding.goes_on_elsewhere:
             self.inexact.append("no random streams are recorded for this rank and world size")
+        if not fits and self._dropping:
+            names = f"{counted(len(self._dropping), 'module')}: {listed(self._dropping, 3)}"
+            self.inexact.append(f"dropout draws other numbers than the saved run would ({names})")
         rounds = bool((self._live.get("optimizer") or {}).get("rounds"))
         if wanted in ("recorded", "auto") and fits:
             self._streams, self._streams_note = own, "restored"
@@ -321,11 +325,14 @@ def _pop_dict(everything: dict[str, object], name: str) -> Mapping[str, object]:
     return found
 
 
-def _pop_scheduler_state(everything: dict[str, object]) -> Mapping[str, object]:
-    """Remove and return the scheduler's state: at the root, the one of a list, or inside of the only
-    dict that has such a key, as verl's `extra_state`."""
+def _pop_scheduler_state(
+    everything: dict[str, object], scheduler: Scheduler | None
+) -> Mapping[str, object]:
+    """Remove and return the scheduler's state: at the root, the one of a list, those of a list where as many
+    schedulers are given, or inside of the only dict that has such a key, as verl's `extra_state`."""
     found = next((name for name in SCHEDULERS if name in everything), SCHEDULERS[0])
-    state = _pop_dict(everything, found) or _pop_only_dict_of_list(everything, LISTED)
+    several = [*scheduler.by_name] if isinstance(scheduler, SeveralSchedulers) else []
+    state = _pop_dict(everything, found) or _pop_list(everything, LISTED, several)
     inside = [
         (key, value, name)
         for key, value in everything.items()
@@ -344,13 +351,18 @@ def _pop_scheduler_state(everything: dict[str, object]) -> Mapping[str, object]:
     return state
 
 
-def _pop_only_dict_of_list(everything: dict[str, object], name: str) -> Mapping[str, object]:
-    """Remove the list `name` that holds one dict, and return the dict; a longer list stays, and {} is
-    returned."""
+def _pop_list(
+    everything: dict[str, object], name: str, several: Sequence[str]
+) -> Mapping[str, object]:
+    """Remove the list `name` and return the one dict that it holds, or the dicts by the names of `several`, of
+    which there are as many; any other list stays, and {} is returned."""
     match everything.get(name):
-        case [Mapping() as found]:
+        case [Mapping() as found] if not several:
             del everything[name]
             return found
+        case [*states] if several and len(states) == len(several):
+            del everything[name]
+            return dict(zip(several, states, strict=True))
     return {}
 
 

@@ -40,6 +40,7 @@ from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.loaded_bases import LoadedBase
 from ckptmap.live.model.rank_group import said_if_lost
 from ckptmap.live.model.tensor_reader import TensorReader
+from ckptmap.live.optimizer import listed_states
 from ckptmap.live.optimizer.several_optimizers import check_scheduler, one_scheduler
 from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
 from ckptmap.live.options import LoadOptions
@@ -70,8 +71,8 @@ def load(
     """Load a checkpoint of any setup into a plain, DDP, compiled, FSDP1 or FSDP2 model, with its
     optimizer and scheduler if they are given.
 
-    Several models, optimizers and schedulers are dicts of them by name, as in `ckptmap.save`. To load
-    one of several into a model by itself, open it by its name: `ckptmap.open(path, root="policy")`.
+    Several models, optimizers and schedulers are dicts of them by name, as in `ckptmap.save`, or lists, as in a
+    Lightning checkpoint. One of several models is opened by its name: `ckptmap.open(path, root="policy")`.
 
     Every rank of the model calls it; each reads the bytes of its own shards only. Dense weights are
     filled in place (created, where they are on meta) in the model's dtype. An NF4 weight of the
@@ -242,6 +243,7 @@ def _plan(
             or arguments_hint(stored, targets, options.renaming)
         ),
     )  # fmt: skip
+    checkpoint = listed_states.of_all(checkpoint, model, optimizer, targets)
     state = _plan_state(checkpoint, targets, optimizer, options)
     continuation = Continuation(
         checkpoint, model, optimizer, one_scheduler(scheduler), targets, options.stateful

@@ -21,6 +21,7 @@ from ckptmap.live.model.load_report import (
     Mismatch,
     listed,
 )
+from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.tensor_reader import TensorReader
 
 Step = Callable[[TensorReader], None]
@@ -204,5 +205,9 @@ def _way_out(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     if saved and not live:
         return WRAP
     if not missing:
-        return f"leave out what the model does not have: drop={list(unexpected[:SHOWN])!r}, or strict=False"
+        others = "; also where other ranks have them, as stages of a pipeline"
+        return (
+            f"leave out what the model does not have: drop={list(unexpected[:SHOWN])!r}, or strict=False"
+            + (others if rank_and_world()[1] > 1 else "")
+        )
     return "load with strict=False to take what matches, or give names with rename=['OLD=NEW']"

@@ -15,8 +15,8 @@ from ckptmap.live.optimizer.algorithms import algorithm, by_live_names, settings
 from ckptmap.live.optimizer.family import OptimizerParam
 from ckptmap.live.optimizer.group_objects import is_object
 from ckptmap.live.optimizer.local_state import ParamOwner
+from ckptmap.live.optimizer.setting_values import as_read, form_of, in_live_type, is_same, plain
 from ckptmap.live.optimizer.several_optimizers import SeveralSchedulers
-from ckptmap.storage.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
     from ckptmap.live.optimizer.optimizer_types import ParamGroup, Scheduler
@@ -27,6 +27,9 @@ CHOICES = (
 )  # fmt: skip
 """No hyper-parameters: how the optimizer computes, or which variant it is."""
 NAMES = ("params", "param_names")
+INITIAL = "initial_lr"
+"""Key that a scheduler puts into a group, and starts from."""
+_ABSENT = object()
 
 
 StoredGroup: TypeAlias = Mapping[str, Any]
@@ -53,6 +56,7 @@ class ParamGroups:
         self.choices: list[str] = []
         self.inexact: list[str] = []
         self._setters: list[Callable[[], None]] = []
+        self._same: set[int] = set()  # ids of groups whose optimizer's class saved the checkpoint
         self._group_of = {fqn: group for group in stored for fqn in group["params"]}
         live: dict[int, list[ParamOwner]] = {}
         for owner in owners:
@@ -94,8 +98,9 @@ class ParamGroups:
         part = members[0].part
         live = part.group
         kinds = {self._kind(group) for group in stored_groups.values()}
-        is_same = self._of_same_class(part)
-        if not is_same and kinds != {self._live_kind(part, stored_groups.values())}:
+        if self._of_same_class(part):
+            self._same.add(id(live))
+        elif kinds != {self._live_kind(part, stored_groups.values())}:
             self._keep(
                 f"group {number}: kept as is, the checkpoint's are those of {', '.join(sorted(kinds))}"
             )
@@ -138,15 +143,14 @@ class ParamGroups:
             for key in live
             if not (key in known or key in NAMES or key in CHOICES or is_object(live[key]))
         ]
-        for key, value in values[0].items():
-            other_values = [values_of_other.get(key) for values_of_other in values[1:]]
-            if all(values_of_other == value for values_of_other in other_values):
-                self._setting(f"group {number} {key}", live, key, value)
-            elif key in live:
-                all_values = ", ".join(map(str, [value, *other_values]))
-                self._keep(
-                    f"group {number} {key}: its parameters had {all_values}; kept {plain(live[key])}"
-                )
+        for key in {key: None for group in values for key in group}:
+            of_groups = [group.get(key, _ABSENT) for group in values]
+            if all(is_same(value, of_groups[0]) for value in of_groups):
+                self._setting(number, key, live, of_groups[0], stored[0].get(key, _ABSENT))
+            elif key in live or key not in (*CHOICES, INITIAL):
+                all_values = ", ".join("none" if v is _ABSENT else str(v) for v in of_groups)
+                kept = f"kept {plain(live[key])}" if key in live else "it is not there"
+                self._keep(f"group {number} {key}: its parameters had {all_values}; {kept}")
 
     def _note_unlisted(self, number: int, members: Sequence[ParamOwner]) -> None:
         """Report parameters with state whose group was not saved: under pipeline parallelism DCP keeps
@@ -174,27 +178,39 @@ class ParamGroups:
         known = part.family.name != "other"
         return algorithm(part.group, part.family.needs(part) if known or stateful else ())
 
-    def _setting(self, title: str, live: ParamGroup, key: str, value: object) -> None:
+    def _setting(
+        self, number: int, key: str, live: ParamGroup, value: object, stored: object
+    ) -> None:
+        """Set one value. `stored` is what the checkpoint has of it, where it has it by the same name."""
+        title = f"group {number} {key}"
         if key in CHOICES:
             if key in live and bool(live[key]) != bool(value):
                 self.choices.append(f"{title}: was {value}, is {live[key]}")
             return
         if key not in live:
-            if key == "initial_lr":  # from a scheduler, which starts from it
-                self._setters.append(lambda: live.__setitem__(key, value))
-            else:
-                self.inexact.append(f"{title}: was {value}, is not there")
+            self._add(title, key, live, value, stored)
             return
         if isinstance(plain(live[key]), list | tuple) != isinstance(value, list | tuple):
             # Another hyper-parameter of the same name, or one that may be either.
             self.inexact.append(f"{title}: was {value}, is {plain(live[key])}")
             return
         value_to_set = in_live_type(live[key], value)
-        if _as_lists(plain(value_to_set)) != _as_lists(value):
+        if not is_same(plain(value_to_set), value):
             self.inexact.append(f"{title}: was {value}, is {plain(value_to_set)}")
-        if plain(live[key]) != plain(value_to_set):
+        if not is_same(plain(live[key]), plain(value_to_set)):
             self.settings.append(f"{title}: was {plain(live[key])} here, now {plain(value_to_set)}")
         self._setters.append(lambda: self._put(live, key, value_to_set))
+
+    def _add(self, title: str, key: str, live: ParamGroup, value: object, stored: object) -> None:
+        """Add a value that the live group has not: a scheduler starts from `initial_lr`, and what a run has put
+        into a group is read by its own code. An optimizer of another class may mean something else by the name."""
+        if key == INITIAL:
+            self._setters.append(lambda: live.__setitem__(key, value))
+        elif id(live) in self._same and stored is not _ABSENT:
+            self.settings.append(f"{title}: was not here, now {value}")
+            self._setters.append(lambda: live.__setitem__(key, as_read(stored)))
+        else:
+            self.inexact.append(f"{title}: was {value}, is not there")
 
     def _put(self, group: ParamGroup, key: str, value: Any) -> None:
         """Set a value, of a tensor in place: a compiled step and a scheduler hold the object. A tensor
@@ -202,10 +218,11 @@ class ParamGroups:
         of the last group."""
         import torch
 
-        shared = any(other.get(key) is group[key] for other in self._groups if other is not group)
-        if isinstance(group[key], torch.Tensor) and not shared:
+        now = group[key]
+        shared = any(other.get(key) is now for other in self._groups if other is not group)
+        if isinstance(now, torch.Tensor) and not shared and now.shape == value.shape:
             with torch.no_grad():
-                group[key].fill_(float(value))
+                now.copy_(value)
         else:
             group[key] = value
 
@@ -217,76 +234,9 @@ def _forms(
     a tensor in the tensor's precision."""
     for group in stored:
         for key in sorted(live.keys() & group.keys() - {*NAMES, *CHOICES}):
-            was, now = _form(group[key]), _form(live[key])
+            was, now = form_of(group[key]), form_of(live[key])
             if was != now:
                 yield f"group {number} {key}: was {was}, is {now}"
-
-
-def _form(value: object) -> str:
-    import torch
-
-    if isinstance(value, list | tuple | Mapping) and value:
-        return _form(next(iter(value.values() if isinstance(value, Mapping) else value)))
-    if isinstance(value, torch.Tensor | LazyTensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor"
-    return "no tensor"
-
-
-def plain(value: object) -> object:
-    """Return a value without tensors: a tensor of one element is its number, in a list too, as betas
-    may be. A dict of 0, 1, ... is the list that a file with tensors in it has taken apart."""
-    import torch
-
-    if isinstance(value, Mapping) and value and [*value] == [*range(len(value))]:
-        value = [*value.values()]
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(map(plain, value))
-    if isinstance(value, LazyTensor):
-        value = value.read()
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            return value.tolist()
-        return _shortest(value.item()) if value.dtype == torch.float32 else value.item()
-    return value
-
-
-def _as_lists(value: object) -> object:
-    """Return a value with lists for its tuples: a tuple that holds tensors is stored as a list."""
-    if isinstance(value, Mapping):
-        return {key: _as_lists(item) for key, item in value.items()}
-    return [*map(_as_lists, value)] if isinstance(value, list | tuple) else value
-
-
-def _shortest(number: float) -> float:
-    """Return the shortest decimal that rounds to this float32: 0.001, where `item` returns
-    0.0010000000474974513."""
-    import torch
-
-    for digits in (6, 7, 8):
-        short = float(f"{number:.{digits}g}")
-        if float(torch.tensor(short, dtype=torch.float32)) == number:
-            return short
-    return number
-
-
-def in_live_type(live: object, stored: object, padded: bool = True) -> object:
-    """Return the checkpoint's value in the type of the live one. A list has as many items as the live one,
-    as betas of another optimizer of the same algorithm must have, unless `padded` is False."""
-    import torch
-
-    value: Any = plain(stored)
-    if isinstance(live, torch.Tensor) and not isinstance(value, list | tuple):
-        return torch.full_like(live, float(value))
-    if isinstance(live, list | tuple) and isinstance(value, list | tuple):
-        wanted = [*value, *live[len(value) :]][: len(live)] if live and padded else value
-        items = [in_live_type(a, b, padded) for a, b in zip(live, wanted, strict=False)]
-        items += wanted[len(items) :]
-        return type(live)(items)
-    if isinstance(live, Mapping) and isinstance(value, Mapping):
-        entries = {key: in_live_type(live.get(key), item, padded) for key, item in value.items()}
-        kind: Any = type(live)  # a Counter stays one
-        return kind(entries)
-    return value
 
 
 def not_in_both(title: str, scheduler: Scheduler, state: Mapping[str, object]) -> list[str]:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckptmap.live.model import several_models
+from ckptmap.live.model import dropout, several_models
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import live_forms, logical_info
 from ckptmap.live.model.live_tensor import (
@@ -80,6 +80,7 @@ def describe(
         "compile": compile_mode(model),
         "gradients": {**gradients.described(model, targets), **numerics.described(devices)},
         EVALUATING: evaluating(model),
+        "dropout": dropout.described(model),
     }
     if devices == ["cpu"]:
         settings["threads"] = torch.get_num_threads()
@@ -248,7 +249,7 @@ def differences(
     titles = {
         "world_size": "world size", "mesh": "mesh", "layout": "how tensors are cut",
         "devices": "devices", "torch": "torch", "threads": "CPU threads",
-        several_models.KEY: "models",
+        "dropout": "dropout", several_models.KEY: "models",
     }  # fmt: skip
     for key, title in titles.items():
         if key not in settled and key in saved and saved[key] != live.get(key):

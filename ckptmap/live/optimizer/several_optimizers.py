@@ -37,19 +37,21 @@ class SeveralSchedulers:
 
 
 def one_scheduler(scheduler: Any) -> Scheduler | None:
-    """Return schedulers by name as one scheduler; anything else as it is."""
+    """Return schedulers by name, or in a list, as one scheduler; anything else as it is."""
     if isinstance(scheduler, Mapping):
         return SeveralSchedulers(scheduler)
+    if isinstance(scheduler, list | tuple):
+        return SeveralSchedulers({str(number): one for number, one in enumerate(scheduler)})
     found: Scheduler | None = scheduler
     return found
 
 
 def check_scheduler(scheduler: object, method: str) -> None:
     """Raise ArgumentError CKM516 for what is neither a scheduler nor several by name."""
-    if not isinstance(scheduler, Mapping):
+    if not isinstance(scheduler, Mapping | list | tuple):
         argument_checks.scheduler(scheduler, method)
         return
-    for one in scheduler.values():
+    for one in scheduler.values() if isinstance(scheduler, Mapping) else scheduler:
         argument_checks.scheduler(one, method)
 
 

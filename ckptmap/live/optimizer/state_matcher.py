@@ -169,11 +169,13 @@ class StateMatcher:
         if self._tensors or self._values or self._checkpoint.optimizer_groups:
             return
         reason = reader.why or "it has none"
+        hint = "say which parameter is which: ckptmap.open(path, param_order=...)"
+        if reader.count > 1:
+            hint = "give all optimizers in the order in which they were saved: load(path, model, [first, second])"
         raise LoadError(
             "CKM506",
             f"{self._checkpoint.path}: no optimizer state can be loaded from it: {reason}",
-            "load the model alone, or say which parameter is which: ckptmap.open(path,"
-            " param_order=...)",
+            f"load the model alone, or {hint}",
         )
 
     def _source(self, target: LiveTensor, used: set[str]) -> Source:

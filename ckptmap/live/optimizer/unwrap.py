@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckptmap import registry
@@ -42,17 +42,20 @@ def layers_of(optimizer: object) -> Iterator[Any]:
 
 
 def several_of(optimizer: object) -> Mapping[str, object]:
-    """Return the optimizers of a dict or of a container by name; empty where it is one optimizer."""
+    """Return the optimizers of a dict, a list or a container by name; empty where it is one optimizer."""
     import torch
+
+    def is_list(of: object) -> TypeGuard[Sequence[torch.optim.Optimizer]]:
+        return isinstance(of, list | tuple) and all(
+            isinstance(one, torch.optim.Optimizer) for one in of
+        )
 
     if isinstance(optimizer, SeveralOptimizers):
         return optimizer.by_name
     if isinstance(optimizer, Mapping):
         return optimizer
-    listed = getattr(optimizer, "optimizers", None)
-    if isinstance(listed, list) and all(isinstance(one, torch.optim.Optimizer) for one in listed):
-        return {str(number): one for number, one in enumerate(listed)}
-    return {}
+    listed = getattr(optimizer, "optimizers", optimizer)
+    return {str(number): one for number, one in enumerate(listed)} if is_list(listed) else {}
 
 
 def each_of(optimizer: object) -> list[Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.tuples import holds_tensor
-from ckptmap.live.optimizer.group_objects import is_object
+from ckptmap.live.optimizer.group_objects import is_object, python_numbers
 from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.live.optimizer.optimizer_types import ParamGroup
 from ckptmap.live.optimizer.unwrap import groups_of
@@ -29,7 +29,9 @@ def groups(owners: Sequence[ParamOwner], optimizer: object) -> list[ParamGroup]:
     for owner in owners:
         _refuse_unnamed(owner, owner.part.group)
     for group in groups_of(optimizer):
-        values = {k: v for k, v in group.items() if k not in LEFT_OUT and not is_object(v)}
+        values = {
+            k: python_numbers(v) for k, v in group.items() if k not in LEFT_OUT and not is_object(v)
+        }
         found[id(group)] = {**values, "params": []}
     for owner in owners:
         found[id(owner.part.group)]["params"] += [target.fqn for target, _ in owner.members]

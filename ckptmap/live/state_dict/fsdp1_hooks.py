@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.live.model.find_targets import find_targets
-from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer.local_state import ParamOwner
@@ -132,10 +131,3 @@ def _has_shape(value: object, shape: tuple[int, ...]) -> bool:
     if isinstance(value, Mapping):
         return any(_has_shape(item, shape) for item in value.values())
     return tuple(getattr(value, "shape", (-1,))) == shape
-
-
-def in_module_order(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> list[LiveTensor]:
-    """Return the targets in the order of the model before FSDP1 made units of it, in which other
-    programs number optimizer state."""
-    position = {id(module): number for number, module in enumerate(model.modules())}
-    return sorted(targets, key=lambda target: position[id(target.places[0][0])])

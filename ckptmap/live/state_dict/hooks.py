@@ -9,7 +9,7 @@ A state dict that fits the model goes through torch alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.core import argument_checks
@@ -18,12 +18,13 @@ from ckptmap.core.sizes import Size
 from ckptmap.live.model.collective_errors import peer_groups
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.flat_params import is_fsdp1
-from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor
+from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.optimizer.live_order import live_order
 from ckptmap.live.optimizer.local_state import owners
-from ckptmap.live.optimizer.unwrap import is_offloaded, unwrapped
+from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.options import PRECISIONS
-from ckptmap.live.state_dict.fsdp1_hooks import Fsdp1Hooks, in_module_order, is_own_state
+from ckptmap.live.state_dict.fsdp1_hooks import Fsdp1Hooks, is_own_state
 from ckptmap.live.state_dict.handle import Handle
 from ckptmap.live.state_dict.live_checkpoint import any_sharded, open_state_dict
 from ckptmap.live.state_dict.load_state_dict import load_live
@@ -242,25 +243,6 @@ def _tensors(value: object) -> list[object]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in _tensors(item)]
     return [value] if isinstance(value, torch.Tensor) else []
-
-
-def live_order(
-    optimizer: object, targets: Sequence[LiveTensor], model: torch.nn.Module
-) -> list[list[str]]:
-    """Return the FQNs of the live optimizer's parameters by group, in the order in which torch numbers
-    them. The tensors of a flat parameter come in the order of the model. A group may be empty, as
-    Trainer's group without weight decay is for an adapter."""
-    inner = unwrapped(optimizer)
-    listed = [] if is_offloaded(inner) else inner.param_groups
-    by_group: dict[int, list[LiveTensor]] = {id(group): [] for group in listed}
-    whole = False
-    for owner in owners(optimizer, targets):
-        found = by_group.setdefault(id(owner.part.group), [])
-        found += [target for target, _ in owner.members]
-        whole = whole or len(owner.members) > 1
-    groups = by_group.values()
-    ordered = [in_module_order(model, group) if whole else group for group in groups]
-    return [[target.fqn for target in group] for group in ordered]
 
 
 def _groups_alone(optimizer: torch.optim.Optimizer) -> dict[str, object]:

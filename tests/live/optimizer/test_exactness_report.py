@@ -231,9 +231,9 @@ CONTINUED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
         lambda m: AdamW(m.parameters(), betas=(0.8, 0.9), foreach=False),
         "group 0 betas: was a float32 tensor, is no tensor",
     ),
-    "a key of the user's": (
+    "a key of the user's, in an optimizer of another class": (
         lambda m: AdamW([{"params": m.parameters(), "lr_scale": 0.5}]),
-        lambda m: AdamW(m.parameters()),
+        lambda m: type("Mine", (AdamW,), {})(m.parameters()),
         r"group 0 lr_scale: was 0\.5, is not there",
     ),
     "frozen": (

@@ -16,3 +16,8 @@ def test_alone(tmp_path: Path) -> None:
 def test_on_two_ranks_and_then_on_one(tmp_path: Path) -> None:
     run_ranks(MODULE, 2, [str(tmp_path), "fsdp2", "ddp"], timeout=240)
     run_alone(MODULE, [str(tmp_path), "from", "fsdp2"], timeout=120)
+
+
+def test_stages_of_a_pipeline(tmp_path: Path) -> None:
+    """By torch.distributed.pipelining, with an optimizer each: tests/ranks/pipeline_stages.py."""
+    run_ranks("tests.ranks.pipeline_stages", 2, [str(tmp_path)], timeout=120)

@@ -1,0 +1,121 @@
+"""Keys that a run puts into a group of its optimizer: an optimizer of the same class gets them back as they were,
+as torch's own `load_state_dict` does; what no checkpoint holds is told of, and compared by its text."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import ckptmap
+from ckptmap.errors import LoadError
+from tests.support.resume_optimizers import step_at_random
+
+
+class Mode(Enum):
+    FAST = 1
+    SLOW = 2
+
+
+def run(seed: int, **keys: Any) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    groups: list[dict[str, Any]] = [
+        {"params": model[0].parameters()},
+        {"params": model[1].parameters(), "lr": 1e-2},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    optimizer.param_groups[0].update(keys)
+    step_at_random(model, optimizer, 1)
+    return model, optimizer
+
+
+def resumed(path: Path, **keys: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    model, optimizer = run(1, **keys)
+    report = ckptmap.load(path, model, optimizer, exact=True)
+    first, second = optimizer.param_groups
+    return first, second, report
+
+
+ADDED: dict[str, tuple[Any, Any]] = {
+    "number": (0.5, 0.25), "integer": (3, 2), "text": ("body", "head"), "flag": (True, False),
+    "none": (None, None), "list": ([1, 2.5], [0, 0]), "tuple": ((1, 2), (3, 4)),
+    "dict": ({"a": 1, "b": [2]}, {"a": 2, "b": [3]}), "tensor": (torch.tensor(0.5), torch.tensor(0.0)),
+    "tensor of several": (torch.arange(3.0), torch.zeros(3)),
+    "tensors in a dict": ({"t": torch.arange(3)}, {"t": torch.zeros(3, dtype=torch.int64)}),
+    "tensor of another shape": (torch.arange(3.0), torch.zeros(2)),
+}  # fmt: skip
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_a_key_comes_back_whether_it_is_there_or_not(name: str, tmp_path: Path) -> None:
+    saved, other = ADDED[name]
+    ckptmap.save(tmp_path / "c", *run(0, mine=saved)).wait()
+    for keys in ({}, {"mine": other}):
+        first, second, report = resumed(tmp_path / "c", **keys)
+        assert alike(saved, first["mine"]), first["mine"]
+        assert "mine" not in second and not report.inexact
+    assert any("mine: was" in text for text in report.state.settings) or alike(saved, other)
+
+
+def test_a_nan_is_the_same_nan(tmp_path: Path) -> None:
+    ckptmap.save(tmp_path / "c", *run(0, mine=math.nan)).wait()
+    first, _, report = resumed(tmp_path / "c", mine=math.nan)
+    assert math.isnan(first["mine"]) and not report.state.settings
+
+
+def test_a_number_of_numpy_keeps_its_class(tmp_path: Path) -> None:
+    """It was left as the live optimizer had it, and `exact` said nothing."""
+    ckptmap.save(tmp_path / "c", *run(0, lr=numpy.float32(0.1), mine=[numpy.int64(3)])).wait()
+    first, _, _ = resumed(tmp_path / "c", lr=numpy.float32(0.2), mine=[numpy.int64(4)])
+    assert first["lr"] == numpy.float32(0.1) and isinstance(first["lr"], numpy.float32)
+    assert first["mine"] == [3] and isinstance(first["mine"][0], numpy.int64)
+    with pytest.raises(
+        LoadError, match=r"objects in groups: was \['lr: numpy\.float32'\], is None"
+    ):
+        resumed(tmp_path / "c", lr=0.2)
+
+
+TOLD: dict[str, tuple[Any, Any]] = {
+    "dtype": (torch.bfloat16, torch.float32),  # AnyPrecisionAdamW has such
+    "device": (torch.device("cpu"), torch.device("meta")),
+    "enum": (Mode.FAST, Mode.SLOW),
+    "array": (numpy.arange(3.0), numpy.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_an_object_is_compared_by_what_can_be_told_of_it(name: str, tmp_path: Path) -> None:
+    """A dtype could not be saved; of another array, `exact` said nothing."""
+    saved, other = TOLD[name]
+    ckptmap.save(tmp_path / "c", *run(0, mine=saved)).wait()
+    first, _, report = resumed(tmp_path / "c", mine=saved)
+    assert first["mine"] is saved and not report.inexact
+    for keys in ({}, {"mine": other}):
+        with pytest.raises(LoadError, match="objects in groups: was"):
+            resumed(tmp_path / "c", **keys)
+
+
+def test_groups_that_become_one_are_told_of_every_key(tmp_path: Path) -> None:
+    """Only the first group's keys were looked at."""
+    model, optimizer = run(0)
+    optimizer.param_groups[1]["mine"] = 0.5
+    ckptmap.save(tmp_path / "c", model, optimizer).wait()
+    again, _ = run(1)
+    one = torch.optim.AdamW(again.parameters(), lr=1e-3)
+    report = ckptmap.load(tmp_path / "c", again, one)
+    assert "group 0 mine: its parameters had none, 0.5; it is not there" in report.inexact
