@@ -7,7 +7,7 @@ the file holds the layer; a layer whose codes are packed has no parameter `weigh
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from shlex import quote
 
 from ckptmap.errors import PlanError
@@ -27,6 +27,8 @@ _MLP = frozenset({"fc1", "fc2"})
 PADS_BIASES = {"pp_doclayout_v3": frozenset({"enc_score_head", "enc_bbox_head"})}
 """Model types -> layers with a bias that other layers share: transformers 5.23 pads the bias to the rows of the weight,
 which are those of the codes where bitsandbytes packs two into a byte. It leaves such layers dense itself."""
+TOWERS = {"vision_config": "vis", "audio_config": "audio", "backbone_config": "backbone"}
+"""Sections of a config.json -> how a segment in the names of that model's weights begins: `vision_tower`, `visual`."""
 LISTED = 5
 """Names that a hint lists."""
 
@@ -47,19 +49,24 @@ def require_initializable(
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     if method != "compressed-tensors":
         return
+    towers = dict(_towers(config))
     for model_type in sorted(model_types):
-        names = EVERY if model_type == own in FILLS_EVERY else filled_names(model_type)
+        whole = model_type in FILLS_EVERY and (model_type == own or model_type in towers)
+        names = EVERY if whole else filled_names(model_type)
         packed = [
             fqn
             for fqn, (encoding, info) in (encodings.items() if names else ())
-            if _is_filled(fqn, names, encodings) and _is_packed(encoding, info)
+            if (model_type == own or not whole or _is_within(fqn, towers[model_type]))
+            and _is_filled(fqn, names, encodings)
+            and _is_packed(encoding, info)
         ]
         if packed:
             raise PlanError(
                 "CKM203",
                 f"{packed[0]}: cannot be {encodings[packed[0]][0].name} beside a config.json with {model_type}:"
                 " transformers fills its weight before it loads it, which fails where the codes are packed",
-                f"{_left(packed, model_type)}choose --to hf-ct-fp8, which keeps codes in `weight`",
+                f"{_left(packed, model_type, whole and model_type != own)}choose --to hf-ct-fp8, which keeps codes in"
+                " `weight`",
             )
 
 
@@ -76,12 +83,29 @@ def _require_unpadded(encodings: Encodings, model_type: str) -> None:
             )
 
 
-def _left(packed: Collection[str], model_type: str) -> str:
+def _towers(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield (`model_type`, how a segment of its weights' names begins) of the vision and audio models within."""
+    for section, start in TOWERS.items():
+        inner = config.get(section)
+        kind = inner.get("model_type") if isinstance(inner, Mapping) else None
+        if isinstance(kind, str):
+            yield kind, start
+
+
+def _is_within(fqn: str, start: str) -> bool:
+    return any(segment.startswith(start) for segment in fqn.split(".")[:-2])
+
+
+def _left(packed: Collection[str], model_type: str, is_tower: bool = False) -> str:
     """Return the hint that leaves these weights as they are, the tower or all of their names; "" for many names."""
     fqn = next(iter(packed))
+    if is_tower:
+        path, starts = fqn.split("."), tuple(TOWERS.values())
+        above = next(n for n, segment in enumerate(path) if segment.startswith(starts))
+        return f"leave the tower as it is with --no-encode '{'.'.join(path[: above + 1])}.*', or "
     if model_type in SIGLIP:
-        above = re.split(r"\.?\b(encoder|head)\b", fqn, maxsplit=1)
-        return f"leave the tower as it is with --no-encode '{above[0] or above[1]}.*', or "
+        around = re.split(r"\.?\b(encoder|head)\b", fqn, maxsplit=1)
+        return f"leave the tower as it is with --no-encode '{around[0] or around[1]}.*', or "
     globs = dict.fromkeys(f"*.{'.'.join(each.split('.')[-2:])}" for each in packed)
     options = " ".join(f"--no-encode {quote(glob)}" for glob in globs)
     return f"leave them as they are with {options}, or " if len(globs) <= LISTED else ""

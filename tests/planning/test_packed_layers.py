@@ -214,3 +214,31 @@ def test_a_layer_that_others_share_with_its_bias(
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bnb-nf4")
     loaded = type(model).from_pretrained(tmp_path / "out")
     assert loaded.enc_score_head.bias.shape != model.enc_score_head.bias.shape
+
+
+def test_a_tower_that_fills_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DINOv3 within LLaVA; the language model beside it is loaded. Both hints work."""
+    sizes = {
+        "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+    }  # fmt: skip
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2, **sizes},
+        vision_config={"model_type": "dinov3_vit", "image_size": 16, "patch_size": 8, **sizes},
+        image_token_index=63,
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "in")
+    with pytest.raises(PlanError, match=r"^vision_tower.* with dinov3_vit") as caught:
+        ckptmap.plan(tmp_path / "in", "hf-ct-int8")
+    (glob,) = re.findall(r"--no-encode '([^']+)'", caught.value.hint)
+    for number, given in enumerate(
+        ({"to": "hf-ct-int8", "no_encode": (glob,)}, {"to": "hf-ct-fp8"})
+    ):
+        out = tmp_path / str(number)
+        ckptmap.convert(tmp_path / "in", out, **given)
+        _, told = type(model).from_pretrained(out, output_loading_info=True)
+        assert not any(told.values()), told
+    monkeypatch.setattr("ckptmap.planning.packed_layers.TOWERS", {})
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-ct-int8")
+    with pytest.raises(AttributeError, match="weight"):
+        type(model).from_pretrained(tmp_path / "out")

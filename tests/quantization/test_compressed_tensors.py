@@ -337,6 +337,26 @@ def test_blocks_of_another_number_of_dims_are_requantized(tmp_path: Path) -> Non
             assert [step.fidelity for step in plan.steps] == ["requantize"]
 
 
+def _finds_caches() -> bool:
+    """Whether compressed-tensors would make scales for the cache of this attention."""
+    from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    from tests.support.int8_models import llama
+
+    attention = [m for m in llama(torch.bfloat16).modules() if isinstance(m, LlamaAttention)]
+    return all(map(is_cached_attention_module, attention))
+
+
+@pytest.fixture
+def quantized_caches() -> None:
+    """The library looks for `past_key_values` in the signature of `forward`, where transformers 5.24 names none:
+    together they neither write nor read scales of a cache, so that there is no release to test with."""
+    if not _finds_caches():
+        pytest.skip("this compressed-tensors finds no cache in the attention of this transformers")
+
+
+@pytest.mark.usefixtures("quantized_caches")
 @pytest.mark.parametrize("to", ["hf-ct-int8", "hf-bf16"])
 def test_a_quantized_cache_is_declared_or_missed_aloud(to: str, tmp_path: Path) -> None:
     """`k_scale` and `v_scale` of attention: transformers leaves them where no config tells of it."""
@@ -362,6 +382,7 @@ def test_a_quantized_cache_is_declared_or_missed_aloud(to: str, tmp_path: Path) 
         assert len(info["unexpected_keys"]) == 2
 
 
+@pytest.mark.usefixtures("quantized_caches")
 def test_scales_of_a_cache_that_are_left_out_are_not_promised(tmp_path: Path) -> None:
     compressed(tmp_path / "in", *CASES["w4-group"], cache=args("float", strategy="tensor"))
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-ct-int8", drop=("*.[kv]_scale",))

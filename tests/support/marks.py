@@ -210,6 +210,7 @@ SLOW = frozenset(
         "planning/test_live_encodings.py::test_doctor_prints_it",
         "planning/test_live_encodings.py::test_every_setup_takes_a_quantized_source_or_says_why_not",
         "planning/test_packed_layers.py::test_a_layer_that_others_share_with_its_bias",
+        "planning/test_packed_layers.py::test_a_tower_that_fills_every_layer",
         "quantization/test_bnb_fourbit_encoder.py::test_a_tied_head_that_no_file_holds_stays_dense",
         "quantization/test_bnb_fourbit_encoder.py::test_config_json_says_what_is_written",
         "quantization/test_bnb_fourbit_encoder.py::test_transformers_loads_the_model_that_it_would_have_quantized",
