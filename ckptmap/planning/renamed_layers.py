@@ -32,7 +32,7 @@ class FindsByLoadedName(Protocol):
 
 
 @runtime_checkable
-class Targets(Protocol):
+class HasTarget(Protocol):
     """A scheme that says how it encodes a weight by default."""
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
@@ -89,7 +89,7 @@ def require_found(
 def _by_module(encodings: Encodings, scheme: object) -> str:
     """Return the part of a hint that names bitsandbytes' int8; "" where it would be refused in its turn, because
     a layer that the library takes stays dense."""
-    if not isinstance(scheme, Targets):
+    if not isinstance(scheme, HasTarget):
         return ""
     dense = (
         fqn
