@@ -111,7 +111,8 @@ class RoundingContinuation:
         if other_blocks:
             yield (
                 f"moments that are not in blocks of the whole tensor, {len(other_blocks)}:"
-                f" {listed(other_blocks)}"
+                f" {listed(other_blocks)} (columns are cut inside blocks here, or were when it was saved: cut rows,"
+                " or train with _AdamW, whose moments have no blocks)"
             )
 
     def caveats(self) -> Iterator[str]:

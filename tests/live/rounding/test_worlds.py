@@ -199,3 +199,13 @@ def _step(step: Any, name: str, first: int, last: int) -> list[torch.Tensor]:
         key = key_of(1, number, "w").tensors()
         step(weight, grad, state, settings, rows, (last - first) * 128, key)
     return [weight, *(m.dequantize() if hasattr(m, "codes") else m for m in moments)]
+
+
+def test_cuts_of_all_kinds_on_other_meshes(tmp_path: Path) -> None:
+    """4 ranks -> 2 and 1, by rows, columns, both, and replicas; 8-bit moments that columns cut inside blocks are refused,
+    with the reason: tests/ranks/rounding_cuts.py."""
+    module = "tests.ranks.rounding_cuts"
+    cuts = ["columns", "replicas of rows", "rows and columns", "rows of rows"]
+    run_ranks(module, 4, ["save", str(tmp_path), *cuts], timeout=240)
+    run_ranks(module, 2, ["load", str(tmp_path), "rows", "columns"], timeout=240)
+    run_ranks(module, 1, ["load", str(tmp_path), "whole"], timeout=240)
