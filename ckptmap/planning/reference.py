@@ -62,13 +62,18 @@ class Reference:
         return Aim(self.setup.name, self.setup, None)
 
     @property
+    def _setups(self) -> list[Setup]:
+        """Return the setups whose writer makes such files; none where ckptmap only reads them."""
+        container = self.ckpt.index.container
+        return [setup for setup in registry.setups() if setup.writer == container]
+
+    @property
     def setup(self) -> Setup:
-        container, wrappers = self.ckpt.index.container, self.ckpt.wrappers
-        setups = [setup for setup in registry.setups() if setup.writer == container]
+        setups, wrappers = self._setups, self.ckpt.wrappers
         if not setups:
             raise PlanError(
                 "CKM201",
-                f"--as {self.shown}: is {container}, which ckptmap reads and does not write",
+                f"--as {self.shown}: is {self.ckpt.index.container}, which ckptmap reads and does not write",
                 f"choose a setup with --to: {', '.join(setup.name for setup in registry.setups())}",
             )
         heads = {pattern.split(".")[0] for pattern in wrappers}
@@ -89,13 +94,13 @@ class Reference:
 
     def tied_heads(self) -> Mapping[str, str]:
         """Return head -> embedding, where its config.json ties the two and both are stored."""
-        carrier, mounts = self.setup.carrier, self.ckpt.files.mounts
+        carrier = self.setup.carrier if self._setups else None
         if carrier is None:
             return {}
         path = Path(self.ckpt.index.sidecar_dir or self.ckpt.path)
         directory = path if path.is_dir() else path.parent
         siblings = [str(file) for file in directory.iterdir()]
-        return through(carrier, mounts).ties(self.ckpt.infos(), siblings, None)
+        return through(carrier, self.ckpt.files.mounts).ties(self.ckpt.infos(), siblings, None)
 
     def places(self) -> dict[str, tuple[str, int]]:
         """Return stored key -> (file, offset) of every weight that lies in one run of a file."""

@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import index
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint import base_record
@@ -63,7 +64,7 @@ class Told:
         if managed is not None:
             extra.pop(MANAGER, None)
         return cls(
-            (), options.step, [*extra.items()], [*extra_values.digests(states).items()],
+            (), None if options.step is None else index(options.step), [*extra.items()], [*extra_values.digests(states).items()],
             (found.text, found.digest), options.gradients is not None,
             rounding.seeds(held.settings), one_digest(digests), plans, managed or "",
         )  # fmt: skip
