@@ -28,7 +28,7 @@ class PlacedWeights(Generic[T]):
         self.held: list[T | None] = [None] * places
 
     def add(self, places: Iterable[int], fqns: Iterable[str], held: Iterable[T]) -> None:
-        """Put weights to their places."""
+        """Put weights to their places; `held` may go on beyond them, as `repeat(form)` does."""
         for place, fqn, one in zip(places, fqns, held, strict=False):
             self.fqns[place] = fqn
             self.held[place] = one

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ckptmap.core.tensor_columns import PlainTensors
-from ckptmap.errors import SourceError
+from ckptmap.errors import CkptmapError, SourceError
 from ckptmap.formats.huggingface.missing_shards import require_all
 from ckptmap.formats.huggingface.shard_index import ShardIndex, require_listed
 from ckptmap.formats.safetensors import torchao_metadata
@@ -48,7 +48,7 @@ def read_listed(
     which they give takes a third of the time of looking for files in each entry.
     """
     likely = _whole_set(beside)
-    with suppress(SourceError):  # of files that the index may not list
+    with suppress(CkptmapError):  # of files that the index may not list
         headers = _headers(root, likely, where, mounts, listed)
         keys = headers.keys()
         if likely and headers.names == sum(map(len, keys.values())):
