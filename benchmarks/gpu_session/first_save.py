@@ -11,8 +11,8 @@ import threading
 import time
 from typing import Any
 
-from benchmarks.gpu_session.models import adamw, copied, different, stack, state_of, train
-from benchmarks.gpu_session.save_load import training_s
+from benchmarks.gpu_session.models import copied, different, state_of, train
+from benchmarks.gpu_session.save_load import trained, training_s
 from benchmarks.gpu_session.session import StepRun
 from benchmarks.gpu_session.timing import link_s_per_byte, synchronize
 
@@ -26,11 +26,7 @@ def run(step: StepRun) -> None:
 
     width, layers = (64, 2) if step.is_tiny else (WIDTH, _fitting(step))
     down = link_s_per_byte(step.device, 1 << 16 if step.is_tiny else 1 << 30, up=False)
-    model = stack(layers, width, step.device)
-    optimizer = adamw(model)
-    train(model, optimizer, 0, 2, step.device)
-    nbytes = sum(tensor.nbytes for tensor in state_of(model, optimizer).values())
-    step.result.figure("model and optimizer", nbytes / 1e9, "GB")
+    model, optimizer, nbytes = trained(step, layers, width)
     plain_s = training_s(step, model, optimizer)
     if step.on_cuda:
         with step.result.attempt("a graph is captured while memory is made"):

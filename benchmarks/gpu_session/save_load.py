@@ -33,11 +33,7 @@ def run(step: StepRun) -> None:
     nbytes_link = 1 << 16 if step.is_tiny else 1 << 30
     up = link_s_per_byte(step.device, nbytes_link)
     down = link_s_per_byte(step.device, nbytes_link, up=False)
-    model = stack(layers, width, step.device)
-    optimizer = adamw(model)
-    train(model, optimizer, 0, 2, step.device)
-    nbytes = sum(tensor.nbytes for tensor in state_of(model, optimizer).values())
-    step.result.figure("model and optimizer", nbytes / 1e9, "GB")
+    model, optimizer, nbytes = trained(step, layers, width)
     plain_s = training_s(step, model, optimizer)
     path = step.work / "saved"
     for turn in ("first", "second"):
@@ -107,6 +103,16 @@ def fitting(step: StepRun) -> int:
     if layers < LAYERS:
         step.result.note(f"{layers} layers of {LAYERS}: there is room for no more")
     return layers
+
+
+def trained(step: StepRun, layers: int, width: int) -> tuple[Any, Any, int]:
+    """Return a model and its optimizer after two steps of training, and the bytes of their state."""
+    model = stack(layers, width, step.device)
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 2, step.device)
+    nbytes = sum(tensor.nbytes for tensor in state_of(model, optimizer).values())
+    step.result.figure("model and optimizer", nbytes / 1e9, "GB")
+    return model, optimizer, nbytes
 
 
 def training_s(step: StepRun, model: Any, optimizer: Any) -> float:
