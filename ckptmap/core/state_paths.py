@@ -22,6 +22,8 @@ MAX_DEPTH = 128
 SPARE_ITEMS = 1_000_000
 """Items that repeated references may add to any value; the pickle reader has the same allowance."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
+"""Types of plain values that hold no others. A random state has hundreds of them, so they are passed by first."""
 
 
 def by_rank(leaf: Leaf) -> Sequence[Leaf]:
@@ -96,6 +98,8 @@ def _listed(value: object) -> object:
 def opaques(value: object) -> Iterator[Opaque]:
     """Yield every foreign object (`Opaque`) in a value, at any depth."""
     for item in walk_values(value):
+        if type(item) in ATOMS:
+            continue
         if isinstance(item, Opaque):
             yield item
         elif isinstance(item, PerRank):
@@ -112,7 +116,9 @@ def walk_values(value: object) -> Iterator[object]:
     while todo:
         item = todo.pop()
         yield item
-        if isinstance(item, Mapping | list | tuple | set | frozenset) and id(item) not in seen:
+        if type(item) in ATOMS:
+            continue
+        if isinstance(item, (Mapping, list, tuple, set, frozenset)) and id(item) not in seen:
             seen[id(item)] = item  # the reference keeps its id from being used again
             todo += reversed(_items_of(item))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckptmap.core.state_paths import ListIndex
+from ckptmap.core.state_paths import ATOMS, ListIndex
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.tensors import Leaf, Opaque, Path, StoredTensor
 
@@ -58,6 +58,8 @@ def holds_tensor(node: object) -> bool:
     todo = [node]
     while todo:
         value = todo.pop()
+        if type(value) in ATOMS:
+            continue
         if isinstance(value, StoredTensor) or (isinstance(value, Opaque) and value.info):
             return True
         if isinstance(value, dict | list | tuple) and id(value) not in seen:
