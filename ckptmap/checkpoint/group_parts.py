@@ -21,6 +21,7 @@ from ckptmap.core.weight_columns import Groups, LoneWeight, WeightForm
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
 from ckptmap.protocols.file_systems import Mounts, through
+from ckptmap.protocols.offers import offers
 from ckptmap.quantization.activation_statements import activation_notes
 from ckptmap.quantization.stray_parts import REPAIR, stray_parts
 from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor, TensorInfo
@@ -193,7 +194,7 @@ def encoding_notes(forms: Mapping[str, WeightForm | LoneWeight]) -> list[str]:
     remarks = {
         key: encoding.remark
         for key, encoding in kinds.items()
-        if encoding.name != "dense" and isinstance(encoding, Repairs) and encoding.remark
+        if encoding.name != "dense" and offers(encoding, Repairs) and encoding.remark
     }
     by_remark: dict[str, list[str]] = {}
     for fqn, form in forms.items() if remarks else ():

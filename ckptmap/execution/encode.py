@@ -23,6 +23,7 @@ from ckptmap.planning.file_plan import Compare, Encode, SlotRef
 from ckptmap.planning.kept_codes import writes_keeping_codes
 from ckptmap.protocols import Encoder, LooksFirst, Refusal, Write
 from ckptmap.protocols.encodings import DecodesOnHost
+from ckptmap.protocols.offers import offers
 from ckptmap.quantization.blockwise.chunks import smaller
 from ckptmap.quantization.blockwise.group_checks import NOT_FINITE
 from ckptmap.storage.box_reader import row_major_boxes
@@ -102,7 +103,7 @@ def _device(context: Context, step: Encode) -> str:
     Dense values that become dense ones ("dense rearranged" are read so) stay on the CPU: there and back
     by the link takes longer than a cast. So do those that only the CPU computes.
     """
-    if isinstance(step.tensor.encoding_, DecodesOnHost):
+    if offers(step.tensor.encoding_, DecodesOnHost):
         return "cpu"
     is_dense = step.tensor.encoding in ("dense", "dense rearranged")
     return "cpu" if is_dense and step.encoding.name == "dense" else context.device
@@ -150,7 +151,7 @@ def _encode_parts(
         context.advance(streams[write.part].append(write), step.tensor.fqn)
     for write in encoder.finish():
         context.advance(streams[write.part].append(write), step.tensor.fqn)
-    if isinstance(encoder, CountsFlips) and encoder.sign_flips:
+    if offers(encoder, CountsFlips) and encoder.sign_flips:
         raise CoarseScales.count(encoder.sign_flips)
     return [item for stream in streams.values() for item in stream.finish()]
 

@@ -20,6 +20,7 @@ from ckptmap.mapping.resolve import MappedTensor
 from ckptmap.mapping.row_blocks import part_piece, rows_together
 from ckptmap.mapping.scheme_to_scheme import pieces_of
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
+from ckptmap.protocols.offers import offers
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
@@ -193,7 +194,7 @@ class DerivedCodes(DerivedTensor):
     def read_scales(self) -> torch.Tensor:
         import torch
 
-        grid = self.encoding_.grid(self.info) if isinstance(self.encoding_, Coded) else None
+        grid = self.encoding_.grid(self.info) if offers(self.encoding_, Coded) else None
         assert grid is not None, "made by `derive`"
         out = torch.empty(grid.scales, dtype=torch.float32)
         whole = {key: lazy.read_scales() for key, lazy in self._sources.items()}
@@ -238,7 +239,7 @@ def _moved_codes(
     grids: dict[str, CodeGrid] = {}
     for key, lazy in sources.items():
         encoding = lazy.encoding_
-        grid = encoding.grid(lazy.info) if isinstance(encoding, Coded) else None
+        grid = encoding.grid(lazy.info) if offers(encoding, Coded) else None
         if grid is None or grid.zeros:
             return None
         grids[key] = grid

@@ -45,6 +45,7 @@ from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan
 from ckptmap.planning.report import Report
 from ckptmap.protocols import Encoder, Encoding, LooksFirst, Refusal, Write
+from ckptmap.protocols.offers import offers
 from ckptmap.protocols.progress import READING
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.process_guards import one_torch_thread
@@ -264,7 +265,7 @@ def _require_encodable(steps: Sequence[Encode], to: str) -> None:
     for step in steps:
         refusal = (
             step.encoding.cannot_encode(TensorInfo(step.tensor.shape, step.tensor.dtype))
-            if isinstance(step.encoding, EncodesSome)
+            if offers(step.encoding, EncodesSome)
             else None
         )
         if refusal is not None:
@@ -372,7 +373,7 @@ def _round_trip(encoding: Encoding, values: torch.Tensor, dtype: str) -> torch.T
     encoder, infos = encoding.encoder(info, "cpu"), encoding.parts(info)
     assert not isinstance(infos, Refusal), "asked before"
     parts = {part: torch.empty(infos[part].nbytes, dtype=torch.uint8) for part in infos}
-    if isinstance(encoder, LooksFirst):
+    if offers(encoder, LooksFirst):
         encoder.look(values.reshape(-1))
     flat, step = values.reshape(-1), -(-SAMPLE_NUMEL // encoder.step) * encoder.step
     feeds = (encoder.feed(at, flat[at : at + step]) for at in range(0, flat.numel(), step))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ckptmap.protocols import Scheme
+from ckptmap.protocols.offers import offers
 from ckptmap.tensors import Path, StoredTensor
 
 
@@ -34,7 +35,7 @@ def gather_moments(
     Raises SourceError CKM115 where a record's parts do not add up.
     """
     for scheme in schemes:
-        if isinstance(scheme, FindsMoments):
+        if offers(scheme, FindsMoments):
             leaves = scheme.moments(leaves)
     if root is None:  # no optimizer: every record is a weight's
         return leaves

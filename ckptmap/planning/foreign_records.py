@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from ckptmap import registry
 from ckptmap.errors import PlanError
+from ckptmap.protocols.offers import offers
 
 
 @runtime_checkable
@@ -37,7 +38,7 @@ def foreign_records(
     carried: dict[str, Mapping[str, object]] = {}
     if not records:  # all schemes are imported only to ask about a record
         return carried
-    schemes = [scheme for scheme in registry.schemes() if isinstance(scheme, KeepsRecords)]
+    schemes = [scheme for scheme in registry.schemes() if offers(scheme, KeepsRecords)]
     for fqn, record in records.items():
         answers = (scheme.kept_record(fqn, record) for scheme in schemes)
         answer = next(

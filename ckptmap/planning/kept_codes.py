@@ -46,7 +46,7 @@ def writes_keeping_codes(
     The scales are in memory as a whole: 4 bytes a block. Raises RunError CKM309 where one is not finite, or
     the encoding cannot hold it.
     """
-    recoder = encoding.recoder(tensor.info, grid, "cpu") if isinstance(encoding, Recodes) else None
+    recoder = encoding.recoder(tensor.info, grid, "cpu") if offers(encoding, Recodes) else None
     assert recoder is not None, f"{tensor.fqn}: {encoding.name} does not take {grid}"
     scales = _finite_scales(tensor)
     for offset, codes in _steps(tensor, grid, recoder.step, limit):

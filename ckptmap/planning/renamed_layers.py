@@ -89,7 +89,7 @@ def require_found(
 def _by_module(encodings: Encodings, scheme: object) -> str:
     """Return the part of a hint that names bitsandbytes' int8; "" where it would be refused in its turn, because
     a layer that the library takes stays dense."""
-    if not isinstance(scheme, HasTarget):
+    if not offers(scheme, HasTarget):
         return ""
     dense = (
         fqn

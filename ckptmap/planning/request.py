@@ -17,6 +17,7 @@ from ckptmap.planning.options import Options
 from ckptmap.planning.reference import Reference
 from ckptmap.protocols import Carrier, Setup, TakesMadeFiles, through
 from ckptmap.protocols.file_systems import Fingerprint
+from ckptmap.protocols.offers import offers
 from ckptmap.setups import Aim
 
 
@@ -40,7 +41,7 @@ class Request:
         if carrier is None:
             return None
         carrier, made = through(carrier, self.ckpt.files.mounts), self.ckpt.index.made_files
-        if made is None or not isinstance(carrier, TakesMadeFiles):
+        if made is None or not offers(carrier, TakesMadeFiles):
             return carrier
         return carrier.with_made(made())
 

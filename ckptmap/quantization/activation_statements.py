@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ckptmap.core.columns import distinct, distinct_at, few
 from ckptmap.core.quantized_codes import ScalesActivations
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.protocols.offers import offers
 
 if TYPE_CHECKING:
     from ckptmap.core.weight_columns import LoneWeight, WeightForm
@@ -31,7 +32,7 @@ def activation_notes(forms: Mapping[str, WeightForm | LoneWeight], mounts: Mount
     forms  FQN of a weight -> its form
     """
     kinds = distinct([form.encoding for form in few(forms)])
-    scaling = {key: kind for key, kind in kinds.items() if isinstance(kind, ScalesActivations)}
+    scaling = {key: kind for key, kind in kinds.items() if offers(kind, ScalesActivations)}
     if not scaling:
         return
     # Imported here: few checkpoints have such weights, and `inspect` of the others is not to wait.

@@ -17,6 +17,7 @@ from ckptmap.core.short_repr import short
 from ckptmap.errors import ArgumentError, SourceError
 from ckptmap.protocols import Group
 from ckptmap.protocols.encodings import DecodesOnHost, KeepsOnHost
+from ckptmap.protocols.offers import offers
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
@@ -184,10 +185,10 @@ class LazyTensor:
 
     def read_into(self, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (box.sizes, logical dtype, contiguous, any device) with the decoded box."""
-        if out.device.type != "cpu" and isinstance(self.encoding_, DecodesOnHost):
+        if out.device.type != "cpu" and offers(self.encoding_, DecodesOnHost):
             out.copy_(self._read_on_host(box))
             return
-        on_host = self.encoding_.host_parts if isinstance(self.encoding_, KeepsOnHost) else ()
+        on_host = self.encoding_.host_parts if offers(self.encoding_, KeepsOnHost) else ()
         parts = {
             name: self.read_part(name, cut, "cpu" if name in on_host else out.device)
             for name, cut in self._cuts(box)

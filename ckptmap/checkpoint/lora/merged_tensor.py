@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from ckptmap.core.quantized_codes import Repairs, ScalesActivations, WritesAfresh
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
+from ckptmap.protocols.offers import offers
 from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -105,7 +106,7 @@ class ChangedTensor:
 
     def activation_keys(self, fqn: str) -> Sequence[str]:
         """Return the stored keys of the scales of activations that the base has."""
-        return self.base.activation_keys(fqn) if isinstance(self.base, ScalesActivations) else ()
+        return self.base.activation_keys(fqn) if offers(self.base, ScalesActivations) else ()
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
         raise AssertionError("a merged tensor is written in another encoding")
@@ -115,9 +116,9 @@ class ChangedTensor:
 
     def repaired(self) -> Encoding:
         """Return the encoding that it is written in unless another is asked for: the base's."""
-        repaired = self.base.repaired() if isinstance(self.base, Repairs) else None
+        repaired = self.base.repaired() if offers(self.base, Repairs) else None
         base = repaired or self.base
-        return base.afresh() if isinstance(base, WritesAfresh) else base
+        return base.afresh() if offers(base, WritesAfresh) else base
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.quantized import int8_activations
 from ckptmap.live.quantized.int8_sharded import sharded_class, torchao_class
 from ckptmap.live.quantized.int8_stored import stored_int8
+from ckptmap.protocols.offers import offers
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
 
@@ -95,7 +96,7 @@ class Int8Form(LiveForm):
     def decides_by(self, source: LazyTensor) -> Iterable[str]:
         """Return the scales and zero points: a weight whose zero points are not zero is decoded."""
         coded = source.encoding_
-        if isinstance(coded, Coded) and is_int8(source):
+        if offers(coded, Coded) and is_int8(source):
             return coded.scale_parts(source.info)
         return ()
 
@@ -153,7 +154,7 @@ def is_int8(source: LazyTensor) -> bool:
 def _grid(source: LazyTensor) -> CodeGrid | None:
     """Return the grid of int8 codes; None: the source is of another encoding."""
     coded = source.encoding_
-    grid = coded.grid(source.info) if isinstance(coded, Coded) else None
+    grid = coded.grid(source.info) if offers(coded, Coded) else None
     return grid if grid is not None and grid.name == "int8" else None
 
 

@@ -14,6 +14,7 @@ from ckptmap.live.model.live_form import StoredForm, StoredPart
 from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor, local_boxes
 from ckptmap.live.quantized.int8_activations import attributes_of
 from ckptmap.protocols import Encoding, Refusal, part_key
+from ckptmap.protocols.offers import offers
 from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _encoding(
     """Return the encoding that stores torchao's int8 of such blocks, scales and settings."""
     grid = CodeGrid("int8", TensorInfo(info.shape, "int8"), block)
     scheme = next(scheme for scheme in registry.schemes() if scheme.name == "int8")
-    made: Any = scheme.keeping(info, grid, exact=True) if isinstance(scheme, KeepsCodes) else None
+    made: Any = scheme.keeping(info, grid, exact=True) if offers(scheme, KeepsCodes) else None
     assert made is not None, f"{fqn}: {info} in blocks of {block}"
     changed = {} if attributes is None else {"attributes": attributes}
     encoding: Encoding = replace(made, scale_dtype=str(scale).removeprefix("torch."), **changed)

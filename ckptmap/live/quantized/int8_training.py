@@ -20,6 +20,7 @@ from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
 from ckptmap.live.model.load_report import Encoded
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.quantized.int8_stored import stored_int8
+from ckptmap.protocols.offers import offers
 from ckptmap.quantization.torchao.subclass_reader import TRAINED
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
@@ -77,7 +78,7 @@ def kept_scales(target: LiveTensor, source: LazyTensor) -> torch.Tensor | None:
     import torch
 
     coded = source.encoding_
-    grid = coded.grid(source.info) if isinstance(coded, Coded) else None
+    grid = coded.grid(source.info) if offers(coded, Coded) else None
     if grid is None or grid.name != "int8" or grid.block != (1, source.shape[-1]):
         return None
     try:

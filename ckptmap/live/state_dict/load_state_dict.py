@@ -27,6 +27,7 @@ from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.state_dict.live_checkpoint import LiveStateDict
 from ckptmap.live.state_dict.memory_blocks import LiveReader, LiveStored
 from ckptmap.live.state_dict.reshard import Exchange, Need, ReshardTask
+from ckptmap.protocols.offers import offers
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, Path
 
@@ -173,7 +174,7 @@ def needs(source: LazyTensor, boxes: Sequence[Box], device: torch.device) -> Ite
     whole = set[str]()
     encoding = source.encoding_
     own_scales = any(form.reads_own_scales(source) for form in live_forms())
-    if not own_scales and isinstance(encoding, Coded) and encoding.grid(source.info) is not None:
+    if not own_scales and offers(encoding, Coded) and encoding.grid(source.info) is not None:
         whole.update(encoding.scale_parts(source.info))
     for name, part in source.parts.items():
         if not isinstance(part, LiveStored):
