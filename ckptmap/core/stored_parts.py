@@ -205,14 +205,13 @@ class StoredParts(Mapping[str, StoredTensor]):
         number = self.table.number(key)
         return None if self._kinds[number] is None else self.table.infos[number]
 
-    def places(self, numbers: Sequence[int]) -> tuple[list[str], list[int], list[int]]:
+    def places(self, numbers: Sequence[int]) -> tuple[Sequence[str], Sequence[int], Sequence[int]]:
         """Return the file, the offset and the bytes of each of these tensors; no file: it is not one extent."""
         table = self.table
         nbytes = each(list(map(table.infos.__getitem__, numbers)), lambda info: info.nbytes)
         if table.extents is not None:
-            columns = table.extents.files, table.extents.offsets
-            files, offsets = (list(map(column.__getitem__, numbers)) for column in columns)
-            return files, offsets, nbytes
+            known = table.extents.take(numbers)
+            return known.files, known.offsets, nbytes
         extents = [table.tensors[number].extent for number in numbers]
         files = ["" if extent is None else extent.file for extent in extents]
         return files, [0 if extent is None else extent.offset for extent in extents], nbytes
@@ -242,7 +241,8 @@ class StoredParts(Mapping[str, StoredTensor]):
         """Return what stands before `suffix`, which holds a dot, in the keys that end so, and the numbers of these
         tensors, in stored order."""
         inside = suffix[: suffix.rfind(".") + 1]
-        names, found = [], []
+        names: list[str] = []
+        found: list[int] = []
         for _, modules, numbers in self.by_last(suffix):
             stems = list(map(self.table.stems.__getitem__, modules))
             there = list(map(str.endswith, stems, repeat(inside)))

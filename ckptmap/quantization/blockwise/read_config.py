@@ -98,8 +98,8 @@ def read_each_small(parts: StoredParts, numbers: Sequence[int], files: Files) ->
         for at in every if len(small) < len(every) else ():
             if not file or not 0 < sizes[at] <= NEAR:
                 found[at] = _read(parts.table.tensors[numbers[at]], files)
-        some = [list(map(column.__getitem__, small)) for column in (offsets, sizes)]
-        values = _read_runs(file, *some, files) if small else []
+        begins, lengths = (list(map(column.__getitem__, small)) for column in (offsets, sizes))
+        values = _read_runs(file, begins, lengths, files) if small else []
         for at, value in zip(small, map(known.setdefault, values, values), strict=True):
             found[at] = value
     return found
