@@ -176,6 +176,8 @@ class StoredParts(Mapping[str, StoredTensor]):
         """The kind of each tensor; None for those that are taken, and at ABSENT."""
         self.of_kind = list(of_kind)
         """Shape and dtype of the tensors of each kind."""
+        self._kinds_by_last: dict[str, set[int | None]] = {}
+        """The kinds of the tensors of a last segment when they were last looked at; there may be fewer now."""
         self._count = len(self.table.keys)
 
     @classmethod
@@ -258,15 +260,16 @@ class StoredParts(Mapping[str, StoredTensor]):
 
         dtypes  only those of tensors of these dtypes; None: of any
         """
-        wanted = {
+        wanted: set[int | None] = {
             kind for kind, info in enumerate(self.of_kind) if dtypes is None or info.dtype in dtypes
         }
         cut = [end.rpartition(".") for end in ends]
         for last, number_of in self.table.by_last.items():
-            if any(may_end(last, end) for end in cut):
+            known = self._kinds_by_last.get(last, wanted)
+            if any(may_end(last, end) for end in cut) and not wanted.isdisjoint(known):
                 modules, numbers = list(number_of), list(number_of.values())
                 kinds = self.kinds(numbers)
-                there = {*kinds}
+                there = self._kinds_by_last[last] = {*kinds}
                 if there <= wanted:
                     yield last, modules, numbers
                 elif there & wanted:

@@ -11,7 +11,6 @@ from ckptmap.core.stored_parts import StoredParts
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.model_dtype import FLOATS
-from ckptmap.storage.box_reader import fill
 from ckptmap.storage.files import Files
 from ckptmap.storage.json_file import read_json
 from ckptmap.tensors import ITEMSIZE, Box, StoredTensor
@@ -141,6 +140,8 @@ def read_small(stored: StoredTensor, files: Files, where: str) -> bytes:
 
 
 def _read(stored: StoredTensor, files: Files) -> bytes:
+    from ckptmap.storage.box_reader import fill
+
     data = bytearray(stored.info.nbytes)
     fill(files, stored, Box.whole(stored.info.shape), memoryview(data))
     return bytes(data)
