@@ -235,7 +235,7 @@ def test_claims_by_structure_alone(tmp_path: FilePath) -> None:
         (tmp_path / "model.safetensors").write_bytes(content)
         return SafetensorsFile().claims(look(tmp_path / "model.safetensors"))
 
-    assert claims(emit([], {}))
+    assert claims(emit([], [], {}))
     assert not claims(b"PK\x03\x04" + b"\0" * 100)
     assert not claims(b'{"error":"Repository not found"}')
     assert not claims(b"version https://git-lfs.github.com/spec/v1\noid sha256:")
@@ -243,7 +243,7 @@ def test_claims_by_structure_alone(tmp_path: FilePath) -> None:
 
 
 SMALL = emit(
-    [("w", TensorInfo((2, 3), "float32")), ("v.é", TensorInfo((), "bool"))], {"format": "pt"}
+    ["w", "v.é"], [TensorInfo((2, 3), "float32"), TensorInfo((), "bool")], {"format": "pt"}
 )
 
 
@@ -289,7 +289,7 @@ infos = st.builds(
 def test_round_trip(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> None:
     tensors.pop("__metadata__", None)
     metadata = {k: v.encode("utf-8", "ignore").decode() for k, v in metadata.items()}
-    raw = emit(list(tensors.items()), metadata)
+    raw = emit([*tensors], [*tensors.values()], metadata)
     assert len(raw) % 8 == 0
     header = parse_header(raw[8:], len(raw) + sum(i.nbytes for i in tensors.values()), "x")
     assert {name: found[0] for name, found in header.tensors.items()} == tensors
