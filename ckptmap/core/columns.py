@@ -150,6 +150,19 @@ def distinct_at(values: Sequence[T]) -> list[tuple[int, T]]:
     return [(number, values[number]) for number in sorted(first.values())]
 
 
+def by_object(values: Sequence[T]) -> Iterator[tuple[T, Sequence[int]]]:
+    """Yield the different objects among `values`, each with the numbers of all that are it."""
+    objects = distinct(values)
+    if len(objects) == 1:
+        yield values[0], range(len(values))
+        return
+    numbers: dict[int, list[int]] = {key: [] for key in objects}
+    for number, key in enumerate(map(id, values)):
+        numbers[key].append(number)
+    for key, value in objects.items():
+        yield value, numbers[key]
+
+
 def firsts(values: Mapping[str, T]) -> list[tuple[str, T]]:
     """Return the different objects among `values`, each with the first key that has it."""
     first: dict[int, tuple[str, T]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +38,8 @@ def human(nbytes: int) -> str:
 
 def terminal_width() -> int | None:
     """Return the columns of the terminal that stdout is; None: it is a pipe or a file, of any width."""
+    import shutil  # with the archives that it packs
+
     try:
         return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     except (AttributeError, ValueError):  # stdout is closed

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, compress, count, groupby, repeat
-from operator import add, ne
+from itertools import chain, compress, count, repeat
+from operator import add
 from typing import NamedTuple
 
 from ckptmap.core.columns import NamedRows, Rows, each
@@ -59,18 +59,21 @@ class StoredTable:
         Parts of weights lie as their weights do, in writers' files: the modules of many scales are, one by one,
         those of as many codes, and then need not be looked up.
         """
-        ats = [key.rfind(".") + 1 for key in self.keys]
-        stems = [key[:at] for key, at in zip(self.keys, ats, strict=True)]
-        lasts = [key[at:] for key, at in zip(self.keys, ats, strict=True)]
+        keys = self.keys
+        lasts = [key[key.rfind(".") + 1 :] for key in keys]
+        numbers_of: dict[str, list[int]] = {last: [] for last in dict.fromkeys(lasts)}
+        for number, last in enumerate(lasts):
+            numbers_of[last].append(number)
         known: dict[tuple[str, int], tuple[list[str], list[int]]] = {}
-        for last, numbers in _runs(lasts):
-            some = list(map(stems.__getitem__, numbers))
-            alike, modules = known.get((some[0], len(some)), ([], []))
-            if some != alike:
-                modules = list(map(self._modules.setdefault, some, count(len(self.stems))))
-                self.stems += some
-                known[some[0], len(some)] = some, modules
-            self.by_last.setdefault(last, {}).update(zip(modules, numbers, strict=True))
+        for last, numbers in numbers_of.items():
+            cut = -len(last) or None  # a key may end in a dot
+            stems = [key[:cut] for key in map(keys.__getitem__, numbers)]
+            alike, modules = known.get((stems[0], len(stems)), ([], []))
+            if stems != alike:
+                modules = list(map(self._modules.setdefault, stems, count(len(self.stems))))
+                self.stems += stems
+                known[stems[0], len(stems)] = stems, modules
+            self.by_last[last] = dict(zip(modules, numbers, strict=True))
 
     def number(self, key: str) -> int:
         """Return the number of a key; ABSENT: there is no such tensor."""
@@ -173,6 +176,8 @@ class StoredParts(Mapping[str, StoredTensor]):
         """The kind of each tensor; None for those that are taken, and at ABSENT."""
         self.of_kind = list(of_kind)
         """Shape and dtype of the tensors of each kind."""
+        self._kinds_by_last: dict[str, set[int | None]] = {}
+        """The kinds of the tensors of a last segment when they were last looked at; there may be fewer now."""
         self._count = len(self.table.keys)
 
     @classmethod
@@ -202,19 +207,16 @@ class StoredParts(Mapping[str, StoredTensor]):
         number = self.table.number(key)
         return None if self._kinds[number] is None else self.table.infos[number]
 
-    def places(self, numbers: Sequence[int]) -> Iterator[tuple[str, int, int] | None]:
-        """Yield the (file, offset, bytes) of each of these tensors; None: it is not one extent."""
+    def places(self, numbers: Sequence[int]) -> tuple[Sequence[str], Sequence[int], Sequence[int]]:
+        """Return the file, the offset and the bytes of each of these tensors; no file: it is not one extent."""
         table = self.table
-        if table.extents is None:
-            for number in numbers:
-                extent, info = table.tensors[number].extent, table.infos[number]
-                yield None if extent is None else (extent.file, extent.offset, info.nbytes)
-            return
         nbytes = each(list(map(table.infos.__getitem__, numbers)), lambda info: info.nbytes)
-        homes, offsets = table.extents.files, table.extents.offsets
-        yield from zip(
-            map(homes.__getitem__, numbers), map(offsets.__getitem__, numbers), nbytes, strict=True
-        )
+        if table.extents is not None:
+            known = table.extents.take(numbers)
+            return known.files, known.offsets, nbytes
+        extents = [table.tensors[number].extent for number in numbers]
+        files = ["" if extent is None else extent.file for extent in extents]
+        return files, [0 if extent is None else extent.offset for extent in extents], nbytes
 
     def many(self) -> Counter[int | None]:
         """Return how many tensors there are of each kind, and under None how many are taken."""
@@ -237,6 +239,19 @@ class StoredParts(Mapping[str, StoredTensor]):
             [key for key in found if key.endswith(ends)] if any("." in e for e in ends) else found
         )
 
+    def before(self, suffix: str) -> tuple[list[str], list[int]]:
+        """Return what stands before `suffix`, which holds a dot, in the keys that end so, and the numbers of these
+        tensors, in stored order."""
+        inside = suffix[: suffix.rfind(".") + 1]
+        names: list[str] = []
+        found: list[int] = []
+        for _, modules, numbers in self.by_last(suffix):
+            stems = list(map(self.table.stems.__getitem__, modules))
+            there = list(map(str.endswith, stems, repeat(inside)))
+            names += [stem[: -len(inside)] for stem in compress(stems, there)]
+            found += compress(numbers, there)
+        return names, found
+
     def by_last(
         self, *ends: str, dtypes: Collection[str] | None = None
     ) -> Iterator[tuple[str, list[int], list[int]]]:
@@ -245,15 +260,16 @@ class StoredParts(Mapping[str, StoredTensor]):
 
         dtypes  only those of tensors of these dtypes; None: of any
         """
-        wanted = {
+        wanted: set[int | None] = {
             kind for kind, info in enumerate(self.of_kind) if dtypes is None or info.dtype in dtypes
         }
         cut = [end.rpartition(".") for end in ends]
         for last, number_of in self.table.by_last.items():
-            if any(may_end(last, end) for end in cut):
+            known = self._kinds_by_last.get(last, wanted)
+            if any(may_end(last, end) for end in cut) and not wanted.isdisjoint(known):
                 modules, numbers = list(number_of), list(number_of.values())
                 kinds = self.kinds(numbers)
-                there = {*kinds}
+                there = self._kinds_by_last[last] = {*kinds}
                 if there <= wanted:
                     yield last, modules, numbers
                 elif there & wanted:
@@ -339,22 +355,6 @@ class StoredParts(Mapping[str, StoredTensor]):
 
 
 _NONE: Mapping[int, int] = {}
-RUN = 8
-"""Tensors of one last segment that follow each other, on average, where they need not be sorted by it."""
-
-
-def _runs(lasts: Sequence[str]) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield each last segment with the numbers of keys that have it, which rise; a segment may come again."""
-    if sum(map(ne, lasts, lasts[1:])) * RUN > len(lasts):
-        in_order = sorted(range(len(lasts)), key=lasts.__getitem__)
-        for last, numbers in groupby(in_order, lasts.__getitem__):
-            yield last, list(numbers)
-        return
-    begin = 0
-    for last, run in groupby(lasts):
-        end = begin + len(list(run))
-        yield last, range(begin, end)
-        begin = end
 
 
 def may_end(last: str, end: tuple[str, str, str]) -> bool:

@@ -8,12 +8,11 @@ A `Group`, with its dict of parts, is made from them when it is looked up.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckptmap.core.columns import Columns, distinct
+from ckptmap.core.columns import Columns, by_object
 from ckptmap.core.stored_parts import StoredTable
 from ckptmap.protocols import Encoding, Group
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -121,16 +120,8 @@ class Groups(Columns[Found]):
         return cls([group.fqn for group, _ in made], [LoneWeight(*found) for found in made])
 
     def by_form(self) -> Iterator[tuple[WeightForm | LoneWeight, Sequence[int]]]:
-        """Yield each form, and which of the weights are of it."""
-        forms = distinct(self.forms)
-        if len(forms) == 1:
-            yield self.forms[0], range(len(self.forms))
-            return
-        at_of: dict[int, list[int]] = defaultdict(list)
-        for at, key in enumerate(map(id, self.forms)):
-            at_of[key].append(at)
-        for key, form in forms.items():
-            yield form, at_of[key]
+        """Return each form, and which of the weights are of it."""
+        return by_object(self.forms)
 
     def __add__(self, more: Groups) -> Groups:
         if not (self.fqns and more.fqns):

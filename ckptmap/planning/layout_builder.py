@@ -129,12 +129,12 @@ class LayoutBuilder:
         Raises as `tensor` does.
         """
         keys = list(zip(map(id, kinds), map(id, encodings), strict=True))
+        first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
         targets: dict[tuple[int, int], EncodingTarget] = {}
-        for fqn, key, encoding in zip(fqns, keys, encodings, strict=True):
-            if key not in targets:
-                lazy = open(fqn)
-                self._require_holdable(lazy, encoding)
-                targets[key] = self._target(lazy, "model", encoding)
+        for at in sorted(first.values()):
+            lazy = open(fqns[at])
+            self._require_holdable(lazy, encodings[at])
+            targets[keys[at]] = self._target(lazy, "model", encodings[at])
         self._compares += self._coverage.prove_all(fqns, kinds, lambda fqn: open(fqn).beneath)
         self._encode(fqns, paths, list(map(targets.__getitem__, keys)), open, NONE_HELD)
 
@@ -232,9 +232,10 @@ class LayoutBuilder:
         """Add tensors that become these targets; of one tensor alone the parts `held` are copied."""
         for stored in held.values():
             self._compares += self._coverage.prove(fqns[0], stored)
+        kinds = distinct(targets).values()
         counts = each(targets, lambda target: len(target.parts))
         first, names, keys = len(self._out), fqns, paths
-        if any(target.parts.keys() != {""} for target in distinct(targets).values()):
+        if any(target.parts.keys() != {""} for target in kinds):
             names = [fqn for fqn, n in zip(fqns, counts, strict=True) for _ in range(n)]
             keys = [
                 _part_path(target.encoding, path, part)
@@ -250,7 +251,7 @@ class LayoutBuilder:
         encoded = each(targets, lambda target: _encode_form(target, open, held))
         firsts = accumulate(counts[:-1], initial=first)
         self._encoded.extend(fqns, encoded, firsts)
-        if any(target.record is not None for target in distinct(targets).values()):
+        if any(target.record is not None for target in kinds):
             for path, target in zip(paths, targets, strict=True):
                 if target.record is not None:
                     self._records[join(path)] = target.record

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add, le
 
-from ckptmap.core.columns import distinct
+from ckptmap.core.columns import by_object
 from ckptmap.core.rearranged_tensors import Assembled
 from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.tensor_columns import Extents, extents_of, nbytes_of
@@ -53,13 +53,9 @@ class SourceCoverage:
 
         Raises as `prove` does.
         """
-        of_form: dict[int, list[str]] = {}
-        forms = distinct(kinds)
-        for fqn, kind in zip(fqns, map(id, kinds), strict=True):
-            of_form.setdefault(kind, []).append(fqn)
         compares: list[Compare] = []
-        for key, alike in of_form.items():
-            form = forms[key]
+        for form, numbers_of in by_object(kinds):
+            alike = list(map(fqns.__getitem__, numbers_of))
             if isinstance(form, WeightForm):
                 for numbers in form.part_numbers(alike):
                     infos = list(map(form.stored.infos.__getitem__, numbers))

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 
 from ckptmap.errors import RunError, SourceError
@@ -143,17 +144,17 @@ class Files:
         self.read_into(file, offset, [memoryview(buffer)])
         return bytes(buffer)
 
-    def read_runs(self, file: str, runs: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes of each (offset, number of bytes) of a file. Raise as `read_into` does."""
+    def read_runs(self, file: str, offsets: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
+        """Return so many bytes from each of these offsets of a file. Raise as `read_into` does."""
         if self._remote(file) is None:
             with self.descriptor(file) as fd:
                 try:
-                    read = [os.pread(fd, nbytes, offset) for offset, nbytes in runs]
+                    read = list(map(os.pread, repeat(fd), sizes, offsets))
                 except OSError:
                     read = []  # `read` below fails again, and says why
-            if [*map(len, read)] == [nbytes for _, nbytes in runs] and not self.sums.is_on:
+            if [*map(len, read)] == [*sizes] and not self.sums.is_on:
                 return read
-        return [self.read(file, offset, nbytes) for offset, nbytes in runs]
+        return [self.read(file, *run) for run in zip(offsets, sizes, strict=True)]
 
     def read_into(
         self, file: str, offset: int, buffers: Sequence[memoryview], has_gaps: bool = False

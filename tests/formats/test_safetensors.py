@@ -46,7 +46,7 @@ def read(stored: StoredTensor) -> bytes:
 
 def test_emit_golden() -> None:
     tensors = [("w", TensorInfo((2, 3), "float32")), ("é", TensorInfo((2,), "float4_e2m1fn_x2"))]
-    assert emit(tensors, {"format": "pt"}) == GOLDEN
+    assert emit(*zip(*tensors, strict=True), {"format": "pt"}) == GOLDEN
     header = parse_header(GOLDEN[8:], len(GOLDEN) + 26, "golden")
     assert header.metadata == {"format": "pt"}
     assert header.data_start == len(GOLDEN) == 152
@@ -71,7 +71,8 @@ def test_every_dtype_of_safetensors_python(tmp_path: FilePath) -> None:
         assert read(stored) == bytes(original[name].view(torch.uint8).flatten().tolist())
     # And back: what we emit, safetensors reads; it knows no torch dtype for F4 and F8_E8M0.
     back = {n: t for n, t in original.items() if n not in ("float4_e2m1fn_x2", "float8_e8m0fnu")}
-    header = emit([(n, TensorInfo(tuple(t.shape), n)) for n, t in back.items()], {"format": "pt"})
+    infos = [TensorInfo(tuple(t.shape), n) for n, t in back.items()]
+    header = emit([*back], infos, {"format": "pt"})
     data = b"".join(bytes(t.view(torch.uint8).flatten().tolist()) for t in back.values())
     (tmp_path / "ours").write_bytes(header + data)
     for name, tensor in load_file(tmp_path / "ours").items():
@@ -85,7 +86,7 @@ def test_header_bytes_equal_safetensors_own(tmp_path: FilePath) -> None:
 
     saved = save({"b": torch.ones(3, 5), "a": torch.ones(2)}, metadata={"format": "pt"})
     ours = emit(
-        [("a", TensorInfo((2,), "float32")), ("b", TensorInfo((3, 5), "float32"))], {"format": "pt"}
+        ["a", "b"], [TensorInfo((2,), "float32"), TensorInfo((3, 5), "float32")], {"format": "pt"}
     )
     assert saved.startswith(ours)
 
@@ -94,7 +95,7 @@ def test_dtype_without_a_name_is_refused() -> None:
     with pytest.raises(
         PlanError, match=r"^w: safetensors has no dtype for complex128; .*--to full"
     ):
-        emit([("w", TensorInfo((1,), "complex128"))], {})
+        emit(["w"], [TensorInfo((1,), "complex128")], {})
 
 
 W = entry("F32", [2], 0, 8)
@@ -234,7 +235,7 @@ def test_claims_by_structure_alone(tmp_path: FilePath) -> None:
         (tmp_path / "model.safetensors").write_bytes(content)
         return SafetensorsFile().claims(look(tmp_path / "model.safetensors"))
 
-    assert claims(emit([], {}))
+    assert claims(emit([], [], {}))
     assert not claims(b"PK\x03\x04" + b"\0" * 100)
     assert not claims(b'{"error":"Repository not found"}')
     assert not claims(b"version https://git-lfs.github.com/spec/v1\noid sha256:")
@@ -242,7 +243,7 @@ def test_claims_by_structure_alone(tmp_path: FilePath) -> None:
 
 
 SMALL = emit(
-    [("w", TensorInfo((2, 3), "float32")), ("v.é", TensorInfo((), "bool"))], {"format": "pt"}
+    ["w", "v.é"], [TensorInfo((2, 3), "float32"), TensorInfo((), "bool")], {"format": "pt"}
 )
 
 
@@ -288,7 +289,7 @@ infos = st.builds(
 def test_round_trip(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> None:
     tensors.pop("__metadata__", None)
     metadata = {k: v.encode("utf-8", "ignore").decode() for k, v in metadata.items()}
-    raw = emit(list(tensors.items()), metadata)
+    raw = emit([*tensors], [*tensors.values()], metadata)
     assert len(raw) % 8 == 0
     header = parse_header(raw[8:], len(raw) + sum(i.nbytes for i in tensors.values()), "x")
     assert {name: found[0] for name, found in header.tensors.items()} == tensors

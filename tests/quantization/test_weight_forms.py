@@ -156,7 +156,9 @@ def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.Mon
     tensors["empty"] = StoredTensor(TensorInfo((0,), "uint8"), [])
     files, reads, plain = Files(), [], Files.read_runs
     monkeypatch.setattr(
-        Files, "read_runs", lambda self, file, runs: reads.extend(runs) or plain(self, file, runs)
+        Files,
+        "read_runs",
+        lambda self, file, *runs: reads.extend(zip(*runs, strict=True)) or plain(self, file, *runs),
     )
     parts = StoredParts(tensors)
     found = dict(

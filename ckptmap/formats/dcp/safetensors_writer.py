@@ -84,11 +84,11 @@ def _file(rank: int, entries: list[Entry], records: Mapping[str, Mapping[str, ob
     metadata = {SHARDING: json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"}
     if records:
         metadata[RECORDS] = json.dumps(records, sort_keys=True, separators=(",", ":"))
-    infos = [(key, TensorInfo(box.sizes, tensor.info.dtype)) for key, tensor, box in entries]
-    header = emit(infos, metadata)
+    infos = [TensorInfo(box.sizes, tensor.info.dtype) for _, tensor, box in entries]
+    header = emit([key for key, _, _ in entries], infos, metadata)
     slots = []
     offset = len(header)
-    for (_, tensor, box), (_, info) in zip(entries, infos, strict=True):
+    for (_, tensor, box), info in zip(entries, infos, strict=True):
         slots.append(Slot(tensor.path, box, offset, info.nbytes))
         offset += info.nbytes
     name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"

@@ -268,7 +268,8 @@ class HfWriter:
                 shard = sorted(shard, key=item_nbytes.__getitem__, reverse=True)
             shard_keys = list(map(keys.__getitem__, shard))
             weight_map.update(zip(shard_keys, repeat(file), strict=False))
-            files.append(_shard_file(file, shard_keys, tensors.take(shard), state.records, about))
+            held, nbytes = tensors.take(shard), list(map(sizes.__getitem__, shard))
+            files.append(_shard_file(file, shard_keys, held, nbytes, state.records, about))
         if len(named) > 1:
             stem = numbered["stem"] if (numbered := SHARD.fullmatch(named[0][0])) else stem
             file = stem + INDEX_SUFFIX
@@ -297,6 +298,7 @@ def _shard_file(
     name: str,
     keys: Sequence[str],
     tensors: OutTensors,
+    sizes: Sequence[int],
     records: Mapping[str, Mapping[str, object]],
     about: Mapping[str, str],
 ) -> OutFile:
@@ -310,8 +312,7 @@ def _shard_file(
     if held:
         metadata[RECORDS] = json.dumps(held, sort_keys=True, separators=(",", ":"))
     infos = tensors.infos()
-    header = emit(list(zip(keys, infos, strict=True)), metadata)
-    sizes = nbytes_of(infos)
+    header = emit(keys, infos, metadata)
     *offsets, end = accumulate(sizes, initial=len(header))
     boxes = each(infos, lambda info: Box.whole(info.shape))
     return OutFile(name, end, Slots(tensors.paths, boxes, offsets, sizes), _sealed(header))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from ckptmap.core.columns import distinct_at
 from ckptmap.core.formatting import human
 from ckptmap.core.tensor_columns import nbytes_of
 from ckptmap.errors import PlanError, SourceError
@@ -21,7 +22,7 @@ from ckptmap.tensors import TensorInfo
 ALIGN = 8
 
 
-def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str]) -> bytes:
+def emit(keys: Sequence[str], infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
     """Return the 8 length bytes and the header of tensors that lie in the given order without gaps.
 
     Spaces pad it, so that the data starts at a multiple of 8 bytes, as safetensors does. Raise PlanError
@@ -31,12 +32,8 @@ def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str])
     items = []
     if metadata:
         items.append(f'"{METADATA}":{json.dumps(dict(metadata), separators=(",", ":"))}')
-    keys, infos = [key for key, _ in tensors], [info for _, info in tensors]
     _check_written(keys)
-    forms: dict[int, str] = {}
-    for key, info in tensors:
-        if id(info) not in forms:  # a few infos describe all tensors
-            forms[id(info)] = _written_form(key, info)
+    forms = {id(info): _written_form(keys[at], info) for at, info in distinct_at(infos)}
     stops = list(map(str, accumulate(nbytes_of(infos), initial=0)))
     items += [
         f'{name}:{form},"data_offsets":[{start},{end}]}}'

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby
+from operator import add
 from pathlib import Path
-from typing import TypeAlias
 
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.model_dtype import FLOATS
-from ckptmap.storage.box_reader import fill
 from ckptmap.storage.files import Files
 from ckptmap.storage.json_file import read_json
 from ckptmap.tensors import ITEMSIZE, Box, StoredTensor
@@ -76,7 +76,7 @@ def _holders(stored: StoredTensor, mounts: Mounts) -> list[Mapping[str, object]]
 NEAR = 4096
 """Up to so many bytes between two small tensors are read and dropped: one call costs more."""
 MOST = 1 << 20
-"""Bytes of small tensors that are read at once."""
+"""Bytes of small tensors that are read at once, or little more."""
 
 
 def read_each_small(parts: StoredParts, numbers: Sequence[int], files: Files) -> list[bytes]:
@@ -85,45 +85,52 @@ def read_each_small(parts: StoredParts, numbers: Sequence[int], files: Files) ->
 
     The caller has looked at their sizes. Raise as `Files.read_into` does.
     """
+    homes, offsets, sizes = parts.places(numbers)
     found: list[bytes] = [b""] * len(numbers)
-    by_file: dict[str, list[_Small]] = {}
-    for at, place in enumerate(parts.places(numbers)):
-        if place is None or not 0 < place[2] <= NEAR:
-            found[at] = _read(parts.table.tensors[numbers[at]], files)
-        else:
-            by_file.setdefault(place[0], []).append((place[1], place[2], at))
+    by_file: dict[str, list[int]] = {}
+    for file, run in groupby(range(len(numbers)), homes.__getitem__):
+        by_file.setdefault(file, []).extend(run)
     known: dict[bytes, bytes] = {}
-    for file, small in by_file.items():
-        small.sort()
-        runs = _runs(small)
-        read = files.read_runs(file, [(start, end - start) for start, end in runs])
-        held = iter(zip(runs, read, strict=True))
-        start, end, data = 0, 0, b""
-        for offset, nbytes, at in small:
-            if offset >= end:
-                (start, end), data = next(held)
-            value = data if nbytes == len(data) else data[offset - start : offset - start + nbytes]
-            found[at] = known.setdefault(value, value)
+    for file, every in by_file.items():
+        small = [at for at in every if 0 < sizes[at] <= NEAR] if file else []
+        small.sort(key=offsets.__getitem__)
+        for at in every if len(small) < len(every) else ():
+            if not file or not 0 < sizes[at] <= NEAR:
+                found[at] = _read(parts.table.tensors[numbers[at]], files)
+        begins, lengths = (list(map(column.__getitem__, small)) for column in (offsets, sizes))
+        values = _read_runs(file, begins, lengths, files) if small else []
+        for at, value in zip(small, map(known.setdefault, values, values), strict=True):
+            found[at] = value
     return found
 
 
-_Small: TypeAlias = tuple[int, int, int]
-"""Offset and bytes of a small tensor, and its number."""
-
-
-def _runs(small: Sequence[_Small]) -> list[tuple[int, int]]:
-    """Return where the bytes begin and end that are read at once, of sorted places in a file; no place is in two."""
-    runs: list[tuple[int, int]] = []
-    start, end = small[0][0], 0
-    for offset, nbytes, _ in small:
-        if end and offset >= end and (offset > end + NEAR or offset >= start + MOST):
-            runs.append((start, end))
-            start = offset
-        end = max(end, offset + nbytes)
-    return [*runs, (start, end)]
+def _read_runs(
+    file: str, offsets: Sequence[int], sizes: Sequence[int], files: Files
+) -> list[bytes]:
+    """Return the bytes of small tensors of a file, whose offsets rise."""
+    ends = list(accumulate(map(add, offsets, sizes), max))
+    begins = [
+        at
+        for at, (end, before, offset) in enumerate(zip(ends, offsets, offsets[1:], strict=False), 1)
+        if offset > end + NEAR or (offset >= end and offset // MOST != before // MOST)
+    ]
+    stops = [*begins, len(offsets)]
+    begins.insert(0, 0)
+    starts = list(map(offsets.__getitem__, begins))
+    lengths = [ends[stop - 1] - start for stop, start in zip(stops, starts, strict=True)]
+    read = files.read_runs(file, starts, lengths)
+    if len(read) == len(offsets):
+        return read
+    return [
+        data[offset - start : offset - start + nbytes]
+        for data, start, begin, stop in zip(read, starts, begins, stops, strict=True)
+        for offset, nbytes in zip(offsets[begin:stop], sizes[begin:stop], strict=True)
+    ]
 
 
 def _read(stored: StoredTensor, files: Files) -> bytes:
+    from ckptmap.storage.box_reader import fill
+
     data = bytearray(stored.info.nbytes)
     fill(files, stored, Box.whole(stored.info.shape), memoryview(data))
     return bytes(data)

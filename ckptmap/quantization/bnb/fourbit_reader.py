@@ -10,10 +10,11 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from ckptmap.core.columns import distinct_at, each
+from ckptmap.core.columns import distinct_at
 from ckptmap.core.json_text import parse_object
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -66,31 +67,32 @@ def find_fourbit(
     A record only says whether a tensor is transposed. Raises SourceError CKM115 where parts are missing or
     do not fit.
     """
-    suffix, all_parts = f".{STATE}{kind}", StoredParts.of(stored)
-    named = [key.removesuffix(suffix) for key in all_parts.ending(suffix)]
-    doubles = all_parts.kinds(all_parts.table.beside(named, f".{NESTED_ABSMAX}"))
-    both = zip(named, doubles, strict=True)
-    fqns = [fqn for fqn, double in both if (double is not None) == nested]
-    fqns = named if len(fqns) == len(named) else fqns  # of which the table has the modules
+    suffix, parts = f".{STATE}{kind}", StoredParts.of(stored)
+    fqns, numbers = parts.before(suffix)
+    doubles = parts.kinds(parts.table.beside(fqns, f".{NESTED_ABSMAX}"))
+    mine = [(double is not None) == nested for double in doubles]
+    if not all(mine):  # else the table has the modules of these weights
+        fqns, numbers = list(compress(fqns, mine)), list(compress(numbers, mine))
     if not fqns:
         return Groups([], [])
     files, models = Files(mounts=mounts), Conv1DModels(mounts, records)
     try:
-        blobs = read_each_small(all_parts, _blobs(fqns, suffix, all_parts), files)
-        tables = _tables(fqns, all_parts, files)
+        blobs = _blobs(fqns, numbers, parts, files)
+        tables = _tables(fqns, parts, files)
     finally:
         files.close()
     config = quantization_config(stored[fqns[0] + suffix], mounts)
-    state_of = {id(blob): _state(fqns[number], blob) for number, blob in distinct_at(blobs)}
-    states = dict(zip(fqns, map(state_of.__getitem__, map(id, blobs)), strict=True))
+    states = {id(blob): _state(fqns[at], blob) for at, blob in distinct_at(blobs)}
+    alike = {blob: _alike(state) for blob, state in states.items()}
     across = models.are_conv1d(fqns, stored)
-    groups = WeightForms(stored).groups(
-        fqns,
-        lambda fqn, near: _group(
-            fqn, kind, states[fqn], tables.get(fqn), across[fqn], config, near
-        ),
-        zip(each(states.values(), _alike), map(tables.get, fqns), across.values(), strict=True),
-    )
+    at_of = dict(zip(fqns, range(len(fqns)), strict=True))
+
+    def make(fqn: str, near: Mapping[str, StoredTensor]) -> Found:
+        at = at_of[fqn]
+        return _group(fqn, kind, states[id(blobs[at])], tables[at], across[at], config, near)
+
+    facts = zip(map(alike.__getitem__, map(id, blobs)), tables, across, strict=True)
+    groups = WeightForms(stored).groups(fqns, make, facts)
     refuse_kept_modules(groups, "", kept_modules(config), config)
     return groups
 
@@ -198,24 +200,25 @@ def _parts(
     return parts
 
 
-def _tables(fqns: Sequence[str], parts: StoredParts, files: Files) -> dict[str, bytes]:
-    """Return the values of each `quant_map` that is a table."""
+def _tables(fqns: Sequence[str], parts: StoredParts, files: Files) -> Sequence[bytes | None]:
+    """Return the values of the `quant_map` of each weight; None where that is no table."""
     numbers = parts.table.beside(fqns, f".{MAP}")
     fit = {kind for kind, info in enumerate(parts.of_kind) if info == TABLE}
-    there = [at for at, kind in enumerate(parts.kinds(numbers)) if kind in fit]
-    read = read_each_small(parts, [numbers[at] for at in there], files)
-    return dict(zip([fqns[at] for at in there], read, strict=True))
+    there = list(map(fit.__contains__, parts.kinds(numbers)))
+    read = iter(read_each_small(parts, list(compress(numbers, there)), files))
+    return list(read) if all(there) else [next(read) if table else None for table in there]
 
 
-def _blobs(fqns: Sequence[str], suffix: str, parts: StoredParts) -> list[int]:
-    """Return the number of the JSON part of each weight. Raise SourceError CKM115 where it cannot be one."""
-    numbers = parts.table.beside(fqns, suffix)
-    for number, kind in distinct_at(parts.kinds(numbers)):
+def _blobs(
+    fqns: Sequence[str], numbers: Sequence[int], parts: StoredParts, files: Files
+) -> list[bytes]:
+    """Return the JSON part of each weight. Raise SourceError CKM115 where it cannot be one."""
+    for at, kind in distinct_at(parts.kinds(numbers)):
         assert kind is not None, "they were found by these keys"
         info = parts.of_kind[kind]
         if info.dtype != "uint8" or not 0 < info.numel <= MAX_STATE_NBYTES:
-            raise malformed(fqns[number], f"its quant_state, expected JSON in uint8, found {info}")
-    return numbers
+            raise malformed(fqns[at], f"its quant_state, expected JSON in uint8, found {info}")
+    return read_each_small(parts, numbers, files)
 
 
 def _alike(state: Mapping[str, object]) -> str:
@@ -276,14 +279,12 @@ class Conv1DModels:
         self._records = records or {}
         self._known: dict[Path, bool] = {}
 
-    def are_conv1d(
-        self, fqns: Sequence[str], stored: Mapping[str, StoredTensor]
-    ) -> dict[str, bool]:
+    def are_conv1d(self, fqns: Sequence[str], stored: Mapping[str, StoredTensor]) -> Sequence[bool]:
         """Return `is_conv1d` of each weight."""
         names = "\n".join(fqns)
         if not self._records and not any(f"{module}." in names for module in CONV1D):
-            return dict.fromkeys(fqns, False)
-        return {fqn: self.is_conv1d(fqn, stored) for fqn in fqns}
+            return [False] * len(fqns)
+        return [self.is_conv1d(fqn, stored) for fqn in fqns]
 
     def is_conv1d(self, fqn: str, stored: Mapping[str, StoredTensor]) -> bool:
         """Return whether the stored codes, if there are any, are those of the transpose of the weight."""

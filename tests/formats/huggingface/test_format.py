@@ -441,7 +441,7 @@ def test_complete_set_without_index(copy: FilePath) -> None:
 )
 def test_claims(names: list[str], claimed: bool, tmp_path: FilePath) -> None:
     for name in names:
-        (tmp_path / name).write_bytes(emit([], {}))
+        (tmp_path / name).write_bytes(emit([], [], {}))
     assert HfDirectory().claims(look(tmp_path)) == claimed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,29 @@ def test_shards_that_hold_something_else_are_not_listed(
     for index in read(tmp_path / "i.json", text(MAP)):
         assert index is not None
         assert index.ordered(dict(zip(SHARDS, change(KEYS), strict=True))) is None
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_shards_whose_names_lie_among_each_other(tmp_path: Path, is_sorted: bool) -> None:
+    draw = random.Random(7)
+    for _ in range(40):
+        names = {
+            ".".join(draw.choices(["a", "a b", "a!", "10", "9", "w_"], k=3)) for _ in range(12)
+        }
+        weight_map = {name: f"{draw.choice('xyz')}.safetensors" for name in names}
+        lines = sorted(weight_map.items(), reverse=not is_sorted)
+        keys: dict[str, list[str]] = {shard: [] for shard in weight_map.values()}
+        for name, shard in weight_map.items():
+            keys[shard].append(name)
+        moved = draw.choice(list(names))
+        other = {
+            shard: [*(n for n in held if n != moved), *([moved] if moved not in held else [])]
+            for shard, held in keys.items()
+        }
+        for index in read(tmp_path / "i.json", json.dumps({"weight_map": dict(lines)}, indent=2)):
+            assert index is not None
+            assert index.ordered(keys) == index.shards == [*dict.fromkeys(s for _, s in lines)]
+            assert index.ordered(other) is None
 
 
 def test_an_index_in_another_order_and_shards_of_other_lengths(tmp_path: Path) -> None:
