@@ -25,9 +25,12 @@ def described(model: torch.nn.Module) -> str:
 
 def _rates(model: torch.nn.Module) -> Iterator[tuple[str, float]]:
     """Yield (name of a module, rate). Attention keeps its rate as a number, and has no module that drops."""
+    from torch import nn
     from torch.nn.modules.dropout import _DropoutNd
 
+    of_any = vars(nn.Module()).keys()
     for name, module in model.named_modules():
-        rates = (v for key, v in vars(module).items() if "drop" in key.lower())
+        own = vars(module)
+        rates = (own[key] for key in own.keys() - of_any if "drop" in key.lower())
         found = [module.p] if isinstance(module, _DropoutNd) else rates
         yield from ((name, rate) for rate in found if isinstance(rate, float) and 0 < rate <= 1)

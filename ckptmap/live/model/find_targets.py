@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
@@ -127,18 +127,16 @@ def _refuse_lazy(found: tuple[torch.nn.Module, str, bool], fqn: str) -> None:
 
 
 def _refuse_subclass(target: LiveTensor) -> None:
-    kind = type(target.tensor).__name__
-    without_values = {
-        name for form in live_forms() if not form.has_values_on_meta for name in form.classes
-    }
-    if target.local.is_meta and kind in {*without_values, *TRAINED_DENSE}:
+    tensor, local = target.tensor, target.local
+    kind = type(tensor).__name__
+    if local.is_meta and kind in {*_without_values(), *TRAINED_DENSE}:
         raise LoadError(
             "CKM505",
             f"model: {target.fqn} is a {kind} on meta, which has no values to fill",
             "build the model on its device, then quantize it for training",
         )
-    for tensor in (target.tensor, target.local):
-        kind = type(tensor).__name__
+    for one in (tensor, local):
+        kind = type(one).__name__
         if not is_loadable(kind):
             raise LoadError(
                 "CKM505",
@@ -146,3 +144,8 @@ def _refuse_subclass(target: LiveTensor) -> None:
                 f" {', '.join(quantized_classes())}",
                 "load before quantizing or wrapping this weight",
             )
+
+
+def _without_values() -> Iterator[str]:
+    """Yield the names of the classes that cannot be made from a weight on meta."""
+    return (name for form in live_forms() if not form.has_values_on_meta for name in form.classes)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import stored_form
-from ckptmap.live.model.live_tensor import LiveTensor, cut, is_dtensor, local_boxes
+from ckptmap.live.model.live_tensor import LiveTensor, cut, is_dtensor
 from ckptmap.live.model.plain_values import has_plain_classes, simplified
 from ckptmap.live.model.tensor_reader import window
 from ckptmap.live.model.tuples import holds_tensor
@@ -86,7 +87,12 @@ class LocalState:
 
 
 def info_of(shape: Sequence[int], values: torch.Tensor) -> TensorInfo:
-    return TensorInfo(tuple(shape), str(values.dtype).removeprefix("torch."))
+    return TensorInfo(tuple(shape), _name_of(values.dtype))
+
+
+@lru_cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # ------------------------------------------------------------------------------- the model
@@ -161,7 +167,7 @@ class ParamOwner:
                 part = local.reshape(-1).narrow(0, offset, target.count)
             yield target, target.windows(part)
 
-    @property
+    @cached_property
     def is_flat(self) -> bool:
         return any(target.is_flat for target, _ in self.members)
 
@@ -316,7 +322,7 @@ def _own_shape_entry(value: torch.Tensor, path: Path) -> LocalTensor:
 def _hold_codes(state: LocalState, owner: ParamOwner, name: str, codes: Codes) -> None:
     ((target, _),) = owner.members
     info = TensorInfo(tuple(target.tensor.shape), LOGICAL)
-    boxes = local_boxes(target)
+    boxes = target.own_boxes
     if len(boxes) != 1:
         raise LoadError(
             "CKM508",

@@ -18,7 +18,6 @@ from ckptmap.live.model.live_tensor import (
     device_for,
     fallback_device,
     is_dtensor,
-    local_boxes,
 )
 from ckptmap.live.optimizer import gradients, group_objects, numerics
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
@@ -200,7 +199,7 @@ def layout_digest(
         elif whole := logical_info(target):
             boxes = whole.shape  # a forward on the CPU changes the shape of the codes
         else:
-            boxes = [box for box, _ in local_boxes(target)]
+            boxes = [box for box, _ in target.own_boxes]
         now = type(target.local).__name__, target.forward_dtype or target.dtype
         kind, dtype = becomes.get(target.fqn, now)
         digest.update(repr((target.names, kind, dtype, boxes)).encode())

@@ -17,7 +17,7 @@ from ckptmap.checkpoint import base_record
 from ckptmap.core import argument_checks
 from ckptmap.live.model import stateful
 from ckptmap.live.model.find_targets import find_targets
-from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.live_tensor import LiveTensor, SettledTensor
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer.local_state import LocalState
 from ckptmap.live.options import SaveOptions
@@ -35,7 +35,8 @@ from ckptmap.live.save.exchange import Shared, Told, merge, told_of
 from ckptmap.live.save.known_plan import KnownPlan, Structure
 from ckptmap.live.save.overlapping_meshes import require_alike
 from ckptmap.live.save.replica_digests import Digest
-from ckptmap.live.save.write_dcp import FileLayout, Snapshot, snapshot
+from ckptmap.live.save.staged_values import Snapshot, snapshot
+from ckptmap.live.save.write_dcp import FileLayout
 from ckptmap.operations.step_directories import MANAGER
 from ckptmap.protocols import OutState
 from ckptmap.tensors import Path
@@ -93,7 +94,7 @@ class Mine:
     def told(self) -> Told:
         """Collect what this rank holds, and return what it tells the others. Raises as `save` does."""
         self.states = stateful.states_of(self.options.stateful)
-        self.targets, _ = find_targets(self.model)
+        self.targets = [*map(SettledTensor.of, find_targets(self.model)[0])]
         if self.managed is not None:
             self._ask(self.managed)
         if self.options.only is not None:
