@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ckptmap.live.model import module_walk
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,7 +31,7 @@ def _rates(model: torch.nn.Module) -> Iterator[tuple[str, float]]:
     from torch.nn.modules.dropout import _DropoutNd
 
     of_any = vars(nn.Module()).keys()
-    for name, module in model.named_modules():
+    for name, module in module_walk.named_modules(model):
         own = vars(module)
         rates = (own[key] for key in own.keys() - of_any if "drop" in key.lower())
         found = [module.p] if isinstance(module, _DropoutNd) else rates

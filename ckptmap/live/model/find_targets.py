@@ -6,7 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model import flat_params, fsdp1_buffers, fsdp2_params, peft, several_models
+from ckptmap.live.model import (
+    flat_params,
+    fsdp1_buffers,
+    fsdp2_params,
+    module_walk,
+    peft,
+    several_models,
+)
 from ckptmap.live.model.live_form import is_loadable, live_forms, quantized_classes
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
@@ -108,7 +115,7 @@ def reshard(model: torch.nn.Module) -> None:
         return
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
+    for module in module_walk.modules(model):
         if isinstance(module, FSDPModule):
             module.reshard()
     flat_params.reshard(model)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -184,7 +184,9 @@ class SettledTensor(LiveTensor):
         """Return the tensor, settled; one of a flat parameter as it is."""
         if type(target) is not LiveTensor:
             return target
-        return cls(**{field.name: getattr(target, field.name) for field in fields(target)})
+        settled = cls.__new__(cls)
+        settled.__dict__.update(vars(target))
+        return settled
 
     @cached_property
     def tensor(self) -> torch.Tensor:
