@@ -105,8 +105,31 @@ def hold_model(state: LocalState, targets: Sequence[LiveTensor]) -> None:
             raise LoadError(
                 "CKM505", f"model: {target.fqn} is on meta and has no values", "load it first"
             )
+        _require_bytes("CKM505", f"model: {target.fqn}", target.local)
         for fqn in target.names:
             hold_tensor(state, target, ("model", fqn))
+
+
+def _require_bytes(code: str, what: str, values: torch.Tensor) -> None:
+    """Raise LoadError for a tensor whose values are not plain bytes in memory. To read those of one whose memory was
+    freed would end the process."""
+    import torch
+
+    if type(values) is not torch.Tensor:
+        return
+    if values.layout != torch.strided or values.is_quantized:
+        raise LoadError(
+            code,
+            f"{what} is of {values.dtype} and {values.layout}, expected a dense tensor",
+            "keep it as a dense tensor: to_dense(), dequantize(); a buffer that is computed anew may be"
+            " registered with persistent=False",
+        )
+    if values.numel() and not values.data_ptr():
+        raise LoadError(
+            code,
+            f"{what} has no memory: its storage was freed",
+            "save when the library that frees it has brought it back",
+        )
 
 
 def hold_tensor(state: LocalState, target: LiveTensor, path: Path) -> None:
@@ -248,14 +271,22 @@ def _hold_entry(state: LocalState, owner: ParamOwner, name: str, value: object) 
         if not has_plain_classes(value):
             state.simplified.append(f"{owner.fqn}.{name}")
         state.values |= {path: simplified(value) for path in _paths(owner, name)}
-    elif _is_like_param(owner, value):
-        for target, views in owner.windows(local_of(value)):
-            pieces = [LocalShard(box, view) for box, view in views]
-            info = info_of(target.tensor.shape, value)
-            path = (*STATE, target.fqn, name)
-            state.holdings.append(LocalTensor(path, info, pieces, _primary(target), True))
     else:
+        _hold_values(state, owner, name, value)
+
+
+def _hold_values(state: LocalState, owner: ParamOwner, name: str, value: torch.Tensor) -> None:
+    """Add an entry that is a tensor, and is not quantized."""
+    local = local_of(value)
+    _require_bytes("CKM508", f"optimizer: {name} of {owner.fqn}", local)
+    if not _is_like_param(owner, value):
         state.holdings += [_own_shape_entry(value, path) for path in _paths(owner, name)]
+        return
+    for target, views in owner.windows(local):
+        pieces = [LocalShard(box, view) for box, view in views]
+        info = info_of(target.tensor.shape, value)
+        path = (*STATE, target.fqn, name)
+        state.holdings.append(LocalTensor(path, info, pieces, _primary(target), True))
 
 
 def _refuse_nested(owner: ParamOwner, name: str, value: object) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import ckptmap
+from ckptmap.errors import LoadError
 from ckptmap.live.model import module_walk
 from ckptmap.live.save import this_rank
 from ckptmap.live.save.staged_values import ALONE_NBYTES, snapshot
@@ -77,6 +78,48 @@ def test_copies_do_not_change_with_the_shape_of_a_live_tensor() -> None:
     live.resize_(2, 2)
     live.data = torch.zeros(3, dtype=torch.float64)
     assert torch.equal(taken.values[key], torch.arange(6.0))
+
+
+class WithBuffer(nn.Module):
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("odd", buffer)
+
+
+NOT_BYTES = {
+    "of torch.float32 and torch.sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "of torch.float32 and torch._mkldnn": lambda: torch.eye(3).to_mkldnn(),
+    "of torch.qint8 and": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("text", NOT_BYTES)
+def test_tensors_that_are_no_plain_bytes_are_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=f"model: odd is {text}.*expected a dense tensor") as caught:
+        ckptmap.save(tmp_path / "out", WithBuffer(NOT_BYTES[text]()))
+    assert caught.value.code == "CKM505" and "persistent=False" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_memory_that_was_freed_is_not_read(background: bool, tmp_path: Path) -> None:
+    """Before, the process ended with a segmentation fault."""
+    model = WithBuffer(torch.ones(1000))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model.weight.sum().backward()
+    optimizer.step()
+    ckptmap.save(tmp_path / "first", model, optimizer).wait()
+    model.odd.untyped_storage().resize_(0)
+    with pytest.raises(LoadError, match="model: odd has no memory: its storage was freed"):
+        ckptmap.save(tmp_path / "out", model, optimizer, background=background)
+    model.odd.untyped_storage().resize_(4000)
+    optimizer.state[model.weight]["momentum_buffer"].untyped_storage().resize_(0)
+    with pytest.raises(LoadError, match="momentum_buffer of weight has no memory") as caught:
+        ckptmap.save(tmp_path / "out", model, optimizer, background=background)
+    assert caught.value.code == "CKM508"
+    assert [one.name for one in tmp_path.iterdir()] == ["first"]
 
 
 def test_one_rank_compares_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
