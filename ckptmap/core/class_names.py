@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
-_names: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+from functools import lru_cache
 
 
 def is_a(value: object, name: str) -> bool:
     """Return whether the class of a value, or one that it is derived from, has this name."""
-    kind = type(value)
-    names = _names.get(kind)
-    if names is None:
-        names = _names[kind] = frozenset(cls.__name__ for cls in kind.__mro__)
-    return name in names
+    return name in _names(type(value))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def _names(kind: type) -> frozenset[str]:
+    return frozenset(cls.__name__ for cls in kind.__mro__)

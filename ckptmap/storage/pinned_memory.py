@@ -10,8 +10,9 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptmap.core.formatting import human
 from ckptmap.storage.registered_memory import let_go, registered_memory
@@ -86,35 +87,54 @@ class Slabs:
     4 KiB when it is new. The allocator of pinned memory rounds up to powers of two, so the slabs have
     such sizes.
 
-    places  the memory of each tensor, u8
+    sizes  bytes of each tensor
+    where  slab of each tensor, and offset there
     """
 
     slabs: Sequence[torch.Tensor]
-    places: Sequence[torch.Tensor]
+    sizes: Sequence[int]
+    where: Sequence[tuple[int, int]]
     pinned: bool
+
+    @property
+    def places(self) -> list[torch.Tensor]:
+        """The memory of each tensor, u8."""
+        return [*map(self.place, range(len(self.sizes)))]
+
+    def place(self, number: int) -> torch.Tensor:
+        """Return the memory of one tensor, u8."""
+        slab, offset = self.where[number]
+        return self.slabs[slab].narrow(0, offset, self.sizes[number])
+
+    def address(self, number: int) -> int:
+        """Return the address of that memory."""
+        slab, offset = self.where[number]
+        return self._addresses[slab] + offset
+
+    @cached_property
+    def _addresses(self) -> list[int]:
+        return [slab.data_ptr() for slab in self.slabs]
 
     @classmethod
     def take(cls, sizes: Sequence[int], pinned: bool) -> Slabs:
         """Return places of `sizes` bytes each: in the slabs that were given back as far as these fit."""
         if not sizes:
-            return cls((), (), pinned)
+            return cls((), (), (), pinned)
         while _reserving:
             _reserving.pop().join()
         new = lasting_memory if pinned else _pageable
-        wanted, where = slab_layout(sizes)
+        asked = tuple(sizes)
+        wanted, where = slab_layout(asked)
         slabs = list(_kept.pop(pinned, ()))
-        if [slab.numel() for slab in slabs] != wanted:
-            more, around = _around(sizes, [slab.numel() for slab in slabs])
+        kept = tuple(slab.numel() for slab in slabs)
+        if kept != wanted:
+            more, around = _around(asked, kept)
             if sum(slab.numel() for slab in slabs) + sum(more) > _MOST * sum(wanted):
                 slabs.clear()  # they are freed before others are taken
             else:
                 wanted, where = more, around
             slabs += [new(nbytes) for nbytes in wanted]
-        places = [
-            slabs[slab].narrow(0, offset, nbytes)
-            for (slab, offset), nbytes in zip(where, sizes, strict=True)
-        ]
-        return cls(slabs, places, pinned)
+        return cls(slabs, asked, where, pinned)
 
     def give_back(self) -> None:
         """Keep the slabs for those who take some next; the values in them are no longer needed."""
@@ -205,12 +225,21 @@ def _pageable(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def slab_layout(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+SlabLayout: TypeAlias = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
+
+
+def slab_layout(sizes: Sequence[int]) -> SlabLayout:
     """Return the bytes of each slab, powers of two, and the slab and offset of each size in order.
 
     Large sizes come first. Each slab is the largest that what is left fills, or just large enough for
     one size that is larger.
     """
+    return _slab_layout(tuple(sizes))
+
+
+@lru_cache(maxsize=4)
+def _slab_layout(sizes: tuple[int, ...]) -> SlabLayout:
+    """Do so once for all saves of one run."""
     padded = [-(-nbytes // _ALIGN) * _ALIGN for nbytes in sizes]
     slabs: list[int] = []
     where = [(0, 0)] * len(sizes)
@@ -223,10 +252,11 @@ def slab_layout(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]
             used = 0
         where[at] = len(slabs) - 1, used
         used, left = used + nbytes, left - nbytes
-    return slabs, where
+    return tuple(slabs), tuple(where)
 
 
-def _around(sizes: Sequence[int], kept: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+@lru_cache(maxsize=4)
+def _around(sizes: tuple[int, ...], kept: tuple[int, ...]) -> SlabLayout:
     """Return the bytes of slabs that are needed beside the kept ones, and the slab and offset of each size in
     order, where the kept ones come first."""
     where = [(-1, 0)] * len(sizes)
@@ -241,4 +271,4 @@ def _around(sizes: Sequence[int], kept: Sequence[int]) -> tuple[list[int], list[
     more, places = slab_layout([sizes[at] for at in rest])
     for at, (slab, offset) in zip(rest, places, strict=True):
         where[at] = len(kept) + slab, offset
-    return more, where
+    return more, tuple(where)

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ckptmap.live.model import module_walk
+
 if TYPE_CHECKING:
     import torch
 
@@ -25,9 +27,12 @@ def described(model: torch.nn.Module) -> str:
 
 def _rates(model: torch.nn.Module) -> Iterator[tuple[str, float]]:
     """Yield (name of a module, rate). Attention keeps its rate as a number, and has no module that drops."""
+    from torch import nn
     from torch.nn.modules.dropout import _DropoutNd
 
-    for name, module in model.named_modules():
-        rates = (v for key, v in vars(module).items() if "drop" in key.lower())
+    of_any = vars(nn.Module()).keys()
+    for name, module in module_walk.named_modules(model):
+        own = vars(module)
+        rates = (own[key] for key in own.keys() - of_any if "drop" in key.lower())
         found = [module.p] if isinstance(module, _DropoutNd) else rates
         yield from ((name, rate) for rate in found if isinstance(rate, float) and 0 < rate <= 1)

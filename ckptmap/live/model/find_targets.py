@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model import flat_params, fsdp1_buffers, fsdp2_params, peft, several_models
+from ckptmap.live.model import (
+    flat_params,
+    fsdp1_buffers,
+    fsdp2_params,
+    module_walk,
+    peft,
+    several_models,
+)
 from ckptmap.live.model.live_form import is_loadable, live_forms, quantized_classes
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
@@ -108,7 +115,7 @@ def reshard(model: torch.nn.Module) -> None:
         return
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
+    for module in module_walk.modules(model):
         if isinstance(module, FSDPModule):
             module.reshard()
     flat_params.reshard(model)
@@ -127,18 +134,16 @@ def _refuse_lazy(found: tuple[torch.nn.Module, str, bool], fqn: str) -> None:
 
 
 def _refuse_subclass(target: LiveTensor) -> None:
-    kind = type(target.tensor).__name__
-    without_values = {
-        name for form in live_forms() if not form.has_values_on_meta for name in form.classes
-    }
-    if target.local.is_meta and kind in {*without_values, *TRAINED_DENSE}:
+    tensor, local = target.tensor, target.local
+    kind = type(tensor).__name__
+    if local.is_meta and kind in {*_without_values(), *TRAINED_DENSE}:
         raise LoadError(
             "CKM505",
             f"model: {target.fqn} is a {kind} on meta, which has no values to fill",
             "build the model on its device, then quantize it for training",
         )
-    for tensor in (target.tensor, target.local):
-        kind = type(tensor).__name__
+    for one in (tensor, local):
+        kind = type(one).__name__
         if not is_loadable(kind):
             raise LoadError(
                 "CKM505",
@@ -146,3 +151,8 @@ def _refuse_subclass(target: LiveTensor) -> None:
                 f" {', '.join(quantized_classes())}",
                 "load before quantizing or wrapping this weight",
             )
+
+
+def _without_values() -> Iterator[str]:
+    """Yield the names of the classes that cannot be made from a weight on meta."""
+    return (name for form in live_forms() if not form.has_values_on_meta for name in form.classes)

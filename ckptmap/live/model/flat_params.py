@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from ckptmap.core.class_names import is_a
 from ckptmap.errors import LoadError
+from ckptmap.live.model import module_walk
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.sharding.flat_range_boxes import rectangles
 from ckptmap.tensors import Box
@@ -107,7 +108,7 @@ def handles(model: torch.nn.Module) -> list[tuple[FullyShardedDataParallel, Flat
     """Return (FSDP1 module, its FlatParamHandle) of every unit that has parameters."""
     return [
         (module, handle)
-        for module in model.modules()
+        for module in module_walk.modules(model)
         if is_fsdp1(module) and (handle := getattr(module, "_handle", None)) is not None
     ]
 

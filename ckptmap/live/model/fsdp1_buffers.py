@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptmap.live.model import module_walk
 from ckptmap.live.model.flat_params import is_fsdp1
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def forward_dtypes(model: torch.nn.Module) -> dict[int, str]:
     """Return the dtypes of floating buffers during a forward, by the id of the buffer, where FSDP1 casts
     them. As in torch, the innermost unit decides, and buffers of ignored modules are left alone."""
-    units = [module for module in model.modules() if is_fsdp1(module)]
+    units = [module for module in module_walk.modules(model) if is_fsdp1(module)]
     found: dict[int, str] = {}
     for unit in reversed(units):
         ignored: set[str] = getattr(unit, "_ignored_buffer_names", set())

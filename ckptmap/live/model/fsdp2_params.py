@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
+from ckptmap.live.model import module_walk
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,7 @@ def fsdp_groups(model: torch.nn.Module) -> list[FSDPParamGroup]:
     from torch.distributed.fsdp import FSDPModule
 
     groups: list[FSDPParamGroup] = []
-    for module in model.modules():
+    for module in module_walk.modules(model):
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             # Since torch 2.12 a list: one module may have several groups. Before, a single group.

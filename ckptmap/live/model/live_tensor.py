@@ -8,6 +8,7 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeGuard
 
 from ckptmap.core.class_names import is_a
@@ -114,7 +115,12 @@ class LiveTensor:
     def windows(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
         """Return (box of the whole tensor, view of `local` that has its values) for every box that
         this rank holds. `local` is the rank's shard of the tensor, of its gradient or of a moment."""
-        return [(box, window(local, place)) for box, place in local_boxes(self)]
+        return [(box, window(local, place)) for box, place in self.own_boxes]
+
+    @property
+    def own_boxes(self) -> Sequence[tuple[Box, Box]]:
+        """What `local_boxes` returns."""
+        return local_boxes(self)
 
     @property
     def is_cut(self) -> bool:
@@ -165,6 +171,46 @@ class LiveTensor:
         if self.fsdp_param is not None:
             with torch.no_grad():
                 fsdp2_params.adopt_replaced(self.fsdp_param)
+
+
+class SettledTensor(LiveTensor):
+    """A tensor that nothing replaces for as long as this object is in use: what it is, is looked up once.
+
+    A save asks a hundred times for each tensor, while training waits.
+    """
+
+    @classmethod
+    def of(cls, target: LiveTensor) -> LiveTensor:
+        """Return the tensor, settled; one of a flat parameter as it is."""
+        if type(target) is not LiveTensor:
+            return target
+        settled = cls.__new__(cls)
+        settled.__dict__.update(vars(target))
+        return settled
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        return super().tensor
+
+    @cached_property
+    def local(self) -> torch.Tensor:
+        return super().local
+
+    @cached_property
+    def dtype(self) -> str:
+        return super().dtype
+
+    @cached_property
+    def is_cut(self) -> bool:
+        return super().is_cut
+
+    @cached_property
+    def is_primary(self) -> bool:
+        return super().is_primary
+
+    @cached_property
+    def own_boxes(self) -> Sequence[tuple[Box, Box]]:
+        return super().own_boxes
 
 
 def _replace_in_place(old: torch.Tensor, new: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import OWN as KEY
 from ckptmap.checkpoint.module_extra_state import SEGMENT, extra_state_keys, is_extra_state
 from ckptmap.core.state_paths import nest, opaques
+from ckptmap.live.model import module_walk
 from ckptmap.live.model.several_models import plain_names
 from ckptmap.tensors import Path
 
@@ -40,7 +41,7 @@ def _modules(model: torch.nn.Module, method: str) -> dict[str, torch.nn.Module]:
 
     found = {
         f"{path}.{SEGMENT}" if path else SEGMENT: module
-        for path, module in model.named_modules()
+        for path, module in module_walk.named_modules(model)
         if getattr(type(module), method) is not getattr(nn.Module, method)
     }
     return {plain: found[key] for key, plain in plain_names(model, found).items()}

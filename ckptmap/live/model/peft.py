@@ -29,6 +29,7 @@ from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.checkpoint.open import open_in
 from ckptmap.errors import LoadError
 from ckptmap.formats.detect import look
+from ckptmap.live.model import module_walk
 from ckptmap.live.model.live_tensor import LiveTensor, PeftNames
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.several_models import names_of
@@ -73,7 +74,7 @@ def wrapped(model: torch.nn.Module) -> PeftWrapping | None:
     if names_of(model):
         return None
     layers, active, config = set[str](), set[str](), dict[str, object]()
-    for module in model.modules():
+    for module in module_walk.modules(model):
         if not any(cls.__module__.split(".")[0] == "peft" for cls in type(module).__mro__):
             continue
         layers.update(getattr(module, "adapter_layer_names", ()))
@@ -81,7 +82,7 @@ def wrapped(model: torch.nn.Module) -> PeftWrapping | None:
         active.update(getattr(module, "active_adapters", ()) or ())
     if not layers:
         return None
-    for module in model.modules():
+    for module in module_walk.modules(model):
         found = getattr(module, "peft_config", None)
         if isinstance(found, Mapping):
             config |= found

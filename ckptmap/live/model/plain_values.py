@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 CLASSES: tuple[Any, ...] = (bool, int, float, str, bytes)
+PLAIN = frozenset((*CLASSES, type(None)))
+"""Classes of values that are as a checkpoint holds them. Lists of such, as the states of random generators, are long:
+they are looked through at once."""
 
 
 def simplified(value: object) -> object:
@@ -16,7 +19,8 @@ def simplified(value: object) -> object:
     if isinstance(value, Mapping):
         return {simplified(key): simplified(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [simplified(item) for item in value]
+        is_plain = PLAIN.issuperset(map(type, value))
+        items = [*value] if is_plain else [simplified(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return next((kind(value) for kind in CLASSES if isinstance(value, kind)), value)
 

@@ -222,4 +222,6 @@ def stochastic(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 def as_bytes(values: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order, not copied where the tensor is so on the CPU."""
+    if values.device.type == "cpu" and is_as_it_lies(values):
+        return tensor_bytes(values)
     return tensor_bytes(values.detach().cpu().contiguous().resolve_conj().resolve_neg())

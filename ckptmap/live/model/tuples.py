@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ckptmap.live.model.plain_values import PLAIN
+
 KEY = "ckptmap.tuples"
 """Name, beside the items of a dict, of the list of its tuples: the key of an item, and indices below it."""
 
@@ -27,7 +29,7 @@ def holds_tensor(value: object) -> bool:
     if isinstance(value, Mapping):
         return any(map(holds_tensor, value.values()))
     if isinstance(value, list | tuple):
-        return any(map(holds_tensor, value))
+        return not PLAIN.issuperset(map(type, value)) and any(map(holds_tensor, value))
     return isinstance(value, torch.Tensor)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.live.model import module_walk
 from ckptmap.live.model.flat_params import is_fsdp1
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def unsaved(model: torch.nn.Module, objects: Iterable[object]) -> list[str]:
 
 def _hooks(model: torch.nn.Module) -> Iterator[tuple[object, object]]:
     """Yield (hook, what it is given) of every wrapper."""
-    for module in model.modules():
+    for module in module_walk.modules(model):
         yield from getattr(module, "_comm_hooks", ())  # DDP
         if is_fsdp1(module) and getattr(module, "_comm_hook", None) is not None:
             yield module._comm_hook, module._comm_hook_state

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckptmap.core.class_names import is_a
+from ckptmap.live.model import module_walk
 from ckptmap.live.model.flat_params import FlatParamTensor, is_fsdp1
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.optimizer import gradient_hooks
@@ -31,7 +32,7 @@ PRECISION = "mixed precision"
 
 def described(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, object]:
     """Return the settings as plain values."""
-    policies = (policy for m in model.modules() if (policy := _policy(m)) is not None)
+    policies = (policy for m in module_walk.modules(model) if (policy := _policy(m)) is not None)
     different = {id(policy): policy for policy in policies}  # most modules share one
     return {
         AVERAGED: _averagers(model),
@@ -45,7 +46,7 @@ def _averagers(model: torch.nn.Module) -> list[str]:
     """Return the wrappers that average over replicas; those of FSDP show in how tensors are cut."""
     names = {
         type(module).__name__
-        for module in model.modules()
+        for module in module_walk.modules(model)
         if is_ddp(module) and module.process_group.size() > 1
     }
     return sorted(names)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import stored_form
-from ckptmap.live.model.live_tensor import LiveTensor, cut, is_dtensor, local_boxes
+from ckptmap.live.model.live_tensor import LiveTensor, cut, is_dtensor
 from ckptmap.live.model.plain_values import has_plain_classes, simplified
 from ckptmap.live.model.tensor_reader import window
 from ckptmap.live.model.tuples import holds_tensor
@@ -86,7 +87,12 @@ class LocalState:
 
 
 def info_of(shape: Sequence[int], values: torch.Tensor) -> TensorInfo:
-    return TensorInfo(tuple(shape), str(values.dtype).removeprefix("torch."))
+    return TensorInfo(tuple(shape), _name_of(values.dtype))
+
+
+@lru_cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # ------------------------------------------------------------------------------- the model
@@ -99,8 +105,31 @@ def hold_model(state: LocalState, targets: Sequence[LiveTensor]) -> None:
             raise LoadError(
                 "CKM505", f"model: {target.fqn} is on meta and has no values", "load it first"
             )
+        _require_bytes("CKM505", f"model: {target.fqn}", target.local)
         for fqn in target.names:
             hold_tensor(state, target, ("model", fqn))
+
+
+def _require_bytes(code: str, what: str, values: torch.Tensor) -> None:
+    """Raise LoadError for a tensor whose values are not plain bytes in memory. To read those of one whose memory was
+    freed would end the process."""
+    import torch
+
+    if type(values) is not torch.Tensor:
+        return
+    if values.layout != torch.strided or values.is_quantized:
+        raise LoadError(
+            code,
+            f"{what} is of {values.dtype} and {values.layout}, expected a dense tensor",
+            "keep it as a dense tensor: to_dense(), dequantize(); a buffer that is computed anew may be"
+            " registered with persistent=False",
+        )
+    if values.numel() and not values.data_ptr():
+        raise LoadError(
+            code,
+            f"{what} has no memory: its storage was freed",
+            "save when the library that frees it has brought it back",
+        )
 
 
 def hold_tensor(state: LocalState, target: LiveTensor, path: Path) -> None:
@@ -161,7 +190,7 @@ class ParamOwner:
                 part = local.reshape(-1).narrow(0, offset, target.count)
             yield target, target.windows(part)
 
-    @property
+    @cached_property
     def is_flat(self) -> bool:
         return any(target.is_flat for target, _ in self.members)
 
@@ -242,14 +271,22 @@ def _hold_entry(state: LocalState, owner: ParamOwner, name: str, value: object) 
         if not has_plain_classes(value):
             state.simplified.append(f"{owner.fqn}.{name}")
         state.values |= {path: simplified(value) for path in _paths(owner, name)}
-    elif _is_like_param(owner, value):
-        for target, views in owner.windows(local_of(value)):
-            pieces = [LocalShard(box, view) for box, view in views]
-            info = info_of(target.tensor.shape, value)
-            path = (*STATE, target.fqn, name)
-            state.holdings.append(LocalTensor(path, info, pieces, _primary(target), True))
     else:
+        _hold_values(state, owner, name, value)
+
+
+def _hold_values(state: LocalState, owner: ParamOwner, name: str, value: torch.Tensor) -> None:
+    """Add an entry that is a tensor, and is not quantized."""
+    local = local_of(value)
+    _require_bytes("CKM508", f"optimizer: {name} of {owner.fqn}", local)
+    if not _is_like_param(owner, value):
         state.holdings += [_own_shape_entry(value, path) for path in _paths(owner, name)]
+        return
+    for target, views in owner.windows(local):
+        pieces = [LocalShard(box, view) for box, view in views]
+        info = info_of(target.tensor.shape, value)
+        path = (*STATE, target.fqn, name)
+        state.holdings.append(LocalTensor(path, info, pieces, _primary(target), True))
 
 
 def _refuse_nested(owner: ParamOwner, name: str, value: object) -> None:
@@ -316,7 +353,7 @@ def _own_shape_entry(value: torch.Tensor, path: Path) -> LocalTensor:
 def _hold_codes(state: LocalState, owner: ParamOwner, name: str, codes: Codes) -> None:
     ((target, _),) = owner.members
     info = TensorInfo(tuple(target.tensor.shape), LOGICAL)
-    boxes = local_boxes(target)
+    boxes = target.own_boxes
     if len(boxes) != 1:
         raise LoadError(
             "CKM508",

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckptmap.live.model import dropout, several_models
+from ckptmap.live.model import dropout, module_walk, several_models
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import live_forms, logical_info
 from ckptmap.live.model.live_tensor import (
@@ -18,7 +18,6 @@ from ckptmap.live.model.live_tensor import (
     device_for,
     fallback_device,
     is_dtensor,
-    local_boxes,
 )
 from ckptmap.live.optimizer import gradients, group_objects, numerics
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
@@ -148,7 +147,7 @@ def _objects(optimizers: Sequence[LiveOptimizer]) -> dict[str, object]:
 
 def evaluating(model: torch.nn.Module) -> list[int]:
     """Return how many modules without submodules are in evaluation mode, and how many there are."""
-    inner = [module for module in model.modules() if not module._modules]
+    inner = [module for module in module_walk.modules(model) if not module._modules]
     return [sum(not module.training for module in inner), len(inner)]
 
 
@@ -200,7 +199,7 @@ def layout_digest(
         elif whole := logical_info(target):
             boxes = whole.shape  # a forward on the CPU changes the shape of the codes
         else:
-            boxes = [box for box, _ in local_boxes(target)]
+            boxes = [box for box, _ in target.own_boxes]
         now = type(target.local).__name__, target.forward_dtype or target.dtype
         kind, dtype = becomes.get(target.fqn, now)
         digest.update(repr((target.names, kind, dtype, boxes)).encode())
@@ -211,7 +210,7 @@ def compile_mode(model: torch.nn.Module) -> dict[str, object]:
     """Return the settings that decide whether a step is compiled, and draws random numbers in kernels."""
     import torch
 
-    names = [name for name, module in model.named_modules() if _is_compiled(module)]
+    names = [name for name, module in module_walk.named_modules(model) if _is_compiled(module)]
     settings: dict[str, object] = {"modules": names, "stance": _stance()}
     inductor = getattr(torch, "_inductor", None)
     config = getattr(inductor, "config", None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint import base_record
 from ckptmap.errors import ArgumentError
+from ckptmap.live.model import module_walk
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer import run_settings
@@ -157,7 +158,9 @@ def merge(held: LocalState, everything: Sequence[Shared], drifted: Sequence[str]
 def told_of(drifted: Sequence[str], model: torch.nn.Module) -> list[str]:
     """Return the buffers that differ between ranks and of which other ranks' values are lost: not those that DDP
     broadcasts from rank 0 before each forward."""
-    if not drifted or any(getattr(m, "broadcast_buffers", False) for m in model.modules()):
+    if not drifted or any(
+        getattr(m, "broadcast_buffers", False) for m in module_walk.modules(model)
+    ):
         return []
     return list(drifted)
 

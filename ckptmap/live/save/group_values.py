@@ -26,7 +26,7 @@ def groups(owners: Sequence[ParamOwner], optimizer: object) -> list[ParamGroup]:
 
     Raises LoadError CKM508 for tensors that are kept by parameter."""
     found: dict[int, ParamGroup] = {}
-    for owner in owners:
+    for owner in _one_of_each_group(owners):
         _refuse_unnamed(owner, owner.part.group)
     for group in groups_of(optimizer):
         values = {
@@ -40,13 +40,21 @@ def groups(owners: Sequence[ParamOwner], optimizer: object) -> list[ParamGroup]:
 
 def notes(owners: Sequence[ParamOwner]) -> list[str]:
     """Return a note for every value that is left out."""
-    by_id = {id(owner.part.group): owner.part.group for owner in owners}
+    groups = [owner.part.group for owner in _one_of_each_group(owners)]
     return [
         f"optimizer group {number}: {name} is a {type(value).__name__}, no plain value, and is not"
         " saved; the optimizer that loads keeps its own"
-        for number, group in enumerate(by_id.values())
+        for number, group in enumerate(groups)
         for name, value in _objects(group)
     ]
+
+
+def _one_of_each_group(owners: Sequence[ParamOwner]) -> list[ParamOwner]:
+    """Return a parameter of each group that has any."""
+    found: dict[int, ParamOwner] = {}
+    for owner in owners:
+        found.setdefault(id(owner.part.group), owner)
+    return list(found.values())
 
 
 def _objects(group: Mapping[str, object]) -> Iterator[tuple[str, object]]:

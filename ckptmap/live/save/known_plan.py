@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckptmap.live.model.plain_values import PLAIN
 from ckptmap.live.optimizer.local_state import LocalState
 from ckptmap.live.save.assign_writers import (
     Assignment,
@@ -28,7 +29,6 @@ MOST_CHUNKS = 100_000
 """A plan of more boxes of all ranks is not kept: it would hold 50 MB between saves."""
 MOST_PLANS = 4
 """Plans that are kept, the last ones: a run may save adapters often, and everything seldom."""
-_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 _kept: list[KnownPlan] = []
 
 
@@ -59,10 +59,10 @@ def _kinds(value: object) -> object:
     if isinstance(value, Mapping):
         return [(type(key), key, _kinds(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):
-        if _PLAIN.issuperset(map(type, value)):
+        if PLAIN.issuperset(map(type, value)):
             return type(value)
         return [type(value), *map(_kinds, value)]
-    return type(value) if type(value) in _PLAIN else object()
+    return type(value) if type(value) in PLAIN else object()
 
 
 class Compared(NamedTuple):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import ArgumentError, LoadError
-from ckptmap.live.model import flat_gradients
+from ckptmap.live.model import flat_gradients, module_walk
 from ckptmap.live.model.flat_params import FlatParamTensor, is_fsdp1
 from ckptmap.live.model.fsdp2_params import fsdp_groups, unreduced
 from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor
@@ -76,7 +76,7 @@ def evidence(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> Evidence:
         return Evidence()
     if text := _flag(model):
         return Evidence(text)
-    ddp = [module for module in model.modules() if is_ddp(module)]
+    ddp = [module for module in module_walk.modules(model) if is_ddp(module)]
     # After a backward inside of no_sync(), and also after a forward in evaluation.
     if all(getattr(module, "require_forward_param_sync", True) for module in ddp):
         return Evidence()
@@ -108,7 +108,7 @@ def _flag(model: torch.nn.Module) -> str:
     shared = getattr(getattr(accelerate, "GradientState", None), "_shared_state", None) or {}
     if not shared.get("sync_gradients", True):
         return "accelerate's sync_gradients is False"
-    for module in model.modules():
+    for module in module_walk.modules(model):
         if is_ddp(module) and not module.require_backward_grad_sync:
             return "DDP is inside of no_sync()"
         if is_fsdp1(module) and not getattr(module, "_sync_gradients", True):
@@ -166,7 +166,7 @@ def _pending(
     for group in fsdp_groups(model):
         if getattr(group, "_partial_reduce_output", None) is not None:
             raise _cannot("FSDP2 has reduced them in part", "set_requires_all_reduce(True)")
-    ddp = [module for module in model.modules() if is_ddp(module)]
+    ddp = [module for module in module_walk.modules(model) if is_ddp(module)]
     is_averaged = ddp and all(
         module.require_backward_grad_sync and module.require_forward_param_sync for module in ddp
     )

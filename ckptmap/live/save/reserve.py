@@ -14,7 +14,7 @@ from weakref import WeakSet
 from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.optimizer.unwrap import each_of, groups_of, unwrapped
-from ckptmap.live.save.write_dcp import is_copied_apart
+from ckptmap.live.save.staged_values import is_copied_apart
 from ckptmap.storage.pinned_memory import give_back_pinned, reserve_pageable, reserve_pinned
 
 BESIDE_NBYTES = 1 << 20

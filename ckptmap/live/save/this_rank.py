@@ -17,7 +17,7 @@ from ckptmap.checkpoint import base_record
 from ckptmap.core import argument_checks
 from ckptmap.live.model import stateful
 from ckptmap.live.model.find_targets import find_targets
-from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.live_tensor import LiveTensor, SettledTensor
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer.local_state import LocalState
 from ckptmap.live.options import SaveOptions
@@ -28,6 +28,7 @@ from ckptmap.live.save.assign_writers import (
     bare_offers,
     compared_digests,
     drifted_buffers,
+    is_compared,
     with_digests,
 )
 from ckptmap.live.save.collect import collect, collect_states
@@ -35,7 +36,8 @@ from ckptmap.live.save.exchange import Shared, Told, merge, told_of
 from ckptmap.live.save.known_plan import KnownPlan, Structure
 from ckptmap.live.save.overlapping_meshes import require_alike
 from ckptmap.live.save.replica_digests import Digest
-from ckptmap.live.save.write_dcp import FileLayout, Snapshot, snapshot
+from ckptmap.live.save.staged_values import Snapshot, snapshot
+from ckptmap.live.save.write_dcp import FileLayout
 from ckptmap.operations.step_directories import MANAGER
 from ckptmap.protocols import OutState
 from ckptmap.tensors import Path
@@ -93,7 +95,7 @@ class Mine:
     def told(self) -> Told:
         """Collect what this rank holds, and return what it tells the others. Raises as `save` does."""
         self.states = stateful.states_of(self.options.stateful)
-        self.targets, _ = find_targets(self.model)
+        self.targets = [*map(SettledTensor.of, find_targets(self.model)[0])]
         if self.managed is not None:
             self._ask(self.managed)
         if self.options.only is not None:
@@ -119,7 +121,11 @@ class Mine:
         collect_states(states, self.states, (), peers)
         self.structure = Structure.of(self.held, states, options.replicas)
         self.plans = known_plan.find(self.structure, peers.group)
-        self.digests = compared_digests(self.held.holdings)
+        holdings = self.held.holdings
+        nobody = peers.world == 1  # a digest reads all bytes once
+        self.digests = (
+            [()] * sum(map(is_compared, holdings)) if nobody else compared_digests(holdings)
+        )
         found = pending_gradients.evidence(self.model, self.targets)
         return Told.of(
             options, self.states, found, self.held, self.digests,

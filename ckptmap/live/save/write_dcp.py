@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING
 
 from ckptmap import registry
 from ckptmap.checkpoint.open import open as open_checkpoint
-from ckptmap.core.formatting import counted, first_line
+from ckptmap.core.formatting import counted
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.execution import manifest
-from ckptmap.execution.smaller_feeds import give_back
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
-from ckptmap.live.model.tensor_reader import as_bytes, is_as_it_lies
+from ckptmap.live.model.tensor_reader import as_bytes
 from ckptmap.live.save.pace import Pace
+from ckptmap.live.save.staged_values import Snapshot
 from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.protocols import OutFile, OutState
@@ -30,12 +30,9 @@ from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
 from ckptmap.storage.manifest_file import AROUND, SCHEMA, parse
 from ckptmap.storage.own_files import open_plain, write_new
-from ckptmap.storage.pinned_memory import Slabs
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.publish_by_marker import is_pending
 from ckptmap.storage.recover import sweep_saves
-from ckptmap.storage.registered_memory import on_used_device
-from ckptmap.storage.resource_limits import SHORT
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 
@@ -48,106 +45,6 @@ PIECE = 1 << 20
 UNKNOWN = "{0} is complete or as it was: `ckptmap verify {0}` tells"
 IS_PUBLISHED, PUBLISHED = "{0} is complete and published", "published"
 """What becomes of a destination where ranks are lost while rank 0 publishes it, and after it has said so."""
-
-
-class CopyEvent(Protocol):
-    """The end of the copies from one device: an `Event` of the device's module in torch."""
-
-    def synchronize(self) -> None:
-        """Wait until the copies have ended."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The values that this rank writes, on the CPU. They are there after `wait`."""
-
-    values: Mapping[tuple[Path, Box], torch.Tensor]
-    copies: Sequence[CopyEvent] = ()
-    slabs: Sequence[Slabs] = ()
-    """The memory of the copies, which is kept for the next save."""
-
-    def wait(self) -> None:
-        """Wait until the copies from every device have ended."""
-        with on_used_device():  # a thread that has just begun is on device 0
-            for event in self.copies:
-                event.synchronize()
-
-    def release(self) -> None:
-        """Let the next save use the memory of the copies again; `values` are invalid then."""
-        for slabs in self.slabs:
-            slabs.give_back()
-
-
-def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> Snapshot:
-    """Start the copies of all values to the CPU, in row-major order.
-
-    With `copied` values on the CPU are copied, too, since training goes on changing the live ones. A
-    device that trains on changes its values only after the copies, which are on its current stream.
-    """
-    values = {key: live.detach() for key, live in mine.items()}
-    apart = {key: live for key, live in values.items() if is_copied_apart(live.device)}
-    at_once = {
-        key: live
-        for key, live in values.items()
-        if key not in apart and (copied or live.device.type != "cpu" or not is_as_it_lies(live))
-    }
-    devices = {live.device: None for live in apart.values()}
-    kept = []
-    for some, pinned in ((apart, True), (at_once, False)):
-        slabs = Slabs.take([live.nbytes for live in some.values()], pinned)
-        for (key, live), place in zip(some.items(), slabs.places, strict=True):
-            values[key] = place.view(live.dtype).view(live.shape)
-            if pinned:
-                _start_copy(values[key], live)
-            else:
-                values[key].copy_(live)
-        kept.append(slabs)
-    return Snapshot(values, [_end_of_copies(device) for device in devices], kept)
-
-
-def _start_copy(here: torch.Tensor, live: torch.Tensor) -> None:
-    """Start the copy of a device's tensor to contiguous memory of the CPU.
-
-    For one that does not lie in row-major order torch makes another on the device. Where that does not
-    fit, it is copied by halves. Raises RunError CKM313 where not even a row fits.
-    """
-    import torch
-
-    try:
-        # A view's sign is taken first: torch would change it while the copy is under way (pytorch#146286).
-        here.copy_(live.resolve_conj().resolve_neg(), non_blocking=True)
-        return
-    except torch.OutOfMemoryError as error:
-        if not live.ndim or live.shape[0] < 2:
-            raise RunError(
-                SHORT,
-                f"{live.device} ran out of memory while {list(live.shape)} {live.dtype} was brought into"
-                f" row-major order: {first_line(error)}",
-                "end what uses the device, or make the model's tensors contiguous; then save again",
-            ) from error
-    give_back(str(live.device))
-    half = live.shape[0] // 2
-    for start, count in ((0, half), (half, live.shape[0] - half)):
-        _start_copy(here.narrow(0, start, count), live.narrow(0, start, count))
-
-
-def is_copied_apart(device: torch.device) -> bool:
-    """Return whether the host goes on while tensors are copied from the device, and can wait for the copies' end."""
-    import torch
-
-    if device.type == "cpu":
-        return False
-    module = torch.get_device_module(device)
-    return hasattr(module, "Event") and hasattr(module, "current_stream")
-
-
-def _end_of_copies(device: torch.device) -> CopyEvent:
-    import torch
-
-    module = torch.get_device_module(device)
-    event: Any = module.Event()
-    event.record(module.current_stream(device))
-    return cast(CopyEvent, event)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 import ckptmap
 from ckptmap.live.save import reserve as reserve_module
-from ckptmap.live.save import write_dcp
+from ckptmap.live.save import staged_values
 from ckptmap.live.save.reserve import SaveMemory, reserve
 from ckptmap.storage import pinned_memory
 from tests.live.save.test_reserve import joined, stepped
@@ -41,7 +41,7 @@ class Made:
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     found = Made()
     install(monkeypatch, DeviceModule())
-    for module in (reserve_module, write_dcp):
+    for module in (reserve_module, staged_values):
         monkeypatch.setattr(module, "is_copied_apart", lambda device: True)
     monkeypatch.setattr(pinned_memory, "registered_memory", found.registered)
     monkeypatch.setattr(pinned_memory, "_kept", {})

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import ckptmap
 from ckptmap.errors import RunError
-from ckptmap.live.save import write_dcp
-from ckptmap.live.save.write_dcp import snapshot
+from ckptmap.live.save import staged_values, write_dcp
+from ckptmap.live.save.staged_values import snapshot
 from ckptmap.storage import own_files, pinned_memory
 from ckptmap.tensors import Box
 from ckptmap.tensors import Path as StatePath
@@ -79,7 +79,7 @@ def test_a_save_in_the_background_waits_on_a_device_that_is_used(
         yield
         device.log.append(("off", ""))
 
-    monkeypatch.setattr(write_dcp, "on_used_device", on_used_device)
+    monkeypatch.setattr(staged_values, "on_used_device", on_used_device)
     extra = {"b": on_device(torch.ones(3), "cuda:3")}
     ckptmap.save(tmp_path / "out", net(0), extra=extra).wait()
     stream = "stream of cuda:3"
