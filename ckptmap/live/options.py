@@ -94,7 +94,9 @@ class LoadOptions:
                      their optimizer state with them. One that matches nothing is refused (CKM206)
     base             where the base of a checkpoint of `save(only=...)` is now; None: at the recorded
                      path. Its digest must be the recorded one
-    stateful         objects that take back the states that `save` was given under these names
+    stateful         objects that take back the states that `save` was given under these names, as
+                     `stateful=`, or as dicts among `extra` and `extra_per_rank`. The next iterator of
+                     torchdata's StatefulDataLoader gives back what it draws from random streams
     max_memory       bound of host buffers, beside the tensors themselves: bytes, or `"64MiB"`; None:
                      64 MiB, and 256 MiB where the model is on a device
     timeout          seconds that a rank waits for the other ranks of the model before it raises

@@ -86,6 +86,7 @@ class Continuation:
         self._stateful = SavedStates(
             _pop_dict(everything, stateful.KEY) if self._saved else {},
             f"rank{self._rank}" if as_many else "",
+            [everything, self._per_rank],
         )
         self._extra: dict[str, object] = everything
         same_world = self._saved.get("world_size") == world
@@ -95,6 +96,7 @@ class Continuation:
             *run_settings.mode_note(self._saved, self._live),
             *pending_gradients.counting_note(self.gradients.names, optimizer),
         ]
+        self._is_exact = False
         self._streams: dict[str, object] = {}
         self._fresh: bytes | None = None
         self._streams_note = ""
@@ -146,6 +148,16 @@ class Continuation:
             f"nobody takes the state of {n!r}" for n in self._stateful.unused(self._objects)
         ]
         self.inexact += [f"no state of {name!r}" for name in self._stateful.absent(self._objects)]
+        why, notes = self._stateful.judged(self._objects, self._draws())
+        self.inexact, self._notes = [*self.inexact, *why], [*self._notes, *notes]
+
+    def _draws(self) -> str:
+        """Return what is known to draw from torch's random stream; empty: nothing is."""
+        if self._dropping:
+            return (
+                f"dropout ({counted(len(self._dropping), 'module')}: {listed(self._dropping, 3)})"
+            )
+        return "rounding" if (self._live.get("optimizer") or {}).get("rounds") else ""
 
     def _changed_settings(self, own: Mapping[str, object]) -> Iterator[str]:
         """Yield the settings of the run that differ from the recorded ones."""
@@ -199,7 +211,6 @@ class Continuation:
         rounds = bool((self._live.get("optimizer") or {}).get("rounds"))
         if wanted in ("recorded", "auto") and fits:
             self._streams, self._streams_note = own, "restored"
-            self._notes = [*self._notes, *stateful.drawing_notes(self._objects)]
             if "numpy" not in own:
                 self.inexact.append("no random state of NumPy is recorded")
         elif wanted == "recorded":
@@ -216,7 +227,7 @@ class Continuation:
             self._streams_note = "left as they are"
         if wanted == "leave":
             self.inexact.append("random streams are left as they are")
-        self.inexact = list(dict.fromkeys(self.inexact))
+        self.inexact, self._is_exact = list(dict.fromkeys(self.inexact)), exact
         if exact and self.inexact:
             raise LoadError(
                 "CKM507",
@@ -246,7 +257,7 @@ class Continuation:
                 module.set_extra_state(_read(self._states[name]))
         if self._scheduler is not None and self._scheduler_state:
             load_scheduler(self._scheduler, self._scheduler_state)
-        self._stateful.load(self._objects, _read)
+        self._stateful.load(self._objects, _read, self._is_exact)
         if self._streams:
             rng_state.restore(self._streams)
         elif self._fresh is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ckptmap.core import argument_checks
 from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.signatures import spelled_out
-from ckptmap.live.model import rng_state, several_models
+from ckptmap.live.model import several_models
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.optimizer.several_optimizers import check_scheduler
 from ckptmap.live.options import SaveOptions
@@ -72,11 +72,10 @@ def save_all(
 ) -> SaveHandle:  # fmt: skip
     """Save as `save` does; `managed` where a manager calls it."""
     begun, unseen, one = time.perf_counter(), settle_started(), several_models.as_one(model)
-    random_state = rng_state.captured(one)
     with said_if_lost(UNTOUCHED.format(path)):
         peers = RankGroup.join("save", options.timeout)
         writers = RankGroup.join("save files", max(options.timeout or 0, WRITE_TIMEOUT_S))
-        mine = Mine(path, one, optimizer, scheduler, random_state, options, peers, managed)
+        mine = Mine(path, one, optimizer, scheduler, options, peers, managed)
 
         def first() -> Told:
             _check(path, model, scheduler, options, unseen)
