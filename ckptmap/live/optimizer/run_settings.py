@@ -56,6 +56,8 @@ FORMS = "plain_forms"
 """Setting that names plain values of optimizer state that were saved as a value of a simpler class."""
 EVALUATING = "modules_in_evaluation"
 """Setting that has the count of modules in evaluation mode, and of all."""
+MODE_ADVICE = "see that model.train() or model.eval() comes before the next step"
+"""End of the note on it; a trainer that sets the mode before each step has no use for it."""
 PER_RANK = "per_rank"
 """Key of the caller's values of each rank among the extra values."""
 
@@ -160,7 +162,7 @@ def mode_note(saved: Mapping[str, Any], live: Settings) -> list[str]:
         return []
     return [
         f"{was[0]} of {was[1]} modules were in evaluation mode when it was saved, {now[0]} are now:"
-        " see that model.train() or model.eval() comes before the next step"
+        f" {MODE_ADVICE}"
     ]
 
 
