@@ -87,7 +87,7 @@ def save_all(
             told = told_by_all(peers, lambda: mine.collected(part))
         require_same_values(mine.held, told, bool(options.gradients))
         ready = mine.planned(told)
-    target, overwrite = FilePath(path), mine.options.overwrite
+    target, overwrite = _whole_path(path, options.background), mine.options.overwrite
 
     def publish() -> tuple[str, ...]:
         with argument_checks.hints_for_python():
@@ -97,6 +97,11 @@ def save_all(
         return (*notes, *mine.held.notes, *lost_buffers(ready.drifted))
 
     return SaveHandle(target, options.step, publish, options.background, begun)
+
+
+def _whole_path(path: str | os.PathLike[str], background: bool) -> FilePath:
+    """Return where a save is written, whatever becomes the working directory while it is."""
+    return FilePath(path).absolute() if background else FilePath(path)
 
 
 def _check(
