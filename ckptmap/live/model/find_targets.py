@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckptmap.errors import LoadError
 from ckptmap.live.model import flat_params, fsdp1_buffers, fsdp2_params, peft, several_models
 from ckptmap.live.model.live_form import is_loadable, live_forms, quantized_classes
-from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.live_tensor import LiveTensor, odd_layout
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 
 if TYPE_CHECKING:
@@ -127,6 +127,12 @@ def _refuse_lazy(found: tuple[torch.nn.Module, str, bool], fqn: str) -> None:
 
 
 def _refuse_subclass(target: LiveTensor) -> None:
+    if layout := odd_layout(target.local):
+        raise LoadError(
+            "CKM505",
+            f"model: {target.fqn} is a tensor of {layout}, expected dense values",
+            "register it with persistent=False, or what it is made of: indices and values, codes and scale",
+        )
     kind = type(target.tensor).__name__
     without_values = {
         name for form in live_forms() if not form.has_values_on_meta for name in form.classes
