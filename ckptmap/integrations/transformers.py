@@ -29,6 +29,7 @@ from ckptmap.live.model import name_scheme, peft, rng_state
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.load_report import LoadReport, listed
 from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.optimizer.run_settings import MODE_ADVICE
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.options import MAX_MEMORY
 from ckptmap.live.save.save import save
@@ -310,7 +311,9 @@ def resumed(
     scheduler: Scheduler | None,
     **options: Any,
 ) -> tuple[LoadReport, int | None]:
-    """Load a checkpoint; return the report and the step. Without optimizer state only weights load."""
+    """Load a checkpoint; return the report and the step. Without optimizer state only weights load.
+
+    Trainer sets the mode of the model before each step: no note tells of evaluation mode."""
     checkpoint, other = peft.open_base_or_adapter(path, model, options.get("strict", True))
     with checkpoint:
         optimizer = unwrapped(optimizer) if optimizer is not None else None
@@ -326,7 +329,9 @@ def resumed(
             scheduler = None
         report = load(checkpoint, model, optimizer, scheduler, **options)
         _, step = _saved_state(checkpoint.extra)
-    return replace(report, names=named.names, inexact=(*report.inexact, *other)), step
+    notes = (note for note in report.notes if not note.endswith(MODE_ADVICE))
+    inexact = (*report.inexact, *other)
+    return replace(report, names=named.names, inexact=inexact, notes=tuple(notes)), step
 
 
 def _saved_state(extra: Mapping[str, object]) -> tuple[dict[str, object], int | None]:

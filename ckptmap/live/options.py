@@ -74,7 +74,9 @@ class LoadOptions:
     exact            training goes on bit for bit as it would have, or LoadError CKM507 says why
                      not; for checkpoints of `ckptmap.save`. A DDP over three ranks or more builds
                      its buckets anew after its first step, and sums the gradients of that step in
-                     another order than a DDP that has run
+                     another order than a DDP that has run. Not seen: what modules keep in plain
+                     attributes and schedulers in closures, and the random streams of workers
+                     of a data loader
     precision        of moments, where the optimizer leaves a choice: "keep" the checkpoint's, so
                      that another world size changes nothing; "target": what the optimizer would
                      have made of this rank's shard; "fp32"
@@ -94,7 +96,9 @@ class LoadOptions:
                      their optimizer state with them. One that matches nothing is refused (CKM206)
     base             where the base of a checkpoint of `save(only=...)` is now; None: at the recorded
                      path. Its digest must be the recorded one
-    stateful         objects that take back the states that `save` was given under these names
+    stateful         objects that take back the states that `save` was given under these names, as
+                     `stateful=`, or as dicts among `extra` and `extra_per_rank`. The next iterator of
+                     torchdata's StatefulDataLoader gives back what it draws from random streams
     max_memory       bound of host buffers, beside the tensors themselves: bytes, or `"64MiB"`; None:
                      64 MiB, and 256 MiB where the model is on a device
     timeout          seconds that a rank waits for the other ranks of the model before it raises

@@ -82,7 +82,8 @@ def test_trainer_saves_after_the_evaluation_of_a_step(name: str, tmp_path: Path)
     latest = manager.latest()
     assert latest is not None and latest.name == "step-10"
     again = trainer(tmp_path, 1, **options)
-    resume(again, latest, load_options={"exact": True})
+    notes = resume(again, latest, load_options={"exact": True}).report.notes
+    assert not notes, "Trainer sets the mode of the model itself"
     truth, found = weights(whole), weights(again)
     assert all(torch.equal(truth[name], found[name]) for name in truth)
     losses = [entry["eval_loss"] for entry in whole.state.log_history if "eval_loss" in entry]

@@ -290,6 +290,21 @@ def one_weight(folder: Path, name: str) -> None:
     _keep(path, *with_rounding(name, model))
 
 
+def dropping(name: str, rate: float) -> tuple[Any, Any]:
+    """A model that drops values at this rate, whose gradients are said to be the same on all ranks."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(128, 64), nn.Dropout(rate), nn.Linear(64, 2))
+    model = model.to(torch.bfloat16)
+    if dist.is_initialized():
+        model = fully_shard(model)
+    return with_rounding(name, model)
+
+
+def with_dropout(folder: Path, name: str) -> None:
+    for rate in (0.0, 0.1):
+        _keep(folder / f"{name}-{rate}", *dropping(name, rate))
+
+
 def _keep(path: Path, model: Any, optimizer: Any) -> None:
     given_gradients(model, optimizer)
     ckptmap.save(path, model, optimizer).wait()
@@ -301,6 +316,7 @@ PARTS = {
     "in_other_meshes": in_other_meshes,
     "one_weight": one_weight,
     "other_seeds": other_seeds,
+    "with_dropout": with_dropout,
     "odd_whole": odd_whole,
     "odd_rest": odd_rest,
     "odd_replicas": odd_replicas,

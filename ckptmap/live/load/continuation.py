@@ -14,7 +14,14 @@ from ckptmap.core.state_paths import nest
 from ckptmap.errors import LoadError
 from ckptmap.live.load import pending_gradients
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.model import dropout, integer_keys, module_extra_state, rng_state, stateful
+from ckptmap.live.model import (
+    dropout,
+    integer_keys,
+    module_extra_state,
+    rng_state,
+    stateful,
+    unsaved_buffers,
+)
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
@@ -64,7 +71,10 @@ class Continuation:
         self._targets = targets
         taken = () if objects is None else objects.values()
         self._unsaved = [] if optimizer is None else beside_params.unsaved(optimizer, taken)
-        self._unsaved_hooks = gradient_hooks.unsaved(model, taken)
+        self._unsaved_hooks = [
+            *gradient_hooks.unsaved(model, taken),
+            *module_extra_state.unsaved_keys(model),
+        ]
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self._rank, world = rank_and_world()
         self._dropping = dropout.names(model)
@@ -86,6 +96,7 @@ class Continuation:
         self._stateful = SavedStates(
             _pop_dict(everything, stateful.KEY) if self._saved else {},
             f"rank{self._rank}" if as_many else "",
+            [everything, self._per_rank],
         )
         self._extra: dict[str, object] = everything
         same_world = self._saved.get("world_size") == world
@@ -95,6 +106,7 @@ class Continuation:
             *run_settings.mode_note(self._saved, self._live),
             *pending_gradients.counting_note(self.gradients.names, optimizer),
         ]
+        self._is_exact = False
         self._streams: dict[str, object] = {}
         self._fresh: bytes | None = None
         self._streams_note = ""
@@ -146,6 +158,9 @@ class Continuation:
             f"nobody takes the state of {n!r}" for n in self._stateful.unused(self._objects)
         ]
         self.inexact += [f"no state of {name!r}" for name in self._stateful.absent(self._objects)]
+        rounds = bool((self._live.get("optimizer") or {}).get("rounds"))
+        why, notes = self._stateful.judged(self._objects, dropout.drawing(self._dropping, rounds))
+        self.inexact, self._notes = [*self.inexact, *why], [*self._notes, *notes]
 
     def _changed_settings(self, own: Mapping[str, object]) -> Iterator[str]:
         """Yield the settings of the run that differ from the recorded ones."""
@@ -161,6 +176,9 @@ class Continuation:
             yield f"its {MANIFEST} is missing, so that nothing proves that it is as it was saved"
         if isinstance(drifted := self._saved.get("buffers"), list) and drifted:
             yield f"each rank had its own of {counted(len(drifted), 'buffer')}, one was saved"
+        if self._saved.get("world_size") == self._live["world_size"]:
+            was = unsaved_buffers.of_rank(self._saved.get(unsaved_buffers.KEY), self._rank)
+            yield from unsaved_buffers.changed(was, self._live.get(unsaved_buffers.KEY) or {})
         if text := self._saved.get(run_settings.WITHOUT):
             yield f"gradients of an accumulation were left out when it was saved ({text})"
         yield from (f"gradient of {name}" for name in self.gradients.left)
@@ -199,7 +217,6 @@ class Continuation:
         rounds = bool((self._live.get("optimizer") or {}).get("rounds"))
         if wanted in ("recorded", "auto") and fits:
             self._streams, self._streams_note = own, "restored"
-            self._notes = [*self._notes, *stateful.drawing_notes(self._objects)]
             if "numpy" not in own:
                 self.inexact.append("no random state of NumPy is recorded")
         elif wanted == "recorded":
@@ -216,7 +233,7 @@ class Continuation:
             self._streams_note = "left as they are"
         if wanted == "leave":
             self.inexact.append("random streams are left as they are")
-        self.inexact = list(dict.fromkeys(self.inexact))
+        self.inexact, self._is_exact = list(dict.fromkeys(self.inexact)), exact
         if exact and self.inexact:
             raise LoadError(
                 "CKM507",
@@ -246,7 +263,7 @@ class Continuation:
                 module.set_extra_state(_read(self._states[name]))
         if self._scheduler is not None and self._scheduler_state:
             load_scheduler(self._scheduler, self._scheduler_state)
-        self._stateful.load(self._objects, _read)
+        self._stateful.load(self._objects, _read, self._is_exact)
         if self._streams:
             rng_state.restore(self._streams)
         elif self._fresh is not None:

@@ -91,7 +91,7 @@ class CheckpointManager:
         if bandwidth is not None:
             bandwidth = argument_checks.nbytes("bandwidth", bandwidth)
         argument_checks.timeout(timeout)
-        self.root = Path(root)
+        self.root = Path(root).absolute()  # a run may change its working directory
         self.every = argument_checks.integer("every", every, 1)
         self.retention = Retention(keep, keep_every, keep_best)
         self.retention.check()
@@ -356,6 +356,8 @@ class CheckpointManager:
     def _wanted(self, step: int | str) -> list[StepDirectory]:
         """Return the checkpoints to try in turn. Raises SourceError CKM101 where a named one is absent."""
         found = newest_first(self.root)
+        if not found:
+            root_directory.refuse_no_root(self.root)
         if step == "latest":
             return found
         if step == "best":

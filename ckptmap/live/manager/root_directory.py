@@ -13,6 +13,7 @@ import re
 import shutil
 from pathlib import Path
 
+from ckptmap.errors import SourceError
 from ckptmap.operations.newest_step import LATEST
 from ckptmap.sharding.reference_model import MANIFEST
 
@@ -22,6 +23,17 @@ _OURS = re.compile(rf"\.metadata|__\d+_\d+\.distcp|{re.escape(MANIFEST)}")
 """Matches the names of the files of a save."""
 _STALE_S = 60.0
 """Seconds after which a pointer that was not put in place is a killed process's."""
+
+
+def refuse_no_root(root: Path) -> None:
+    """Raise SourceError CKM101 for a root without checkpoints that is something else: a run would begin anew."""
+    what, hint = "", f"give the directory of the run: CheckpointManager({str(root.parent)!r})"
+    if root.is_file():
+        what = "a file"
+    elif (root / MANIFEST).is_file() or (root / ".metadata").is_file():
+        what = "a checkpoint itself"
+    if what:
+        raise SourceError("CKM101", f"{root}: is {what}, expected a directory of checkpoints", hint)
 
 
 def point_to(root: Path, name: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ckptmap.core.formatting import counted
 from ckptmap.live.model import module_walk
+from ckptmap.live.model.load_report import listed
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,14 @@ def described(model: torch.nn.Module) -> str:
     """Return the rates at which modules drop values, and how many do: "0.1 in 4, 0.5 in 1"."""
     counts = Counter(rate for _, rate in _rates(model))
     return ", ".join(f"{rate:g} in {counts[rate]}" for rate in sorted(counts)) or NONE
+
+
+def drawing(dropping: Sequence[str], rounds: bool) -> str:
+    """Return what is known to draw from torch's random stream in a step; empty: nothing is. `rounds`: does the
+    optimizer, with bits of that stream?"""
+    if dropping:
+        return f"dropout ({counted(len(dropping), 'module')}: {listed(dropping, 3)})"
+    return "rounding" if rounds else ""
 
 
 def _rates(model: torch.nn.Module) -> Iterator[tuple[str, float]]:

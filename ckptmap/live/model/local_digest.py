@@ -43,7 +43,7 @@ def local_digest(target: LiveTensor) -> LocalDigest | None:
     whole, codes = xxhash.xxh3_128(), ""
     for name, tensor in parts:
         seen = xxhash.xxh3_128()
-        for block in _blocks(tensor):
+        for block in blocks_of(tensor):
             seen.update(block)
         text = f"{name} {tuple(tensor.shape)} {tensor.dtype} {seen.hexdigest()}\n"
         whole.update(text.encode())
@@ -69,7 +69,8 @@ def _parts(target: LiveTensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield "", target.local
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+def blocks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in row-major order."""
     if not tensor.is_contiguous():
         yield as_bytes(tensor)
         return

@@ -16,13 +16,14 @@ from ckptmap.checkpoint.module_extra_state import OWN as KEY
 from ckptmap.checkpoint.module_extra_state import SEGMENT, extra_state_keys, is_extra_state
 from ckptmap.core.state_paths import nest, opaques
 from ckptmap.live.model import module_walk
+from ckptmap.live.model.live_form import quantized_classes
 from ckptmap.live.model.several_models import plain_names
 from ckptmap.tensors import Path
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KEY", "getters", "recorded", "setters", "without"]
+__all__ = ["KEY", "getters", "recorded", "setters", "unsaved_keys", "without"]
 
 
 def getters(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -33,6 +34,35 @@ def getters(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def setters(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the modules that take extra state back, by plain key."""
     return _modules(model, "set_extra_state")
+
+
+def unsaved_keys(model: torch.nn.Module) -> list[str]:
+    """Return what modules put into a state dict by a `_save_to_state_dict` of their own beside parameters, buffers
+    and extra state: nothing of it is saved. What torch's own and quantized ones write is of what they hold."""
+    from torch import nn
+
+    names = []
+    for path, module in model.named_modules():
+        cls = type(module)
+        if cls._save_to_state_dict is nn.Module._save_to_state_dict:
+            continue
+        if cls._save_to_state_dict.__module__.startswith("torch.") or _is_quantized(module):
+            continue
+        written: dict[str, object] = {}
+        cls._save_to_state_dict(module, written, "", True)
+        known = {*module._parameters, *module._buffers, SEGMENT}
+        own = [key for key, value in written.items() if key not in known and value is not None]
+        names += [f"{path}.{key}" if path else key for key in own]
+    return [
+        f"{name} of the state dict, which a _save_to_state_dict of the module's own writes, is not saved: use"
+        " get_extra_state() and set_extra_state()"
+        for name in names
+    ]
+
+
+def _is_quantized(module: torch.nn.Module) -> bool:
+    names = quantized_classes()
+    return any(type(value).__name__ in names for value in module._parameters.values())
 
 
 def _modules(model: torch.nn.Module, method: str) -> dict[str, torch.nn.Module]:

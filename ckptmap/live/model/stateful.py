@@ -13,7 +13,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core import argument_checks
 from ckptmap.core.state_paths import nest
 from ckptmap.errors import ArgumentError, LoadError
-from ckptmap.live.model import integer_keys
+from ckptmap.live.model import data_loaders, integer_keys
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.storage.lazy_tensor import LazyTensor
 
@@ -53,20 +53,11 @@ def check(objects: object) -> None:
 def states_of(objects: Mapping[str, Stateful] | None) -> dict[str, object]:
     """Return the state of every object. Raises ArgumentError CKM516 for one that cannot be saved."""
     check(objects)
-    found = {name: one.state_dict() for name, one in (objects or {}).items()}
-    return argument_checks.extra(found, (), KEY)
-
-
-def drawing_notes(objects: Mapping[str, Stateful] | None) -> list[str]:
-    """Return notes of data loaders that draw from torch's random stream when their next iterator is made: a run
-    that was not stopped has its iterator already, and other random numbers after it."""
-    return [
-        f"stateful[{name!r}]: the next iter() of it draws a seed from torch's random stream, which is restored; where"
-        " the model draws from it too, give the loader a generator= of its own, in both runs"
+    found = {
+        name: data_loaders.with_generator(one, one.state_dict())
         for name, one in (objects or {}).items()
-        if any(cls.__name__ == "DataLoader" for cls in type(one).__mro__)
-        and getattr(one, "generator", None) is None
-    ]
+    }
+    return argument_checks.extra(found, (), KEY)
 
 
 def shared_names(digests_of: Sequence[Mapping[str, str]]) -> frozenset[str]:
@@ -102,19 +93,31 @@ class SavedStates:
 
     saved   what the checkpoint has under `KEY`
     rank    number of this rank; "" where as many ranks as now did not save it
+    extra   the caller's values, `extra_per_rank` last: a state that was saved there by the object's name is taken, too
     """
 
-    def __init__(self, saved: Mapping[str, Any], rank: str) -> None:
+    def __init__(
+        self, saved: Mapping[str, Any], rank: str, extra: Sequence[Mapping[str, object]] = ()
+    ) -> None:
         own = saved.get(rank) if rank else None
         self._states: dict[str, Any] = {**saved.get(SHARED, {}), **(own or {})}
         others = {name for theirs in saved.values() for name in theirs}
         self._of_other_ranks = others - self._states.keys()
+        self._extra = {
+            name: value
+            for values in extra
+            for name, value in values.items()
+            if isinstance(value, Mapping) and name not in others
+        }
+
+    def _has(self, name: str) -> bool:
+        return name in self._states or name in self._extra
 
     def refuse(self, objects: Mapping[str, Stateful] | None, path: str, strict: bool) -> None:
         """Raise ArgumentError CKM516 for objects that are none, LoadError CKM519 for one without a
         state if `strict`."""
         check(objects)
-        missing = [name for name in objects or {} if name not in self._states]
+        missing = [name for name in objects or {} if not self._has(name)]
         if not missing or not strict:
             return
         name = missing[0]
@@ -138,19 +141,44 @@ class SavedStates:
 
     def absent(self, objects: Mapping[str, Stateful] | None) -> list[str]:
         """Return the names of objects that keep the state they have."""
-        return [name for name in objects or {} if name not in self._states]
+        return [name for name in objects or {} if not self._has(name)]
 
-    def load(self, objects: Mapping[str, Stateful] | None, read: Any) -> None:
+    def judged(
+        self, objects: Mapping[str, Stateful] | None, draws: str
+    ) -> tuple[list[str], list[str]]:
+        """Return why a run with the loaders among the objects and the extra values does not go on bit for bit,
+        and notes of where it may not. `draws` says what draws from torch's random stream beside them."""
+        given = [
+            (f"stateful[{name!r}]", one, self._state(name)) for name, one in self._given(objects)
+        ]
+        rest = {name: v for name, v in self._extra.items() if name not in (objects or {})}
+        reasons = [text for one in given for text in data_loaders.reasons(*one)]
+        drawing = [text for one in given if (text := data_loaders.drawing(*one))]
+        in_extra = [*data_loaders.drawing_in_extra(rest)]
+        if draws:
+            drawing += in_extra
+            return [*reasons, *(f"{text}; {draws} draws from it, too" for text in drawing)], []
+        reasons += data_loaders.reasons_in_extra(rest)
+        if all(data_loaders.loader_of(one) is None for _, one, _ in given):
+            drawing += in_extra  # who gives loaders has no need to be told of that
+        return reasons, [f"{text}; it matters if the model draws from it, too" for text in drawing]
+
+    def _given(self, objects: Mapping[str, Stateful] | None) -> list[tuple[str, Stateful]]:
+        return [(name, one) for name, one in (objects or {}).items() if self._has(name)]
+
+    def _state(self, name: str) -> Any:
+        return self._states[name] if name in self._states else self._extra[name]
+
+    def load(self, objects: Mapping[str, Stateful] | None, read: Any, exact: bool) -> None:
         """Give every object its state; `read` reads the tensors in it."""
-        for name, one in (objects or {}).items():
-            if name not in self._states:
-                continue
-            state = read(self._states[name])
+        for name, one in self._given(objects):
+            state, title = read(self._state(name)), f"stateful[{name!r}]"
             try:
-                one.load_state_dict(state)
+                one.load_state_dict(data_loaders.without_generator(state))
             except Exception as error:
                 raise LoadError(
                     "CKM519",
-                    f"stateful[{name!r}]: {type(one).__name__} cannot take its saved state: {error!r}",
+                    f"{title}: {type(one).__name__} cannot take its saved state: {error!r}",
                     "build the object that was saved, or leave it out of stateful=",
                 ) from error
+            data_loaders.hold_streams(title, one, state, exact)

@@ -7,10 +7,11 @@ how every tensor is cut. `save` records them, and `load` compares them.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckptmap.live.model import dropout, module_walk, several_models
+from ckptmap.live.model import dropout, module_walk, several_models, unsaved_buffers
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import live_forms, logical_info
 from ckptmap.live.model.live_tensor import (
@@ -19,6 +20,7 @@ from ckptmap.live.model.live_tensor import (
     fallback_device,
     is_dtensor,
 )
+from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.optimizer import gradients, group_objects, numerics
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
 from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, unwrapped
@@ -55,6 +57,10 @@ FORMS = "plain_forms"
 """Setting that names plain values of optimizer state that were saved as a value of a simpler class."""
 EVALUATING = "modules_in_evaluation"
 """Setting that has the count of modules in evaluation mode, and of all."""
+NUMBERS = "numbers"
+"""Setting of an optimizer: numbers among its attributes, which no state dict has."""
+MODE_ADVICE = "see that model.train() or model.eval() comes before the next step"
+"""End of the note on it; a trainer that sets the mode before each step has no use for it."""
 PER_RANK = "per_rank"
 """Key of the caller's values of each rank among the extra values."""
 
@@ -81,6 +87,8 @@ def describe(
         EVALUATING: evaluating(model),
         "dropout": dropout.described(model),
     }
+    if unsaved := unsaved_buffers.described(model):
+        settings[unsaved_buffers.KEY] = unsaved
     if devices == ["cpu"]:
         settings["threads"] = torch.get_num_threads()
     if any(form.has_rounded_scales(target) for form in live_forms() for target in targets):
@@ -106,6 +114,8 @@ def describe_optimizer(optimizer: object) -> dict[str, object]:
             family_of(inner_optimizer).rounds(inner_optimizer) for inner_optimizer in inner
         ),
     }
+    if numbers := _own_numbers([outer, *inner]):
+        settings[NUMBERS] = numbers
     if on_cpu := _entries_on_cpu(inner):
         settings[STATE_ON_CPU] = on_cpu
     if (installed := rounding.record_of(first)) is not None:
@@ -114,6 +124,22 @@ def describe_optimizer(optimizer: object) -> dict[str, object]:
     if library != "torch":
         settings["library"] = f"{library} {_version(library)}"
     return settings
+
+
+def _own_numbers(optimizers: Sequence[LiveOptimizer]) -> dict[str, object]:
+    """Return the numbers among the attributes of an optimizer, such as a count of its own steps, on rank 0: other
+    ranks may have others, as their rank is. Flags are settings; a class with a state dict of its own tells them."""
+    import torch
+
+    if rank_and_world()[0]:
+        return {}
+    return {
+        name: value
+        for one in optimizers
+        if getattr(type(one), "state_dict", None) is torch.optim.Optimizer.state_dict
+        for name, value in vars(one).items()
+        if type(value) in (int, float) and math.isfinite(value) and not name.startswith("_")
+    }
 
 
 def class_of(optimizer: LiveOptimizer) -> dict[str, object]:
@@ -159,7 +185,7 @@ def mode_note(saved: Mapping[str, Any], live: Settings) -> list[str]:
         return []
     return [
         f"{was[0]} of {was[1]} modules were in evaluation mode when it was saved, {now[0]} are now:"
-        " see that model.train() or model.eval() comes before the next step"
+        f" {MODE_ADVICE}"
     ]
 
 
@@ -281,6 +307,12 @@ def _of_optimizer(title: str, saved: Mapping[str, Any], live: Settings) -> list[
         if saved.get(key) != live.get(key)
     ]
     phrases += _differing_entries(title, saved.get("flags"), live.get("flags"))
+    numbers, own = _entries(saved.get(NUMBERS)), _entries(live.get(NUMBERS))
+    phrases += [
+        _phrase(f"{title}.{name}, which is not in its state dict", numbers[name], own[name])
+        for name in own
+        if name in numbers and numbers[name] != own[name]
+    ]
     for name, one in now.items():
         phrases += _of_optimizer(f"{title} {name!r}", _entries(several[name]), one)
     return phrases

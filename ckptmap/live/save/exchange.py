@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint import base_record
 from ckptmap.errors import ArgumentError
-from ckptmap.live.model import module_walk
+from ckptmap.live.model import module_walk, unsaved_buffers
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer import run_settings
@@ -109,6 +109,10 @@ def require_same_values(held: LocalState, told: Sequence[Told], with_gradients: 
     rounding.require_one_seed([tuple(one.seeds) for one in told])
 
 
+OF_EACH_RANK = ("layout", base_record.KEY, unsaved_buffers.KEY)
+"""Settings that ranks may have unlike ones of."""
+
+
 @dataclass(frozen=True)
 class Shared:
     """What each rank holds that all must know before a save is written. Nothing of it is live.
@@ -127,7 +131,7 @@ class Shared:
 
     @classmethod
     def of(cls, held: LocalState, replicas: str) -> Shared:
-        settings = {key: held.settings.get(key) for key in ("layout", base_record.KEY)}
+        settings = {key: held.settings.get(key) for key in OF_EACH_RANK}
         return cls(
             dict(held.values), dict(held.records), settings, bool(held.decoded),
             held.placements, held.simplified, replicas,
@@ -143,6 +147,7 @@ def merge(held: LocalState, everything: Sequence[Shared], drifted: Sequence[str]
     described = {
         **held.settings,
         "layout": [one.settings["layout"] for one in everything],
+        **unsaved_buffers.of_all_ranks([one.settings[unsaved_buffers.KEY] for one in everything]),
         "decoded": any(one.is_decoded for one in everything),
         run_settings.PLACEMENTS: {k: v for one in everything for k, v in one.placements.items()},
         run_settings.FORMS: list(dict.fromkeys(n for one in everything for n in one.simplified)),

@@ -17,7 +17,7 @@ from ckptmap.core import argument_checks
 from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.signatures import spelled_out
-from ckptmap.live.model import module_walk, rng_state, several_models
+from ckptmap.live.model import module_walk, several_models
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.optimizer.several_optimizers import check_scheduler
 from ckptmap.live.options import SaveOptions
@@ -73,11 +73,10 @@ def save_all(
 ) -> SaveHandle:  # fmt: skip
     """Save as `save` does; `managed` where a manager calls it."""
     begun, unseen, one = time.perf_counter(), settle_started(), several_models.as_one(model)
-    random_state = rng_state.captured(one)
     with said_if_lost(UNTOUCHED.format(path)), module_walk.listed_once(), paused_gc():
         peers = RankGroup.join("save", options.timeout)
         writers = RankGroup.join("save files", max(options.timeout or 0, WRITE_TIMEOUT_S))
-        mine = Mine(path, one, optimizer, scheduler, random_state, options, peers, managed)
+        mine = Mine(path, one, optimizer, scheduler, options, peers, managed)
 
         def first() -> Told:
             _check(path, model, scheduler, options, unseen)
@@ -89,7 +88,7 @@ def save_all(
             told = told_by_all(peers, lambda: mine.collected(part))
         require_same_values(mine.held, told, bool(options.gradients))
         ready = mine.planned(told)
-    target, overwrite = FilePath(path), mine.options.overwrite
+    target, overwrite = _whole_path(path, options.background), mine.options.overwrite
 
     def publish() -> tuple[str, ...]:
         with argument_checks.hints_for_python():
@@ -99,6 +98,11 @@ def save_all(
         return (*notes, *mine.held.notes, *lost_buffers(ready.drifted))
 
     return SaveHandle(target, options.step, publish, options.background, begun)
+
+
+def _whole_path(path: str | os.PathLike[str], background: bool) -> FilePath:
+    """Return where a save is written, whatever becomes the working directory while it is."""
+    return FilePath(path).absolute() if background else FilePath(path)
 
 
 def _check(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint import base_record
 from ckptmap.core import argument_checks
-from ckptmap.live.model import stateful
+from ckptmap.live.model import rng_state, stateful
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import LiveTensor, SettledTensor
 from ckptmap.live.model.rank_group import RankGroup
@@ -80,12 +80,12 @@ class Mine:
     model: torch.nn.Module
     optimizer: Optimizers | None
     scheduler: Schedulers | None
-    random_state: Mapping[str, object]
     options: SaveOptions
     peers: RankGroup
     managed: Managed | None = None
     targets: Sequence[LiveTensor] = ()
     states: Mapping[str, object] = field(default_factory=dict)
+    random_state: Mapping[str, object] = field(default_factory=dict)
     held: LocalState = field(default_factory=LocalState)
     digests: Sequence[Digest] = ()
     """Of the tensors that ranks compare."""
@@ -95,6 +95,7 @@ class Mine:
     def told(self) -> Told:
         """Collect what this rank holds, and return what it tells the others. Raises as `save` does."""
         self.states = stateful.states_of(self.options.stateful)
+        self.random_state = rng_state.captured(self.model)  # a loader's first state draws its seed
         self.targets = [*map(SettledTensor.of, find_targets(self.model)[0])]
         if self.managed is not None:
             self._ask(self.managed)

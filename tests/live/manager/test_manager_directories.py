@@ -141,8 +141,8 @@ def test_stateful_data_loader(workers: int, tmp_path: Path) -> None:
     assert [batch.tolist() for batch in once_more] == left
 
 
-def test_a_loader_that_draws_from_torchs_stream_is_noted(tmp_path: Path) -> None:
-    """Its next iterator draws a seed, and dropout after it has other random numbers than in a run that went on."""
+def test_a_loader_that_draws_from_torchs_stream_gives_it_back(tmp_path: Path) -> None:
+    """The seed that its next iterator draws: dropout after it has the random numbers of a run that went on."""
     loader: Any = StatefulDataLoader(range(8), batch_size=2, shuffle=True)
     batches = iter(loader)
     next(batches)
@@ -152,6 +152,5 @@ def test_a_loader_that_draws_from_torchs_stream_is_noted(tmp_path: Path) -> None
     again: Any = StatefulDataLoader(range(8), batch_size=2, shuffle=True)
     report = ckptmap.load(tmp_path / "a", model, stateful={"data": again}, exact=True)
     assert [batch.tolist() for batch in again] == left
-    assert torch.rand(1) != then  # so the note is right
-    (note,) = report.notes
-    assert "stateful['data']" in note and "generator=" in note and note in str(report)
+    assert torch.rand(1) == then
+    assert report.notes == ()

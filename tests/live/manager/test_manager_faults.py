@@ -205,6 +205,19 @@ def test_a_pointer_that_names_nothing(text: bytes, tmp_path: Path) -> None:
     assert restored(tmp_path) == 2
 
 
+@pytest.mark.parametrize("name", ["step-1", "step-1/.metadata"])
+def test_a_root_that_is_none_does_not_begin_anew(name: str, tmp_path: Path) -> None:
+    """The path of a step, or of a file, is given in place of that of the run."""
+    with ckptmap.CheckpointManager(tmp_path) as manager:
+        manager.save(1, model(1))
+    what = "a checkpoint itself" if name == "step-1" else "a file"
+    text = rf"{name}: is {what}, expected a directory of checkpoints; .*{tmp_path}"
+    for step in ("latest", "best", 1):
+        with pytest.raises(CkptmapError, match=text):
+            ckptmap.CheckpointManager(tmp_path / name).restore(model(0), step=step)
+    assert ckptmap.CheckpointManager(tmp_path / "new").restore(model(0)) is None
+
+
 def test_links(tmp_path: Path) -> None:
     """A root behind a link is one; a step that is a link is read, and never removed."""
     (tmp_path / "real").mkdir()

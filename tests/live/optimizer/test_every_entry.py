@@ -188,3 +188,45 @@ def test_a_scheduler_of_another_class_is_never_exact(tmp_path: Path) -> None:
         ckptmap.load(tmp_path / str(inside), *built(one, inside), exact=True)
         with pytest.raises(LoadError, match=r"scheduler: was \[.*LambdaLR.*is \[.*Multiplicative"):
             ckptmap.load(tmp_path / str(inside), *built(other, inside), exact=True)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that counts its steps where no state dict has them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.count, self.slope, self.ready = 0, 0.5, False
+
+    def step(self, closure: Any = None) -> Any:
+        self.count, self.ready = self.count + 1, True
+        for group in self.param_groups:
+            group["lr"] = self.slope / self.count
+        return super().step(closure)
+
+
+class Telling(Counting):
+    """The same, with a state dict that has the count."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "count"})
+
+
+@pytest.mark.parametrize("build", [Counting, Telling])
+def test_a_count_that_no_state_dict_has_is_refused(build: Any, tmp_path: Path) -> None:
+    model, again = (torch.nn.Linear(2, 2) for _ in range(2))
+    optimizer, theirs = build(model.parameters()), build(again.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    ckptmap.save(tmp_path / "a", model, optimizer, stateful={"optimizer": optimizer}).wait()
+    inside = {"optimizer": theirs}
+    if build is Counting:
+        text = r"optimizer\.count, which is not in its state dict: was 1, is 0"
+        with pytest.raises(LoadError, match=text):
+            ckptmap.load(tmp_path / "a", again, theirs, stateful=inside, exact=True)
+        theirs.count = 1
+    ckptmap.load(tmp_path / "a", again, theirs, stateful=inside, exact=True)
+    assert theirs.count == 1 and torch.equal(model.weight, again.weight)

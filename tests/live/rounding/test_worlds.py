@@ -159,6 +159,22 @@ def test_exact_refuses_what_it_cannot_know(tmp_path: Path, eager: None) -> None:
     assert report.rounding == f"by position, seed {runs.SEED}, was 1"
 
 
+def test_dropout_is_not_the_same_on_other_ranks(tmp_path: Path, eager: None) -> None:
+    """2 -> 1: `same_gradients=True` does not hold for a rank that drops other values."""
+    ranks(2, tmp_path, "with_dropout", "ao")
+    model, optimizer = runs.dropping("ao", 0.1)
+    before = [param.clone() for param in model.parameters()]
+    text = r"dropout draws other numbers than the saved run would \(1 module: 1\)"
+    with pytest.raises(LoadError, match=text) as no:
+        ckptmap.load(tmp_path / "ao-0.1", model, optimizer, exact=True)
+    assert no.value.code == "CKM507" and "same_gradients" not in str(no.value)
+    assert all(map(torch.equal, before, model.parameters())) and not optimizer.state
+    report = ckptmap.load(tmp_path / "ao-0.1", model, optimizer)
+    assert any("dropout draws other numbers" in one for one in report.inexact)
+    model, optimizer = runs.dropping("ao", 0.0)
+    assert ckptmap.load(tmp_path / "ao-0.0", model, optimizer, exact=True).inexact == ()
+
+
 def test_ranks_with_different_seeds_are_noticed_by_save(tmp_path: Path) -> None:
     ranks(2, tmp_path, "other_seeds", "ao")
     assert not (tmp_path / "refused").exists()

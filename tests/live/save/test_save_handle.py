@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckptmap
 from ckptmap.errors import CkptmapError, DestinationError
-from ckptmap.live.save.save_handle import settle_started
+from ckptmap.live.save.save_handle import SaveHandle, settle_started
 
 
 def failed(folder: Path, step: int) -> object:
@@ -105,3 +105,28 @@ def test_a_handle_of_a_failed_save_holds_no_weights(tmp_path: Path) -> None:
     del model
     gc.collect()
     assert watched.expired() and "failed" in repr(handle)
+
+
+def test_the_working_directory_may_change_while_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths are those of the call, of a manager those of its constructor."""
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model, hold = nn.Linear(2, 2), threading.Event()
+    work = SaveHandle._work
+
+    def waits(handle: SaveHandle) -> None:
+        hold.wait(60)
+        work(handle)
+
+    monkeypatch.setattr(SaveHandle, "_work", waits)
+    manager = ckptmap.CheckpointManager("runs")
+    handle = ckptmap.save("out", model)
+    monkeypatch.chdir(tmp_path / "sub")
+    hold.set()
+    handle.wait()
+    manager.save(1, model)
+    manager.close()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["out", "runs", "sub"]
+    assert not [*(tmp_path / "sub").iterdir()] and manager.latest() == tmp_path / "runs" / "step-1"

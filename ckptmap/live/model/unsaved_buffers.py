@@ -1,0 +1,111 @@
+"""Buffers that are not in a state dict (`persistent=False`): a checkpoint has a digest of their values alone.
+
+    cos, sin of rotary embedding, masks     made by the constructor, the same in every run
+    a counter, a running mean               moved by training: a resumed run begins with the constructor's
+    a torch.Generator of a module           likewise; it is no buffer, and its state is compared as one
+
+So a run goes on bit for bit only if the live values are those that the saved run had. A buffer of another shape is
+taken for a cache that grows with what it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckptmap.live.model import fsdp1_buffers, module_walk, several_models
+from ckptmap.live.model.live_tensor import odd_layout
+from ckptmap.live.model.load_report import listed
+from ckptmap.live.model.local_digest import blocks_of
+
+if TYPE_CHECKING:
+    import torch
+
+KEY = "unsaved_buffers"
+"""Setting that has their forms and digests by name, of every rank."""
+
+
+def described(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return FQN -> [shape and dtype, digest] of the buffers of this rank that are not saved."""
+    import torch
+
+    found: dict[str, torch.Tensor] = {}
+    for path, module in module_walk.named_modules(model):
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Generator) and not _is_default(value):
+                found[f"{path}.{name}" if path else name] = value.get_state()
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if type(buffer) is torch.Tensor and not (buffer.is_meta or odd_layout(buffer)):
+                found[f"{path}.{name}" if path else name] = buffer
+    if not found:
+        return {}
+    plain = several_models.plain_names(model, found)
+    dtypes = fsdp1_buffers.forward_dtypes(model)
+    return {
+        plain[key]: _form_and_digest(buffer, dtypes.get(id(buffer)))
+        for key, buffer in found.items()
+    }
+
+
+def _is_default(generator: torch.Generator) -> bool:
+    """Return whether this is torch's random stream, which is restored."""
+    import torch
+
+    known = [torch.default_generator, *torch.cuda.default_generators]
+    return any(generator is one for one in known)
+
+
+def _form_and_digest(buffer: torch.Tensor, forward_dtype: str | None) -> list[str]:
+    """Describe a buffer, in the dtype in which FSDP1 computes with it."""
+    import torch
+    import xxhash
+
+    values = buffer.detach()
+    if forward_dtype is not None:
+        values = values.to(getattr(torch, forward_dtype))
+    digest = xxhash.xxh3_128()
+    for block in blocks_of(values):
+        digest.update(block)
+    return [f"{tuple(values.shape)} {values.dtype}", digest.hexdigest()]
+
+
+def of_all_ranks(by_rank: Sequence[object]) -> dict[str, object]:
+    """Return the setting of all ranks: None in place of what equals rank 0's, False of no buffers; empty where no
+    rank has any, as torch reads no empty dicts."""
+    if not any(by_rank):
+        return {}
+    first = by_rank[0]
+    return {
+        KEY: [None if rank and one == first else one or False for rank, one in enumerate(by_rank)]
+    }
+
+
+def of_rank(by_rank: object, rank: int) -> Mapping[str, Sequence[str]]:
+    """Return what the rank of this number has recorded; empty: nothing."""
+    if not isinstance(by_rank, list | tuple) or rank >= len(by_rank):
+        return {}
+    found = by_rank[0] if by_rank[rank] is None else by_rank[rank]
+    if not isinstance(found, Mapping):
+        return {}
+    return {
+        name: pair
+        for name, pair in found.items()
+        if isinstance(pair, list | tuple) and len(pair) == 2
+    }
+
+
+def changed(saved: Mapping[str, Sequence[str]], live: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield the buffers whose values were others when the run was saved."""
+    names = [
+        name
+        for name, (form, digest) in saved.items()
+        if name in live and live[name][0] == form and live[name][1] != digest
+    ]
+    if names:
+        what = "buffer or generator is" if len(names) == 1 else "buffers or generators are"
+        yield (
+            f"{len(names)} {what} not in the state dict of the model, and not as when it was saved: {listed(names)}"
+            " (register buffers with persistent=True, and save a generator by get_extra_state, or set them before"
+            " load)"
+        )

@@ -1,0 +1,137 @@
+"""Buffers with persistent=False: training that moves them cannot go on bit for bit, and exact=True says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptmap
+from ckptmap.errors import LoadError
+from ckptmap.live.model import unsaved_buffers
+
+
+class Scaled(nn.Module):
+    """A layer with a table that the constructor makes, a running scale, and a cache that grows; none is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("scale", torch.ones(4), persistent=False)
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+        self.register_buffer("absent", None, persistent=False)
+        self.register_buffer("elsewhere", torch.zeros(2, device="meta"), persistent=False)
+
+    def moved(self) -> Scaled:
+        self.scale.mul_(0.5)
+        return self
+
+
+def test_a_moved_buffer_is_refused(tmp_path: Path) -> None:
+    model = Scaled()
+    model.cache = torch.zeros(7)
+    ckptmap.save(tmp_path / "as made", model).wait()
+    ckptmap.save(tmp_path / "moved", nn.Sequential(model.moved())).wait()
+    again: Any = Scaled()
+    again.elsewhere = torch.zeros(2)
+    assert ckptmap.load(tmp_path / "as made", again, exact=True).inexact == ()
+    other = nn.Sequential(again)
+    before = again.layer.weight.clone()
+    text = (
+        r"1 buffer or generator is not in the state dict of the model, .*saved: 0\.scale \(register"
+    )
+    with pytest.raises(LoadError, match=text) as no:
+        ckptmap.load(tmp_path / "moved", nn.Sequential(again), exact=True)
+    assert no.value.code == "CKM507" and torch.equal(before, again.layer.weight)
+    report = ckptmap.load(tmp_path / "moved", other)
+    assert any("0.scale" in reason for reason in report.inexact)
+    again.moved()
+    assert ckptmap.load(tmp_path / "moved", nn.Sequential(again), exact=True).inexact == ()
+
+
+class Noisy(nn.Linear):
+    """A layer with a generator of its own, and torch's."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.noise = torch.Generator().manual_seed(3)
+        self.default = torch.default_generator
+
+
+def test_a_generator_that_was_drawn_from_is_refused(tmp_path: Path) -> None:
+    model, again = Noisy(), Noisy()
+    ckptmap.save(tmp_path / "a", model).wait()
+    assert ckptmap.load(tmp_path / "a", again, exact=True).inexact == ()
+    torch.rand(3, generator=model.noise)
+    ckptmap.save(tmp_path / "b", model).wait()
+    with pytest.raises(LoadError, match="not as when it was saved: noise"):
+        ckptmap.load(tmp_path / "b", again, exact=True)
+    again.noise.set_state(model.noise.get_state())
+    ckptmap.load(tmp_path / "b", again, exact=True)
+
+
+class Writing(nn.Linear):
+    """A module that writes a number of its own into state dicts, in torch's way of old."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = 1.0
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.tensor(self.scale)
+
+
+def test_what_a_module_writes_into_a_state_dict_is_not_lost_in_silence(tmp_path: Path) -> None:
+    model = nn.Sequential(Writing(), nn.Linear(4, 4))
+    ckptmap.save(tmp_path / "a", model).wait()
+    with pytest.raises(LoadError, match=r"0\.scale of the state dict, .*get_extra_state") as no:
+        ckptmap.load(tmp_path / "a", model, exact=True)
+    assert no.value.code == "CKM507"
+    assert ckptmap.load(tmp_path / "a", model).inexact
+
+
+ODD = {
+    "torch.sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "torch.sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "torch._mkldnn": lambda: torch.eye(3).to_mkldnn(),
+    "torch.qint8": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "torch.nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ODD)
+def test_a_buffer_that_is_no_plain_bytes(kind: str, tmp_path: Path) -> None:
+    """Refused in one line, by its name; beside the state dict it does not matter."""
+    model, dense = nn.Linear(3, 3), nn.Linear(3, 3)
+    model.register_buffer("table", ODD[kind](), persistent=False)
+    ckptmap.save(tmp_path / "a", model).wait()
+    ckptmap.load(tmp_path / "a", model, exact=True)
+    model.register_buffer("table", ODD[kind]())
+    dense.register_buffer("table", torch.eye(3))
+    ckptmap.save(tmp_path / "b", dense).wait()
+    text = rf"model: table is a tensor of {kind}, expected dense values"
+    for call in (
+        lambda: ckptmap.save(tmp_path / "c", model),
+        lambda: ckptmap.load(tmp_path / "b", model),
+    ):
+        with pytest.raises(LoadError, match=text) as no:
+            call()
+        assert no.value.code == "CKM505"
+
+
+def test_every_rank_has_its_own() -> None:
+    first, other = {"a": ["(2,) torch.float32", "x"]}, {"a": ["(2,) torch.float32", "y"]}
+    assert unsaved_buffers.of_all_ranks([None, {}]) == {}
+    saved = unsaved_buffers.of_all_ranks([first, dict(first), other, None])["unsaved_buffers"]
+    assert saved == [first, None, other, False] and unsaved_buffers.of_rank(saved, 3) == {}
+    assert [*unsaved_buffers.changed(unsaved_buffers.of_rank(saved, 1), first)] == []
+    (text,) = unsaved_buffers.changed(unsaved_buffers.of_rank(saved, 2), first)
+    assert text.startswith("1 buffer or generator is not in the state dict of the model")
+    for damaged in (None, "text", [], [7], [{"a": 3}], [{"a": ["x"]}]):
+        assert unsaved_buffers.of_rank(damaged, 0) == {}
