@@ -18,7 +18,7 @@ from ckptmap.core.quantized_codes import ReadBySome, RoundedOnLoading, StacksExp
 from ckptmap.core.tensor_table import listed
 from ckptmap.errors import PlanError
 from ckptmap.formats.huggingface.loaded_names import loaded_as
-from ckptmap.formats.huggingface.tied_heads import unstored
+from ckptmap.formats.huggingface.tied_heads import copies, unstored
 from ckptmap.mapping.model_config import types_within
 from ckptmap.planning.packed_layers import require_initializable
 from ckptmap.planning.renamed_layers import require_found
@@ -290,6 +290,7 @@ class WrittenWeights:
         for name, (encoding, info) in self.encodings.items():
             if encoding.name == "dense" and len(info.shape) == 2 and name.endswith(".weight"):
                 dense.append(name.removesuffix(".weight"))
+        dense += copies(dense, self.encodings)
         return dense + self._names_once_loaded(dense)
 
     def _names_once_loaded(self, modules: Collection[str]) -> list[str]:

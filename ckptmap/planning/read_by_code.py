@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.formats.huggingface.tied_heads import SHARED
 from ckptmap.protocols import Scheme
 
 ATTENTION = "in_proj_weight", "in_proj_bias", "q_proj_weight"
@@ -36,6 +37,12 @@ def read_by_code(ckpt: Checkpoint, scheme: Scheme, model_types: Collection[str])
     model_types  `model_type` of config.json, and of the models that it consists of; none where there is no config
     """
     reasons = _inside_attention(ckpt, scheme)
+    for model_type in sorted(SHARED.keys() & set(model_types)):
+        for fqn in ckpt:
+            if SHARED[model_type] in fqn.split(".") and _is_encoded(ckpt, scheme, fqn):
+                reasons[fqn] = (
+                    f"is shared by several layers of {model_type}, of which one would find its scales"
+                )
     for model_type in sorted(_table().keys() & set(model_types)):
         if _decodes(model_type, scheme):
             continue

@@ -42,6 +42,26 @@ def _page() -> dict[str, torch.Tensor]:
     return {"input_ids": IDS, "bbox": torch.ones(1, 16, 4, dtype=torch.int64)}
 
 
+VISION = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16,
+    "patch_size": 8,
+}  # fmt: skip
+BLIP = {
+    "vision_config": VISION, "qformer_config": {**SIZES, "encoder_hidden_size": 64}, "num_query_tokens": 4,
+    "text_config": {"model_type": "opt", **SIZES, "ffn_dim": 128, "word_embed_proj_dim": 64}, "image_token_index": 95,
+}  # fmt: skip
+SHARED = {
+    "num_hidden_layers": 4, "num_key_value_heads": 4, "mamba_d_state": 16, "mamba_ngroups": 1, "n_mamba_heads": 8,
+    "mamba_headdim": 16, "chunk_size": 16, "num_mem_blocks": 1, "adapter_rank": 64, "use_mem_rope": False,
+    "hybrid_layer_ids": [1, 3], "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+}  # fmt: skip
+
+
+def _image() -> dict[str, torch.Tensor]:
+    ids = torch.cat([torch.full((1, 4), 95), IDS], 1)
+    return {"input_ids": ids, "pixel_values": torch.linspace(-1, 1, 768).view(1, 3, 16, 16)}
+
+
 Made = tuple[str, str, Mapping[str, Any], Callable[[], dict[str, torch.Tensor]], str]
 MODELS: Mapping[str, Made] = {
     "mamba": ("MambaForCausalLM", "mamba", {"time_step_rank": 64, "state_size": 64}, _text, "mixer.dt_proj"),
@@ -52,6 +72,8 @@ MODELS: Mapping[str, Made] = {
         {"embedding_size": 32, "intra_bottleneck_size": 64, "true_hidden_size": 64}, _text, "predictions.dense",
     ),
     "layoutlmv3": ("LayoutLMv3Model", "layoutlmv3", LAYOUT, _page, "rel_pos_bias"),
+    "zamba2": ("Zamba2ForCausalLM", "zamba2", SHARED, _text, "shared_transformer.self_attn.q_proj"),
+    "blip-2": ("Blip2ForConditionalGeneration", "blip-2", BLIP, _image, ""),
 }  # fmt: skip
 """The class, `model_type`, sizes, inputs, and a layer that bitsandbytes must leave."""
 
@@ -76,9 +98,13 @@ def computed(made: Any, path: Path, inputs: Mapping[str, torch.Tensor]) -> torch
         return torch.as_tensor(model.eval()(**inputs)[0]).float()
 
 
+CASES = [(kind, form) for kind in list(MODELS)[:5] for form in ("bnb-nf4", "int8")]
+TIED = [("zamba2", "bnb-int8"), ("zamba2", "ct-int8"), ("blip-2", "ct-int8")]
+"""Layers without a weight in the file must be named as dense, too: they would be looked for in codes."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["bnb-nf4", "int8"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "form"), CASES + TIED)
 def test_the_model_computes(kind: str, form: str, tmp_path: Path) -> None:
     made, inputs = saved(kind, tmp_path / "in")
     report = ckptmap.convert(tmp_path / "in", tmp_path / "out", to=f"hf-{form}")
