@@ -50,6 +50,13 @@ BLIP = {
     "vision_config": VISION, "qformer_config": {**SIZES, "encoder_hidden_size": 64}, "num_query_tokens": 4,
     "text_config": {"model_type": "opt", **SIZES, "ffn_dim": 128, "word_embed_proj_dim": 64}, "image_token_index": 95,
 }  # fmt: skip
+TROCR = {
+    "encoder": {"model_type": "vit", **VISION},
+    "decoder": {
+        "model_type": "trocr", "vocab_size": 96, "d_model": 64, "decoder_layers": 1, "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 128, "cross_attention_hidden_size": 64, "is_decoder": True, "add_cross_attention": True,
+    },
+}  # fmt: skip
 SHARED = {
     "num_hidden_layers": 4, "num_key_value_heads": 4, "mamba_d_state": 16, "mamba_ngroups": 1, "n_mamba_heads": 8,
     "mamba_headdim": 16, "chunk_size": 16, "num_mem_blocks": 1, "adapter_rank": 64, "use_mem_rope": False,
@@ -60,6 +67,10 @@ SHARED = {
 def _image() -> dict[str, torch.Tensor]:
     ids = torch.cat([torch.full((1, 4), 95), IDS], 1)
     return {"input_ids": ids, "pixel_values": torch.linspace(-1, 1, 768).view(1, 3, 16, 16)}
+
+
+def _line() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.linspace(-1, 1, 768).view(1, 3, 16, 16), "decoder_input_ids": IDS}
 
 
 Made = tuple[str, str, Mapping[str, Any], Callable[[], dict[str, torch.Tensor]], str]
@@ -74,6 +85,7 @@ MODELS: Mapping[str, Made] = {
     "layoutlmv3": ("LayoutLMv3Model", "layoutlmv3", LAYOUT, _page, "rel_pos_bias"),
     "zamba2": ("Zamba2ForCausalLM", "zamba2", SHARED, _text, "shared_transformer.self_attn.q_proj"),
     "blip-2": ("Blip2ForConditionalGeneration", "blip-2", BLIP, _image, ""),
+    "trocr": ("VisionEncoderDecoderModel", "vision-encoder-decoder", TROCR, _line, ""),
 }  # fmt: skip
 """The class, `model_type`, sizes, inputs, and a layer that bitsandbytes must leave."""
 
@@ -99,7 +111,13 @@ def computed(made: Any, path: Path, inputs: Mapping[str, torch.Tensor]) -> torch
 
 
 CASES = [(kind, form) for kind in list(MODELS)[:5] for form in ("bnb-nf4", "int8")]
-TIED = [("zamba2", "bnb-int8"), ("zamba2", "ct-int8"), ("blip-2", "ct-int8")]
+TIED = [
+    ("zamba2", "bnb-int8"),
+    ("zamba2", "ct-int8"),
+    ("blip-2", "ct-int8"),
+    ("trocr", "ct-int8"),
+    ("trocr", "bnb-nf4"),
+]
 """Layers without a weight in the file must be named as dense, too: they would be looked for in codes."""
 
 

@@ -37,17 +37,26 @@ _EMBEDDINGS = ("embed_tokens", "embed_in", "shared", "wte")
 """What the embeddings of language models within others are called; those of BERT have heads as in `_WITHIN`."""
 SHARED: Mapping[str, str] = {"zamba": "shared_transf", "zamba2": "shared_transformer"}
 """Model types: the segment of a block that several layers of the model share; the file holds it once."""
+_DECODER = "decoder"
+"""The section, and the module, of the model that writes, in one of two models (`vision-encoder-decoder`)."""
 _OUTERMOST = ("model", "transformer")
 _BLOCKS = frozenset(SHARED.values())
 
 
 def of_config(config: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the heads of a model of this config; none if the config states that they are not tied."""
+    """Return the heads of a model of this config, and of the decoder within it, which has a config of its own;
+    none if the config states that they are not tied."""
+    inner = config.get(_DECODER)
+    within = (
+        tuple(f"{_DECODER}.{head}" for head in of_config(inner))
+        if isinstance(inner, Mapping)
+        else ()
+    )
     if states_tied(config) is False:
-        return ()
+        return within
     kind = _OF_TYPE.get(str(config.get("model_type")))
     more = ("proj_out",) if config.get("is_encoder_decoder") is True else ()
-    return tuple(dict.fromkeys((_EVERYWHERE, *more, *((kind,) if kind else ()))))
+    return tuple(dict.fromkeys((_EVERYWHERE, *more, *((kind,) if kind else ()), *within)))
 
 
 def unstored(names: Collection[str], heads: Collection[str]) -> list[str]:
