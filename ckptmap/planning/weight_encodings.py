@@ -192,7 +192,7 @@ class _Choice:
     def _has_conv1d(self) -> bool:
         if self._request.carrier is None or not offers(self._scheme, TakesConv1D):
             return False
-        return (_config(self._request) or {}).get("model_type") in CONV1D_MODELS
+        return str((_config(self._request) or {}).get("model_type")) in CONV1D_MODELS
 
 
 def _config(request: Request) -> Mapping[str, object] | None:
