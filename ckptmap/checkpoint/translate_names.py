@@ -47,6 +47,12 @@ def _translated(
     for name, mapped in resolution.targets.items():
         groups[name] = _renamed_or_derived(base, mapped, decoded)
     keys = {n: [base.names[key] for key in m.sources] for n, m in resolution.targets.items()}
+    untied = {
+        name: resolution.tied[name]
+        for name in resolution.tied
+        if name in resolution.targets
+        and not base.untied.keys().isdisjoint(resolution.targets[name].sources)
+    }
     notes = [*base.notes, f"names: {choice.text}", *_decoding_notes(decoded)]
     before = base.translation  # of a base whose format has names of its own, to merge an adapter
     dropped = {**({} if before is None else before.dropped), **left, **resolution.dropped}
@@ -64,7 +70,8 @@ def _translated(
         names={name: name for name in groups},
         notes=notes,
         optimizer_reader=reader,
-        ties=dict(resolution.tied),
+        ties={name: kept for name, kept in resolution.tied.items() if name not in untied},
+        untied=untied or base.untied,
         translation=NameTranslation(
             choice=choice,
             config=config,

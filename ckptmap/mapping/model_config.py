@@ -38,6 +38,15 @@ def read_config(path: str | os.PathLike[str], mounts: Mounts) -> dict[str, objec
         raise PlanError("CKM605", f"{file}: {problem}", OTHER) from error
 
 
+def types_within(config: object) -> list[str]:
+    """Return the `model_type` of a config.json and of the models that it consists of."""
+    if not isinstance(config, dict):
+        return []
+    inner = [kind for value in config.values() for kind in types_within(value)]
+    own = config.get("model_type")
+    return [own, *inner] if isinstance(own, str) else inner
+
+
 def _is_pointer(file: Path, mounts: Mounts) -> bool:
     with mounts.local_copy(file).open("rb") as handle:
         return handle.read(len(LFS_MAGIC)) == LFS_MAGIC

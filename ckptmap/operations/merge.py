@@ -222,9 +222,17 @@ def _planned(merged: Checkpoint, given: str | None, to: str, options: MergeOptio
     if not merged.index.naming or aim.setup.names != merged.index.naming:
         return plan(merged, to, optimizer="drop", keep_layout=False, **options)
     if given is None or aim.scheme is None:
+        _require_same_heads(merged, aim.setup.name)
         return plan(merged, "", as_=merged.path, optimizer="drop", **options)
     options = {"config_from": merged.path, **options}
     return plan(merged, to, optimizer="drop", keep_layout=False, **options)
+
+
+def _require_same_heads(merged: Checkpoint, setup: str) -> None:
+    """Raise PlanError CKM212 where the adapter makes a head of its own, for which the base has no place."""
+    for head in merged.untied:
+        text = f"{merged.shown} has no {head}, which the adapter makes a tensor of its own: it cannot be given back"
+        raise PlanError("CKM212", text, f"say in which blocks to write it: --to {setup}-q8_0")
 
 
 def own_setup(ckpt: Checkpoint) -> str:

@@ -127,29 +127,6 @@ def beside_ties(ckpt: Checkpoint, scheme: Scheme | None, options: Options) -> di
     return reasons
 
 
-ATTENTION = "in_proj_weight", "in_proj_bias", "q_proj_weight"
-"""Parameters of `nn.MultiheadAttention`, which no other module has beside an `out_proj`."""
-
-
-def inside_attention(ckpt: Checkpoint, scheme: Scheme | None, options: Options) -> dict[str, str]:
-    """Return the weights that stay as they are because torch's attention reads them, with why.
-
-    Its forward takes the weight of `out_proj` as a matrix and never calls that module, so codes of any
-    library would be read as values.
-    """
-    if scheme is None or options.encode:
-        return {}
-    reasons: dict[str, str] = {}
-    for fqn in ckpt:
-        stem = fqn.removesuffix("out_proj.weight")
-        if stem == fqn or not any(f"{stem}{name}" in ckpt for name in ATTENTION):
-            continue
-        target = scheme.target(fqn, ckpt[fqn].info)
-        if target is not None and target.name != "dense":
-            reasons[fqn] = "is read by torch's MultiheadAttention, which knows no codes"
-    return reasons
-
-
 def _takes(scheme: Scheme, lazy: LazyTensor, options: Options) -> bool:
     encoding = scheme.target(lazy.fqn, lazy.info)
     return encoding is not None and not matches_any(lazy.fqn, options.no_encode)

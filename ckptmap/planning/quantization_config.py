@@ -18,7 +18,8 @@ from ckptmap.core.quantized_codes import ReadBySome, RoundedOnLoading, StacksExp
 from ckptmap.core.tensor_table import listed
 from ckptmap.errors import PlanError
 from ckptmap.formats.huggingface.loaded_names import loaded_as
-from ckptmap.formats.huggingface.tied_heads import unstored
+from ckptmap.formats.huggingface.tied_heads import copies, unstored
+from ckptmap.mapping.model_config import types_within
 from ckptmap.planning.packed_layers import require_initializable
 from ckptmap.planning.renamed_layers import require_found
 from ckptmap.planning.stacked_experts import misread_experts, require_experts_found
@@ -239,7 +240,7 @@ class WrittenWeights:
         if not (self.fresh and encoded):
             return
         _require_no_foreign(self.foreign, *encoded[0])
-        model_types = set(_model_types(document))
+        model_types = set(types_within(document))
         if QUANTIZATION in document:
             _require_torch_linear(*encoded[0], sorted(OWN_LAYERS & model_types))
             self._require_experts_found(*encoded[0], document[QUANTIZATION])
@@ -289,6 +290,7 @@ class WrittenWeights:
         for name, (encoding, info) in self.encodings.items():
             if encoding.name == "dense" and len(info.shape) == 2 and name.endswith(".weight"):
                 dense.append(name.removesuffix(".weight"))
+        dense += copies(dense, self.encodings)
         return dense + self._names_once_loaded(dense)
 
     def _names_once_loaded(self, modules: Collection[str]) -> list[str]:
@@ -344,15 +346,6 @@ def _require_torch_linear(fqn: str, scheme: str, own_layers: list[str]) -> None:
             f"leave them as they are, --to hf or hf-bf16; or --to full-{scheme}, which ckptmap.load"
             " takes",
         )
-
-
-def _model_types(config: object) -> list[str]:
-    """Return the `model_type` of a config.json and of the models that it consists of."""
-    if not isinstance(config, dict):
-        return []
-    inner = [kind for value in config.values() for kind in _model_types(value)]
-    own = config.get("model_type")
-    return [own, *inner] if isinstance(own, str) else inner
 
 
 def _require_one_library(

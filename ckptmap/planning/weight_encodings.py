@@ -21,15 +21,15 @@ from ckptmap.core.quantized_codes import (
 from ckptmap.core.tensor_table import listed
 from ckptmap.core.weight_columns import WeightForm, WeightKind
 from ckptmap.errors import CkptmapError
-from ckptmap.mapping.model_config import config_beside
+from ckptmap.mapping.model_config import config_beside, types_within
 from ckptmap.planning.encoding_choice import (
     as_demanded,
     beside_ties,
     encoding_for,
-    inside_attention,
 )
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.options import Options
+from ckptmap.planning.read_by_code import read_by_code
 from ckptmap.planning.reference_encodings import reference_encodings
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
@@ -91,7 +91,8 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
     stored_dense = _stored_dense(ckpt) if scheme is None and demands is None else {}
     foreign = foreign_tensors(ckpt.infos()) if scheme is not None else {}
     beside = beside_ties(ckpt, scheme, request.options)
-    beside |= inside_attention(ckpt, scheme, request.options)
+    if scheme is not None and not request.options.encode:
+        beside |= read_by_code(ckpt, scheme, types_within(_config(request)))
     dense = _dense(stored_dense, selection)
     if len(dense) == len(selection.written):
         return WeightEncodings({}, dense, foreign, beside, {}, Remarks())
@@ -189,15 +190,18 @@ class _Choice:
 
     @cached_property
     def _has_conv1d(self) -> bool:
-        request = self._request
-        if request.carrier is None or not offers(self._scheme, TakesConv1D):
+        if self._request.carrier is None or not offers(self._scheme, TakesConv1D):
             return False
-        try:
-            where = request.ckpt.index.sidecar_dir or request.ckpt.path
-            config = config_beside(where, request.ckpt.files.mounts, request.options.config_from)
-        except CkptmapError:  # the carrier's to refuse
-            return False
-        return config is not None and config.get("model_type") in CONV1D_MODELS
+        return str((_config(self._request) or {}).get("model_type")) in CONV1D_MODELS
+
+
+def _config(request: Request) -> Mapping[str, object] | None:
+    """Return the config.json of the model; None where there is none, or it cannot be read, which others refuse."""
+    where = request.ckpt.index.sidecar_dir or request.ckpt.path
+    try:
+        return config_beside(where, request.ckpt.files.mounts, request.options.config_from)
+    except CkptmapError:
+        return None
 
 
 def _decoded_experts(anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:

@@ -22,6 +22,8 @@ _KEPT_WORDS = frozenset({"emb", "token", "tokens"})
 """Matched as words between underscores: `tok_emb`, `mask_tokens`."""
 _KEPT_PATHS = (["transformer", "w"], ["w"])
 """CTRL's embedding, by the whole path of its module."""
+_OF_ATTENTION = ["attention", "output"]
+"""A layer of RWKV, no head: transformers fails where it is dense and its neighbours are bitsandbytes' codes."""
 _KEPT_AT_ROOT = frozenset({"proj_out"})
 """Whisper's head; elsewhere it is the name of an ordinary layer."""
 
@@ -40,7 +42,8 @@ def is_linear_weight(fqn: str, info: TensorInfo) -> bool:
     *path, last = fqn.lower().split(".")
     if last != "weight" or len(info.shape) != 2 or info.dtype not in DTYPES:
         return False
-    if path and (path[-1] in _KEPT or not _KEPT_WORDS.isdisjoint(path[-1].split("_"))):
+    is_head = path[-1:] and path[-1] in _KEPT and path[-2:] != _OF_ATTENTION
+    if path and (is_head or not _KEPT_WORDS.isdisjoint(path[-1].split("_"))):
         return False
     if (
         path in _KEPT_PATHS

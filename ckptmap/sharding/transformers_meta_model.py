@@ -36,7 +36,7 @@ def on_meta(config: Path, mounts: Mounts, max_layers: int = MAX_LAYERS) -> nn.Mo
     name = described["architectures"][0]
     cls: Any = getattr(transformers, name, None)
     known = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
-    if not known or described.get("model_type") not in CONFIG_MAPPING:
+    if not known or str(described.get("model_type")) not in CONFIG_MAPPING:
         raise unusable(
             config,
             f"names the architecture {name!r}, which the installed transformers does not have",

@@ -29,6 +29,7 @@ HOSTILE = {
     "lone surrogate": '"\\ud800"',
     "number": "3",
     "null": "null",
+    "array": "[]",
 }
 MARK = "@@ a value @@"
 Q_PROJ = "model.layers.0.self_attn.q_proj"

@@ -19,7 +19,7 @@ from tests.formats.gguf.test_like import k_quants
 from tests.formats.gguf.test_writer import fields, stored
 from tests.support.bnb_cases import refused
 from tests.support.gguf_models import MODELS, build, write_model
-from tests.support.merge_cases import LINEARS, adapted, save_adapter
+from tests.support.merge_cases import LINEARS, adapted, merged_by_peft, save_adapter
 
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 OF_MODEL = {"phi3": FUSED, "qwen3_moe": ("q_proj", "v_proj")}
@@ -109,3 +109,32 @@ def test_by_the_command_line(tmp_path: Path) -> None:
     source, adapter = base_and_adapter("llama", "F16", tmp_path)
     assert main(["merge", str(source), str(adapter), str(tmp_path / "new.gguf")]) == 0
     assert stored(tmp_path / "new.gguf")["blk.0.attn_q.weight"][0] == "F16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", ["lm_head", "embed_tokens"])
+def test_a_head_that_is_tied_in_the_file(whole: str, tmp_path: Path) -> None:
+    """A file without `output.weight` ties its head, which no config.json has to tell: peft trains one of the two."""
+    built = build(MODELS["llama-tied"])
+    source = write_model(MODELS["llama-tied"], built, tmp_path / "base.gguf", "Q8_0")
+    ckptmap.convert(source, tmp_path / "BASE", to="hf-fp32")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "BASE", dtype=torch.float32)
+    wrapped = adapted(base, target_modules=["q_proj"], modules_to_save=[whole])
+    save_adapter(wrapped, tmp_path / "adapter")
+    wanted = merged_by_peft(wrapped)
+    assert not torch.equal(wanted["lm_head.weight"], wanted["model.embed_tokens.weight"])
+    ckptmap.merge(source, tmp_path / "adapter", tmp_path / "out", to="hf-fp32")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(merged.lm_head.weight, wanted["lm_head.weight"])
+    with refused(PlanError, "CKM212", match="a tensor of its own: it cannot"):
+        ckptmap.merge(source, tmp_path / "adapter", tmp_path / "new.gguf", force=True)
+    ckptmap.merge(source, tmp_path / "adapter", tmp_path / "new.gguf", to="gguf-q8_0", force=True)
+    assert ckptmap.verify(tmp_path / "new.gguf", against=source, adapter=tmp_path / "adapter").ok
+    ckptmap.convert(tmp_path / "new.gguf", tmp_path / "again", to="hf-fp32")
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert again.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert (again[key] - value).norm() <= 0.01 * value.norm(), key

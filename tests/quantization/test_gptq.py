@@ -426,3 +426,19 @@ def test_a_dtype_that_torch_lacks_is_refused(key: str, tmp_path: Path) -> None:
     for known in ("auto", "float64", None):
         path = edited("gptq-4", tmp_path / str(known), lambda config: config.update({key: known}))  # noqa: B023
         ckptmap.open(path).close()
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+def test_rows_of_awq_codes_are_missing(rows: int, tmp_path: Path) -> None:
+    """AutoAWQ packs outputs into words, so a matrix of fewer inputs looks whole; its groups are not."""
+
+    def cut(state: Tensors) -> None:
+        state[f"{STEM}qweight"] = state[f"{STEM}qweight"][:-rows].contiguous()
+        state[f"{STEM}scales"] = state[f"{STEM}scales"][: -(rows // 32) or None].contiguous()
+        state[f"{STEM}qzeros"] = state[f"{STEM}qzeros"][: -(rows // 32) or None].contiguous()
+
+    with pytest.raises(
+        ckptmap.CkptmapError, match=r"inputs, not whole groups: rows of codes"
+    ) as caught:
+        ckptmap.open(edited("awq-4", tmp_path / "in", state=cut))
+    assert caught.value.code == "CKM115"

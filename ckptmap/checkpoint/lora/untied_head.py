@@ -12,11 +12,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.errors import CkptmapError
 from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
-from ckptmap.storage.json_file import read_object
+from ckptmap.mapping.model_config import config_beside
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 EMBEDDINGS = frozenset(
@@ -97,15 +97,13 @@ def _head(embedding: str, config: Mapping[str, object]) -> str:
 def _config(
     ckpt: Checkpoint, config_from: str | os.PathLike[str] | None
 ) -> dict[str, object] | None:
-    """Return the config.json asked for, or that beside the weights; None: none can be read."""
+    """Return the config.json asked for, or that beside the weights, or what a GGUF file says; None: none can be read."""
+    if not ckpt.index.files:
+        return None
+    path = None if config_from is None else os.fspath(config_from)
     try:
-        if config_from is not None:
-            asked = Path(config_from)
-            place = asked / "config.json" if asked.is_dir() else asked
-        else:
-            place = Path(ckpt.index.files[0]).parent / "config.json"
-        return read_object(place, ckpt.files.mounts)
-    except (OSError, ValueError, IndexError):
+        return config_beside(ckpt.index.files[0], ckpt.files.mounts, path)
+    except CkptmapError:
         return None
 
 

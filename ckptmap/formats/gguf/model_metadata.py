@@ -147,7 +147,7 @@ def _unstated(name: str, config: Config) -> list[str]:
     found = _sizes(name, config)
     words = {named: key for key, named in {**SIZES, **_own(name)}.items()}
     words["vocab_size"] = "vocab_size"
-    needed = (*NEEDED_SIZES, *(EXPERT_SIZES if config.get("model_type") in OF_EXPERTS else ()))
+    needed = (*NEEDED_SIZES, *(EXPERT_SIZES if str(config.get("model_type")) in OF_EXPERTS else ()))
     lacking = [
         f"{named} ({name}.{key})"
         for named, key in words.items()

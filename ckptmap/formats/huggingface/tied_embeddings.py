@@ -30,10 +30,10 @@ NEVER_TIED = frozenset({"BigBirdPegasusForCausalLM"})
 def states_tied(config: Mapping[str, object]) -> bool | None:
     """Return whether a config ties the embeddings; None: it does not say."""
     classes = config.get("architectures")
-    if isinstance(classes, list) and len(classes) == 1 and classes[0] in NEVER_TIED:
+    if isinstance(classes, list) and len(classes) == 1 and str(classes[0]) in NEVER_TIED:
         return False
     own, of_text = _stated(config), _of_text_model(config)
-    if own is None or (of_text and config.get("model_type") in FORWARDING):
+    if own is None or (of_text and str(config.get("model_type")) in FORWARDING):
         return of_text
     return own
 

@@ -1,15 +1,19 @@
-"""List the output layers ("heads") whose weight transformers ties to the input embedding.
+"""List the layers whose weight transformers ties to another: output layers ("heads") to the input embedding, mostly.
 
 No file holds the weight of such a layer. The quantization settings in a config must name the layer
 as not quantized, or the loader looks for quantized codes of it.
 
     cls.predictions.transform.dense.weight is stored    -> cls.predictions.decoder is such a layer
 
+    language_model.model.decoder.embed_tokens.weight       -> language_model.lm_head may be one, too
+    layers.5.shared_transformer.self_attn.q_proj.weight    -> so may its kin in layers 0 to 11
+
 Source: `_tied_weights_keys` of transformers 5.23. A listed name that no module has does no harm.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 
 from ckptmap.formats.huggingface.tied_embeddings import states_tied
@@ -28,15 +32,31 @@ _WITHIN: Mapping[str, str] = {
     "mlm_score": "decoder", "pred_layer": "proj",
 }  # fmt: skip
 """Module -> the tied layer inside it, in BERT, ALBERT, RoBERTa, XLM and related models."""
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EMBEDDINGS = ("embed_tokens", "embed_in", "shared", "wte")
+"""What the embeddings of language models within others are called; those of BERT have heads as in `_WITHIN`."""
+SHARED: Mapping[str, str] = {"zamba": "shared_transf", "zamba2": "shared_transformer"}
+"""Model types: the segment of a block that several layers of the model share; the file holds it once."""
+_DECODER = "decoder"
+"""The section, and the module, of the model that writes, in one of two models (`vision-encoder-decoder`)."""
+_OUTERMOST = ("model", "transformer")
+_BLOCKS = frozenset(SHARED.values())
 
 
 def of_config(config: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the heads of a model of this config; none if the config states that they are not tied."""
+    """Return the heads of a model of this config, and of the decoder within it, which has a config of its own;
+    none if the config states that they are not tied."""
+    inner = config.get(_DECODER)
+    within = (
+        tuple(f"{_DECODER}.{head}" for head in of_config(inner))
+        if isinstance(inner, Mapping)
+        else ()
+    )
     if states_tied(config) is False:
-        return ()
+        return within
     kind = _OF_TYPE.get(str(config.get("model_type")))
     more = ("proj_out",) if config.get("is_encoder_decoder") is True else ()
-    return tuple(dict.fromkeys((_EVERYWHERE, *more, *((kind,) if kind else ()))))
+    return tuple(dict.fromkeys((_EVERYWHERE, *more, *((kind,) if kind else ()), *within)))
 
 
 def unstored(names: Collection[str], heads: Collection[str]) -> list[str]:
@@ -49,7 +69,33 @@ def unstored(names: Collection[str], heads: Collection[str]) -> list[str]:
     candidates = [head for head in heads if head not in written]
     if heads:
         candidates += dict.fromkeys(_within(names))
+        candidates += dict.fromkeys(_beside_embeddings(names))
     return [head for head in candidates if f"{head}.weight" not in names]
+
+
+def copies(modules: Collection[str], names: Collection[str]) -> list[str]:
+    """Return the modules that share the weight of one of these, in other layers of a checkpoint of the keys `names`."""
+    shared = [name for name in modules if not _BLOCKS.isdisjoint(name.split("."))]
+    if not shared:
+        return []
+    numbers = {match[1] for match in map(_LAYER.search, names) if match}
+    made = {_LAYER.sub(f".layers.{number}.", name, 1) for name in shared for number in numbers}
+    return sorted(made.difference(modules))
+
+
+def _beside_embeddings(names: Collection[str]) -> Iterator[str]:
+    """Yield the name that the head of a language model within another has."""
+    for name in names:
+        path = name.split(".")
+        inner = len(path) > 3 or path[0] == "decoder"
+        if (
+            path[-1] == "weight"
+            and path[-2:-1]
+            and path[-2] in _EMBEDDINGS
+            and inner
+            and path[0] not in _OUTERMOST
+        ):
+            yield f"{path[0]}.{_EVERYWHERE}"
 
 
 def _within(names: Collection[str]) -> Iterator[str]:

@@ -187,6 +187,9 @@ def _contradictions(
     if -(-width // encoding.group) != scales.info.shape[0]:
         shown = f"scales {scales.info} of {width} inputs are not so many groups"
         yield f"group_size {said.group}", shown, scales
+    if said.kind is Awq and width % encoding.group:
+        shown = f"qweight {codes.info} has {width} inputs, not whole groups: rows of codes are missing, or too many"
+        yield f"group_size {encoding.group}", shown, codes
     module = fqn.removesuffix(".weight")
     if said.modules and not any(f".{module}".endswith(f".{name}") for name in said.modules):
         shown = f"{module} is stored as codes, {codes.info}"
