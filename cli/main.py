@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from ckptmap.core import requirements
+from ckptmap.core.typed_options import typed_options
 from ckptmap.errors import CkptmapError, Interrupted
 from ckptmap.storage.resource_limits import resource_error
 
@@ -44,11 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Printer(json="--json" in args)
     before = _on_terminate(_interrupt)
     try:
-        if not ran_plain_inspect(args):
-            from .typer_app import build
+        with typed_options():
+            if not ran_plain_inspect(args):
+                from .typer_app import build
 
-            code = build(args)(args, prog_name="ckptmap", standalone_mode=False)
-            return code if isinstance(code, int) else 0
+                code = build(args)(args, prog_name="ckptmap", standalone_mode=False)
+                return code if isinstance(code, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

@@ -52,7 +52,7 @@ def assemble(
         roles.model, index.records, roles.model_root, path, refused, strings, files.mounts
     )
     records = records_below(index.records, roles.model_root)
-    if roles.optimizer_root:
+    if roles.optimizer_root and roles.optimizer_root != roles.model_root:
         inside = join(roles.optimizer_root) + "."
         records = {fqn: record for fqn, record in records.items() if not fqn.startswith(inside)}
     groups, stray_notes = without_stray_parts(groups, records, refused, files.mounts)

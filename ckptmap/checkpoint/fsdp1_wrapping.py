@@ -18,7 +18,7 @@ from ckptmap.formats.detect import find, look
 from ckptmap.mapping.wrappers import ANYWHERE
 from ckptmap.protocols import Index
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.sharding.flat_param import KEY, is_flat
+from ckptmap.sharding.flat_unit import KEY, is_flat
 from ckptmap.sharding.sharded_tensor_spec import is_sharded, read_sharded
 from ckptmap.tensors import Leaf, Region, StoredTensor
 from ckptmap.tensors import Path as Key

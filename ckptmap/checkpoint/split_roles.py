@@ -3,6 +3,8 @@
 {"model": {...}, "optimizer": {...}, "step": 7}     weights at ("model",)
 {"app": {"model": {...}, "optim": {...}}}           weights at ("app", "model")
 {"layers.0.weight": ..., "optimizer": {...}}        weights at (), optimizer beside them
+{"layers.0.weight": ..., "state.layers.0.weight.exp_avg": ..., "param_groups.layers.0.weight.lr": ...}
+                                                    both at (), as {**model, **flattened optimizer}
 
 A dict under a module's `_extra_state`, with its tensors, is one of the other values.
 """
@@ -20,6 +22,7 @@ from ckptmap.core.formatting import counted
 from ckptmap.core.state_paths import RESOLVED, UNRESOLVED
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
+from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module", "weights", "app", "app_state")
@@ -45,8 +48,8 @@ class Roles:
 
 
 _TENSORS = (StoredTensor, Cut)
-GROUPS = "param_groups"
-_OF_AN_OPTIMIZER = {("state",), (GROUPS,)}
+STATE, GROUPS = "state", "param_groups"
+_OF_AN_OPTIMIZER = {(STATE,), (GROUPS,)}
 """The keys of what `optimizer.state_dict()` returns."""
 SHOWN = 8
 """How many dicts an error names."""
@@ -69,7 +72,8 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
     if isinstance(leaves, PlainTensors) and leaves and root is None:
         return Roles((), leaves, None, {}, {})
     _require_dict(leaves, root, where)
-    tensors = [path for path, leaf in leaves.items() if is_tensor(leaf)]
+    mixed_in = _flattened_among_weights(leaves)
+    tensors = [path for path, leaf in leaves.items() if is_tensor(leaf) and path not in mixed_in]
     if not tensors:
         raise _no_tensors(leaves, where)
     states = _states_of_optimizers(leaves)
@@ -82,6 +86,8 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
         model_root = _given_root(tensors, root, where)
     has_root = bool(model_root) or root is not None
     optimizer_root = _find_optimizer(leaves, model_root, states)
+    if optimizer_root is None and any(path[:-1] == model_root for path in mixed_in):
+        optimizer_root = model_root
     only_weights = optimizer_root is None and len(tensors) == len(
         leaves
     )  # weights and nothing else
@@ -92,15 +98,16 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
     others: dict[Path, Leaf] = {}
     depth = len(model_root)
     for path, leaf in leaves.items():
-        # An "optimizer": None, at the root itself, is no state.
-        if (
-            optimizer_root is not None
-            and _is_below(path, optimizer_root)
-            and path != optimizer_root
+        if optimizer_root is not None and (
+            path in mixed_in
+            if optimizer_root == model_root
+            # An "optimizer": None, at the root itself, is no state.
+            else _is_below(path, optimizer_root) and path != optimizer_root
         ):
             optimizer[path[len(optimizer_root) :]] = leaf
         elif (
             path[:depth] == model_root
+            and path not in mixed_in
             and is_tensor(leaf)
             and (has_root or len(path) == 1)
             and (len(path) == depth + 1 or state_at(path[depth:-1]) is None)
@@ -110,6 +117,27 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
         else:
             others[path] = leaf
     return Roles(model_root, model, optimizer_root, optimizer, _without_extra(others))
+
+
+def _flattened_among_weights(leaves: Mapping[Path, Leaf]) -> set[Path]:
+    """Return the paths of flattened optimizer state that lies in the dict of the weights themselves: as
+    `{**model, **optimizer}` with what `get_optimizer_state_dict` of torch flattens."""
+    head = f"{GROUPS}."
+    groups = [path for path in leaves if path and str(path[-1]).startswith(head)]
+    mixed_in: set[Path] = set()
+    for root in {path[:-1] for path in groups}:
+        beside = [path for path in leaves if path[:-1] == root and path != root]
+        flat = [path for path in beside if str(path[-1]).startswith((head, f"{STATE}."))]
+        plain = strip_wrappers([str(path[-1]) for path in {*beside}.difference(flat)]).values()
+        weights = {*plain, *(str(path[-1]) for path in flat)}  # a module may be called `state`
+        owners = {_owner(path) for path in groups if path[:-1] == root} & weights
+        mixed_in.update(path for path in flat if _owner(path) in owners)
+    return mixed_in
+
+
+def _owner(path: Path) -> str:
+    """Return the weight that a flattened key belongs to: "state.<fqn>.<name>" -> "<fqn>"."""
+    return str(path[-1]).partition(".")[2].rpartition(".")[0]
 
 
 def _without_extra(leaves: dict[Path, Leaf]) -> dict[Path, Leaf]:

@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from shlex import quote
 
+from ckptmap.core.typed_options import advised, given
 from ckptmap.errors import PlanError
 
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -25,7 +25,6 @@ has longer names, and a pattern may come from the manifest of a stranger."""
 MAX_WAYS = 1000
 """Ways in which a pattern may match one key; all of them are compared."""
 _LETTERS = "xyz"
-_EXAMPLE = "write OLD=NEW, whole keys with {captures} between dots: --rename 'student.{x}={x}'"
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class RenamePattern:
         if captures > 1 and len(segments) > MAX_SEGMENTS:
             raise PlanError(
                 "CKM618",
-                f"--rename {self.text!r}: {key[:60]!r}... has {len(segments)} segments, expected at"
+                f"{given('rename', self.text)}: {key[:60]!r}... has {len(segments)} segments, expected at"
                 f" most {MAX_SEGMENTS} for a pattern with several captures",
                 "use a pattern with one capture",
             )
@@ -79,7 +78,7 @@ class RenamePattern:
                 )
                 raise PlanError(
                     "CKM618",
-                    f"--rename {self.text!r}: {key!r} matches {ways}",
+                    f"{given('rename', self.text)}: {key!r} matches {ways}",
                     "put more of the key into the pattern, so that one way is left",
                 )
             found = name
@@ -90,7 +89,12 @@ def parse_pattern(text: str) -> RenamePattern:
     """Parse `OLD=NEW`. Raises PlanError CKM618 where it is malformed, or no bijection."""
     sides = [side.strip() for side in text.split("=")]
     if len(sides) != 2 or not all(sides):
-        raise PlanError("CKM618", f"--rename {text!r}: expected OLD=NEW with one '='", _EXAMPLE)
+        example = advised(rename="student.{x}={x}")
+        raise PlanError(
+            "CKM618",
+            f"{given('rename', text)}: expected OLD=NEW with one '='",
+            f"write OLD=NEW, whole keys with {{captures}} between dots: {example}",
+        )
     old, new = (_segments(side, text) for side in sides)
     names = [
         [part.name for part in side if isinstance(part, SegmentCapture)] for side in (old, new)
@@ -100,14 +104,14 @@ def parse_pattern(text: str) -> RenamePattern:
         if twice is not None:
             raise PlanError(
                 "CKM618",
-                f"--rename {text!r}: has the capture {{{twice}}} twice on one side",
+                f"{given('rename', text)}: has the capture {{{twice}}} twice on one side",
                 "give each capture its own name",
             )
     lone = set(names[0]) ^ set(names[1])
     if lone:
         raise PlanError(
             "CKM618",
-            f"--rename {text!r}: {{{min(lone)}}} is on one side only, so several keys could become one",
+            f"{given('rename', text)}: {{{min(lone)}}} is on one side only, so several keys could become one",
             "give both sides the same captures",
         )
     return RenamePattern(text, *_joined(old, new))
@@ -118,7 +122,7 @@ def _segments(side: str, text: str) -> list[Segment]:
     if side.count(".") >= MAX_SEGMENTS:
         raise PlanError(
             "CKM618",
-            f"--rename {text[:60]!r}...: a side has more than {MAX_SEGMENTS} segments",
+            f"{given('rename', text[:60])}...: a side has more than {MAX_SEGMENTS} segments",
             "use a capture for several of them",
         )
     for part in side.split("."):
@@ -127,7 +131,7 @@ def _segments(side: str, text: str) -> list[Segment]:
             problem = "is empty" if not part else "is not a capture"
             raise PlanError(
                 "CKM618",
-                f"--rename {text!r}: the segment {part!r} {problem}",
+                f"{given('rename', text)}: the segment {part!r} {problem}",
                 _with_captures(text)
                 + "a capture is a whole segment between dots, such as {x}; it takes one segment or more",
             )
@@ -146,7 +150,7 @@ def _with_captures(text: str) -> str:
         letters = iter(_LETTERS)
         written.append(".".join(f"{{{next(letters)}}}" if part == "*" else part for part in side))
     meant = "=".join(written)
-    return "" if "*" in meant else f"did you mean --rename {quote(meant)}? "
+    return "" if "*" in meant else f"did you mean {advised(rename=meant)}? "
 
 
 def _joined(

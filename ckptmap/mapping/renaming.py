@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from shlex import quote
 from typing import TypeAlias
 
-from ckptmap.core import argument_checks
+from ckptmap.core import argument_checks, typed_options
 from ckptmap.errors import PlanError
 from ckptmap.mapping.rename_pattern import RenamePattern, parse_pattern
 from ckptmap.mapping.wrappers import ANYWHERE, HEAD, SEGMENTS
@@ -142,8 +141,8 @@ class Renaming:
         if keys and all(key == name for key, name in stripped.items()):
             raise PlanError(
                 "CKM618",
-                f"{where}: --strip-prefix {self.strip_prefix!r}: no name begins with {head!r}, the"
-                f" first is {next(iter(keys))!r}",
+                f"{where}: {typed_options.given('strip_prefix', self.strip_prefix)}: no name begins with"
+                f" {head!r}, the first is {next(iter(keys))!r}",
                 self._without_wrapper(keys)
                 or f"names begin with {_heads(keys)}; those of wrappers are off already",
             )
@@ -154,7 +153,7 @@ class Renaming:
         rest = self.strip_prefix.removeprefix(f"{HEAD}.")
         if rest == self.strip_prefix or not any(key.startswith(f"{rest}.") for key in keys):
             return ""
-        return f"{HEAD!r} of DDP is off already: --strip-prefix {quote(rest)}"
+        return f"{HEAD!r} of DDP is off already: {typed_options.advised(strip_prefix=rest)}"
 
     def _by_patterns(self, stripped: Mapping[str, str], where: str) -> dict[str, str]:
         """Return key -> name after every pattern, of key -> name without the prefix."""
@@ -171,15 +170,15 @@ class Renaming:
                 (first, one), (second, two) = list(results.items())[:2]
                 raise PlanError(
                     "CKM618",
-                    f"{where}: {name!r} matches --rename {one[0]!r}, as {first!r}, and --rename"
-                    f" {two[0]!r}, as {second!r}",
+                    f"{where}: {name!r} matches {typed_options.given('rename', one[0])}, as {first!r}, and"
+                    f" {typed_options.given('rename', two[0])}, as {second!r}",
                     "change the patterns so that one of them matches it",
                 )
             named[key] = next(iter(results), name)
         for text in unused:
             raise PlanError(
                 "CKM618",
-                f"{where}: --rename {text!r} matches no name, the first is"
+                f"{where}: {typed_options.given('rename', text)} matches no name, the first is"
                 f" {next(iter(stripped.values()), 'none')!r}",
                 _whole_below(text, stripped.values())
                 + f"names begin with {_heads(stripped.values())}; a pattern is a whole name, in which"
@@ -206,11 +205,11 @@ class Renaming:
             if first == key:
                 continue
             kept = name if first == name else key
-            pattern, aside = quote(f"{kept}=other.{kept}"), quote(f"other.{kept}")
-            hint = f"move one out of the way: --rename {pattern} --drop {aside}"
+            aside = f"other.{kept}"
+            hint = f"move one out of the way: {typed_options.advised(rename=f'{kept}={aside}', drop=aside)}"
             if self.strip_prefix:
-                whole = quote(f"{self.strip_prefix}.{{x}}={{x}}")
-                hint += f", and --rename {whole} in place of --strip-prefix"
+                whole = typed_options.advised(rename=f"{self.strip_prefix}.{{x}}={{x}}")
+                hint += f", and {whole} in place of {typed_options.option('strip_prefix')}"
             raise PlanError(
                 "CKM114", f"{where}: {first!r} and {key!r} would both become {name!r}", hint
             )
@@ -219,20 +218,20 @@ class Renaming:
 def _prefix(name: str, text: str) -> str:
     """Return a prefix without the dot at its end and without segments of wrappers."""
     argument_checks.string(name, text)
-    option = "--" + name.replace("_", "-")
     segments = text.removesuffix(".").split(".")
-    if option == "--add-prefix" and (wrapper := _wrapper(segments)):
+    shown = typed_options.given(name, text)
+    if name == "add_prefix" and (wrapper := _wrapper(segments)):
         raise PlanError(
             "CKM618",
-            f"{option} {text!r}: readers take the segment {SEGMENTS[wrapper]!r} for a wrapper",
-            f"name the weights as below that wrapper: --wrap {wrapper}",
+            f"{shown}: readers take the segment {SEGMENTS[wrapper]!r} for a wrapper",
+            f"name the weights as below that wrapper: {typed_options.advised(wrap=wrapper)}",
         )
     kept = [segment for segment in segments if segment not in ANYWHERE]
     if not kept or not all(kept):
         raise PlanError(
             "CKM618",
-            f"{option} {text!r}: expected segments of a name, with dots between them",
-            f"for example {option} model",
+            f"{shown}: expected segments of a name, with dots between them",
+            f"for example {typed_options.advised(**{name: 'model'})}",
         )
     return ".".join(kept)
 
@@ -257,7 +256,7 @@ def _require_readable(named: Mapping[str, str], where: str) -> None:
             raise PlanError(
                 "CKM618",
                 f"{where}: {key!r} would become {name!r}, which {what}",
-                "choose other names; --wrap puts the segments of wrappers before all of them",
+                f"choose other names; {typed_options.option('wrap')} puts the segments of wrappers before all of them",
             )
 
 
@@ -266,8 +265,8 @@ def _whole_below(text: str, names: Iterable[str]) -> str:
     old, new = (side.strip() for side in text.split("="))
     if "{" in text or not any(name.startswith(f"{old}.") for name in names):
         return ""
-    meant = quote(f"{old}.{{x}}={new}.{{x}}")
-    return f"all names below it are renamed by --rename {meant}; "
+    meant = typed_options.advised(rename=f"{old}.{{x}}={new}.{{x}}")
+    return f"all names below it are renamed by {meant}; "
 
 
 def _heads(keys: Collection[str]) -> str:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from ckptmap.mapping.wrappers import ANYWHERE
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.dtensor_spec import is_dtensor, read_placed
-from ckptmap.sharding.flat_param import KEY
 from ckptmap.sharding.flat_range_boxes import InUnit, Slices
+from ckptmap.sharding.flat_unit import KEY
 from ckptmap.sharding.reference_model import Plain
 from ckptmap.sharding.sharded_tensor_spec import is_sharded, read_sharded
 from ckptmap.storage.files import Files

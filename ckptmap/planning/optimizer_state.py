@@ -102,7 +102,8 @@ def optimizer_state(
         notes = [*notes, *more]
     remarks = Remarks(selected.dropped, strangers, notes)
     root = request.ckpt.roles.optimizer_root if kept else None
-    return _by_path(form, optimizer, root or ("optimizer",), request.options, remarks)
+    root = ("optimizer",) if root is None else root
+    return _by_path(form, optimizer, root, request.options, remarks)
 
 
 def _by_path(

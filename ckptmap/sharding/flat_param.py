@@ -8,23 +8,23 @@ in it once. With `use_orig_params=False` the parameters follow each other withou
 file does not name them. With `use_orig_params=True` padding (of value 42) aligns each of them to 16
 bytes of the compute dtype, and each is in the file by name as well: as the 1-D slice that the rank
 holds, which may be empty. Neither form stores shapes: they come from a reference model (`--like`).
+
+A DCP directory of such state dicts holds each flat tensor whole. Of the slices, which all ranks save
+under one name, it holds that of one rank: `flat_slices` reads those parameters from the flat tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from ckptmap.core.state_paths import by_rank
-from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import SourceError
-from ckptmap.sharding.flat_range_boxes import InUnit, Slices, rectangles
+from ckptmap.sharding.flat_range_boxes import Slices
+from ckptmap.sharding.flat_slices import UnitMember, place
+from ckptmap.sharding.flat_unit import StoredUnit, chunks_of, is_flat, runs_of, unit_of
 from ckptmap.sharding.reference_model import Like, Plain, Units
-from ckptmap.sharding.sharded_tensor_spec import Sharded, is_sharded, read_sharded
-from ckptmap.tensors import Box, Chunk, Leaf, Path, Region, StoredTensor, TensorInfo
-
-KEY = "_flat_param"
+from ckptmap.tensors import Leaf, Path, StoredTensor, TensorInfo
 
 
 class FlatParams:
@@ -59,41 +59,6 @@ class FlatParams:
         return result
 
 
-def is_flat(path: Path, leaf: Leaf) -> bool:
-    """Return whether a leaf is a flat parameter, by its name and its shards."""
-    if not path or not str(path[-1]).endswith(KEY) or str(path[-1]).split(".")[-1] != KEY:
-        return False
-    return any(map(is_sharded, by_rank(leaf)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Elements [start, stop) of a flat tensor, and the contiguous 1-D region that holds them."""
-
-    start: int
-    stop: int
-    region: Region
-
-    def cut(self, start: int, stop: int) -> Region:
-        return self.region.crop(Box((start - self.start,), (stop - start,)))
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """A flat parameter of one FSDP unit.
-
-    prefix   the beginning of the plain FQNs of its parameters: `layers.0.`
-    stored   the key of the flat parameter in the file
-    info     its whole flat shape and dtype
-    runs     the runs that hold its elements, in order
-    """
-
-    prefix: str
-    stored: str
-    info: TensorInfo
-    runs: Sequence[_Run]
-
-
 class _StateDict:
     """One state dict that holds flat parameters: its leaves by key."""
 
@@ -115,7 +80,7 @@ class _StateDict:
         self.like = like()
         self.plain = plain(leaves)
         self.units = [
-            _unit(key, self.plain[key], leaf)
+            unit_of(key, self.plain[key], leaf)
             for key, leaf in leaves.items()
             if is_flat((key,), leaf)
         ]
@@ -128,10 +93,17 @@ class _StateDict:
         """
         by_key: dict[str, dict[str, Leaf]] = {key: {} for key in self.leaves}
         named_units: set[str] = set()
+        sliced: dict[str, list[str]] = {}
         for key, leaf in self.leaves.items():
             if is_flat((key,), leaf):
                 continue
             unit = self._unit_of(self.plain[key])
+            if unit is not None and unit.joined:
+                if self._is_slice(key, leaf):
+                    sliced.setdefault(unit.stored, []).append(key)
+                else:
+                    by_key[key][key] = leaf
+                continue
             slices = self._slices(key, leaf)
             if slices is not None and unit is not None:
                 named_units.add(unit.stored)
@@ -140,14 +112,18 @@ class _StateDict:
         present = {self.plain[key] for key, leaf in by_key.items() if leaf}
         missing = [fqn for fqn in self.like.shapes if fqn not in present]
         for unit in self.units:
-            if unit.stored not in named_units:
-                names_of_unit = [fqn for fqn in missing if self._unit_of(fqn) is unit]
+            names_of_unit = [fqn for fqn in missing if self._unit_of(fqn) is unit]
+            if unit.stored in sliced:
+                of_unit = [fqn for fqn in self.like.shapes if self._unit_of(fqn) is unit]
+                for key, leaf in self._joined_slices(unit, sliced[unit.stored], of_unit).items():
+                    by_key[key] = {key: leaf}
+            elif unit.stored not in named_units and (names_of_unit or not unit.joined):
                 by_key[unit.stored] = self._parameters(unit, names_of_unit)
         result = {key: leaf for part in by_key.values() for key, leaf in part.items()}
         self._check_all(result)
         return result
 
-    def _unit_of(self, fqn: str) -> _Unit | None:
+    def _unit_of(self, fqn: str) -> StoredUnit | None:
         """Return the innermost unit that a parameter name belongs to; None if it is in no unit."""
         enclosing = [unit for unit in self.units if fqn.startswith(unit.prefix)]
         return max(enclosing, key=lambda unit: len(unit.prefix), default=None)
@@ -201,11 +177,49 @@ class _StateDict:
             )
         info = TensorInfo(shape, slices[0].info.dtype)
         share = Slices(tuple(part.share for part in slices), tuple(p.info.numel for p in slices))
-        return StoredTensor(info, lambda: list(_chunks(info, _runs_of(slices), 0)), share=share)
+        return StoredTensor(info, lambda: list(chunks_of(info, runs_of(slices), 0)), share=share)
+
+    # ------------------------------------------------------------- use_orig_params=True, in DCP
+
+    def _is_slice(self, key: str, leaf: Leaf) -> bool:
+        """Return whether a tensor is one rank's slice of a parameter of the reference model."""
+        shape = self.like.shapes.get(self.plain[key])
+        return isinstance(leaf, StoredTensor) and shape is not None and leaf.info.shape != shape
+
+    def _joined_slices(
+        self, unit: StoredUnit, keys: Sequence[str], of_unit: Sequence[str]
+    ) -> dict[str, Leaf]:
+        """Return the parameters of a unit that the file holds one rank's slices of, by key.
+
+        Raises SourceError CKM112 if the reference model does not place them in one way.
+        """
+        shapes = self.like.shapes
+        cut = {self.plain[key]: key for key in keys}
+        whole = {
+            self.plain[key]
+            for key, leaf in self.leaves.items()
+            if isinstance(leaf, StoredTensor) and leaf.info.dtype == unit.info.dtype
+        }
+        members = [
+            UnitMember(fqn, math.prod(shapes[fqn]), is_cut=fqn in cut)
+            for fqn in of_unit
+            if fqn in cut or fqn in whole
+        ]
+        pairs = [self._equal_pair([*cut], numel) for numel in {math.prod(shapes[f]) for f in cut}]
+        found = (place(unit, members, ties) for ties in (self.like.ties, *filter(None, pairs)))
+        offsets = next(filter(None, found), None)
+        if offsets is None or not self.like.in_order([member.fqn for member in members]):
+            raise SourceError(
+                "CKM112",
+                f"{self.where}: {unit.stored} holds {unit.info.numel} elements, and {self.like.name} does"
+                f" not tell at which of them {keys[0]} begins",
+                "give --like PATH: a config.json, or a torch.save'd state dict of the model",
+            )
+        return {key: unit.parameter(shapes[fqn], offsets[fqn]) for fqn, key in cut.items()}
 
     # ------------------------------------------------------------- use_orig_params=False
 
-    def _parameters(self, unit: _Unit, names: Sequence[str]) -> dict[str, Leaf]:
+    def _parameters(self, unit: StoredUnit, names: Sequence[str]) -> dict[str, Leaf]:
         """Return the parameters of a unit by name, in the model's order.
 
         Tied parameters are one object. Raises SourceError CKM112 if the names do not fill the unit,
@@ -219,19 +233,15 @@ class _StateDict:
                 f"{self.like.name} lists them in an order that may be another",
                 "give --like PATH: a config.json, or a torch.save'd state dict of the model",
             )
-        result: dict[str, Leaf] = {}
+        result: dict[str, StoredTensor] = {}
         offset = 0
         for fqn in names:
-            info = TensorInfo(self.like.shapes[fqn], unit.info.dtype)
-            share = InUnit(unit.stored, unit.runs[0].region, offset) if unit.runs else None
-            chunks = list(_chunks(info, unit.runs, offset))
-            result[fqn] = StoredTensor(info, chunks, share=share)
-            offset += info.numel
-        result.update({fqn: result[earlier] for fqn, earlier in ties.items()})
-        return result
+            result[fqn] = unit.parameter(self.like.shapes[fqn], offset)
+            offset += result[fqn].info.numel
+        return {**result, **{fqn: result[earlier] for fqn, earlier in ties.items()}}
 
     def _names_that_fill(
-        self, unit: _Unit, names: Sequence[str]
+        self, unit: StoredUnit, names: Sequence[str]
     ) -> tuple[list[str], dict[str, str]]:
         """Return the names that fill the unit, each storage once, and the names tied to those.
 
@@ -292,59 +302,3 @@ class _StateDict:
                 f"{self.where}: {missing[0]} of {self.like.name} is in none of its flat parameters{more}",
                 "give --like PATH: a checkpoint or config.json of the same model",
             )
-
-
-# --------------------------------------------------------------------------------- flat tensors
-
-
-def _unit(key: str, plain: str, leaf: Leaf) -> _Unit:
-    """Return the unit of a flat parameter, whose shards are proven to tile it.
-
-    Raises SourceError CKM110 if they do not, CKM112 if a shard is malformed.
-    """
-    parts: list[Sharded] = []
-    for rank, value in enumerate(by_rank(leaf)):
-        if not is_sharded(value):
-            raise _incomplete_error(key, f"rank {rank} holds no flat parameter")
-        parts.append(read_sharded(value, key))
-    info, world = parts[0].info, parts[0].world
-    if any((part.info, part.world) != (info, world) for part in parts):
-        raise _incomplete_error(key, "the ranks' flat parameters differ in size")
-    if len(info.shape) != 1:
-        raise _incomplete_error(key, f"a flat parameter of shape {list(info.shape)}")
-    shards = [shard for part in parts for shard in part.shards]
-    gap = prove_tiling(info.shape, [box for box, _ in shards])
-    if gap is not None or len(parts) < world:
-        raise _incomplete_error(key, gap or f"is of {world} ranks, found {len(parts)}")
-    runs = [_run(box.offsets[0], tensor) for box, tensor in shards if tensor.info.numel]
-    prefix = plain.removesuffix(KEY)
-    return _Unit(prefix, key, info, sorted(runs, key=lambda run: run.start))
-
-
-def _incomplete_error(key: str, problem: str) -> SourceError:
-    return SourceError(
-        "CKM110", f"{key}: {problem}", "copy the files of all ranks of one save here"
-    )
-
-
-def _run(start: int, tensor: StoredTensor) -> _Run:
-    (chunk,) = tensor.chunks
-    return _Run(start, start + tensor.info.numel, chunk.region)
-
-
-def _runs_of(slices: Iterable[StoredTensor]) -> list[_Run]:
-    runs, at = [], 0
-    for part in slices:
-        if part.info.numel:
-            runs.append(_run(at, part))
-            at += part.info.numel
-    return runs
-
-
-def _chunks(info: TensorInfo, runs: Sequence[_Run], offset: int) -> Iterable[Chunk]:
-    """Yield the chunks of the tensor whose first element is element `offset` of the runs."""
-    for run in runs:
-        start, stop = max(run.start, offset), min(run.stop, offset + info.numel)
-        for box, at in rectangles(info.shape, start - offset, stop - offset):
-            piece = run.cut(offset + at, offset + at + box.numel)
-            yield Chunk(box, Region.contiguous(piece.file, piece.offset, box.sizes, info.itemsize))

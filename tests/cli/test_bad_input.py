@@ -749,3 +749,31 @@ def test_weights_without_elements_are_remarked(tmp_path: Path, capsys: Any) -> N
     file = saved(tmp_path, {name: torch.empty(0) for name in ("a", "b")} | {"c": torch.ones(2)})
     assert main(["plan", str(file), "--to", "full"]) == 0
     assert "note: 2 of 3 weights have no elements" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("inspect m.pt", "CKM101"),
+        ("plan m.pt --to hf", "CKM101"),
+        ("diff m.pt m.pt", "CKM101"),
+        ("verify m.pt", "CKM101"),
+        ("convert SRC DST --to full --like m.pt", "CKM101"),
+        ("merge a b DST --to hf", "CKM101"),
+        ("report SRC -o page.html", "CKM304"),
+        ("plan SRC --to hf -o plan.json", "CKM304"),
+    ],
+)
+def test_a_working_directory_that_is_gone(
+    command: str, code: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """A job may clean up below a shell; no path there can be read or written."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "src.pt")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    places = {"SRC": str(tmp_path / "src.pt"), "DST": str(tmp_path / "dst")}
+    assert main([places.get(word, word) for word in command.split()]) == 2
+    out = capsys.readouterr()
+    assert out.err.startswith(f"error[{code}]: ") and out.err.count("\n") == 2, out.err
+    assert not out.out and not (tmp_path / "dst").exists()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import (
@@ -116,6 +117,11 @@ def local_state(model: FSDP) -> dict[str, Any]:
 
 def save_local(recipe: Recipe, options: dict[str, Any], path: Path) -> None:
     torch.save(local_state(wrapped(tiny(recipe), **options)), rank_file(path))
+
+
+def save_local_dcp(recipe: Recipe, options: dict[str, Any], path: Path) -> None:
+    """As FSDP1's examples for LOCAL_STATE_DICT do; DCP keeps one rank's slices."""
+    save_dcp(local_state(wrapped(tiny(recipe), **options)), checkpoint_id=path)
 
 
 def save_nested(use_orig_params: bool, path: Path) -> None:
@@ -227,8 +233,8 @@ MIXED = MixedPrecision(param_dtype=torch.bfloat16)
 
 
 def _register() -> None:
-    def add(name: str, world_size: int, write: Any, **about: Any) -> None:
-        LOCAL[name] = Spec(name, world_size, "ranks", write, **about)
+    def add(name: str, world_size: int, write: Any, container: str = "ranks", **about: Any) -> None:
+        LOCAL[name] = Spec(name, world_size, container, write, **about)
 
     for orig in (True, False):
         kind = "named" if orig else "flat"
@@ -245,6 +251,17 @@ def _register() -> None:
         add(
             f"local_{kind}_mixed_w2", 2,
             partial(save_local, Recipe(), {**plain, "mixed_precision": MIXED}), truth=truth,
+        )  # fmt: skip
+        dcp = {"container": "dcp", "truth": truth}
+        add(f"local_{kind}_dcp_w2", 2, partial(save_local_dcp, Recipe(), plain), **dcp)
+        add(f"local_{kind}_dcp_w4", 4, partial(save_local_dcp, Recipe(), plain), **dcp)
+        add(
+            f"local_{kind}_dcp_mixed_w2", 2,
+            partial(save_local_dcp, Recipe(), {**plain, "mixed_precision": MIXED}), **dcp,
+        )  # fmt: skip
+        add(
+            f"local_{kind}_dcp_tied_w2", 2, partial(save_local_dcp, TIED, plain), "dcp",
+            truth=partial(truth, TIED), tied=TIED_NAMES,
         )  # fmt: skip
         add(f"local_{kind}_nested_w4", 4, partial(save_nested, orig), truth=truth)
         add(f"local_{kind}_ignored_w2", 2, partial(save_ignored, orig), truth=truth)

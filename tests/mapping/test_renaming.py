@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from ckptmap_cli.main import main
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckptmap
+from ckptmap.core.typed_options import typed_options
 from ckptmap.errors import ArgumentError, CkptmapError, PlanError
 from ckptmap.mapping.renaming import Renaming
 from tests.support.examples import examples
@@ -62,7 +67,7 @@ REFUSED: list[tuple[dict[str, Any], list[str], str, str]] = [
     ({"rename": "{a}.b.{c}={c}.{a}"}, ["x.b.b.y"], "CKM618", "'x.b.b.y' matches in two ways"),
     (
         {"rename": ["a.{x}=b.{x}", "{x}.w={x}.v"]}, ["a.w"], "CKM618",
-        "'a.w' matches --rename 'a.{x}=b.{x}', as 'b.w', and --rename '{x}.w={x}.v', as 'a.v'",
+        "'a.w' matches rename='a.{x}=b.{x}', as 'b.w', and rename='{x}.w={x}.v', as 'a.v'",
     ),
     ({"strip_prefix": "s"}, ["s.a", "a"], "CKM114", "'s.a' and 'a' would both become 'a'"),
     ({"rename": "a.{x}=b.{x}"}, ["a.w", "b.w"], "CKM114", "'a.w' and 'b.w' would both become 'b.w'"),
@@ -88,16 +93,22 @@ def test_what_is_refused(given: dict[str, Any], keys: list[str], code: str, text
 def test_a_collision_is_mended_by_its_hint() -> None:
     """The hint's options, used, leave one of the two out."""
     keys = ["s.a", "a", "s.b"]
-    with pytest.raises(PlanError, match="would both become 'a'") as refused:
+    with typed_options(), pytest.raises(PlanError, match="would both become 'a'") as refused:
         Renaming.of(strip_prefix="s").names(keys, "x")
     words = shlex.split(refused.value.hint)
     patterns = [word.rstrip(",") for at, word in enumerate(words) if words[at - 1] == "--rename"]
     assert Renaming.of(rename=patterns).names(keys, "x") == {"s.a": "a", "a": "other.a", "s.b": "b"}
     assert "--drop other.a" in refused.value.hint
+    with pytest.raises(PlanError, match="would both become 'a'") as refused:
+        Renaming.of(strip_prefix="s").names(keys, "x")
+    assert "rename='a=other.a', drop='other.a', and rename='s.{x}={x}' in" in refused.value.hint
 
 
 def test_a_wrapper_in_front_of_a_prefix_is_off_already() -> None:
-    with pytest.raises(PlanError, match=r"no name begins with 'module\.net\.'") as refused:
+    with (
+        typed_options(),
+        pytest.raises(PlanError, match=r"no name begins with 'module\.net\.'") as refused,
+    ):
         Renaming.of(strip_prefix="module.net.").names(["net.a", "net.b"], "x")
     assert refused.value.hint == "'module' of DDP is off already: --strip-prefix net"
 
@@ -166,8 +177,42 @@ def test_a_glob_and_a_module_are_answered_with_the_pattern_that_is_meant(
     typed: str, meant: str
 ) -> None:
     keys = ["a.l.0.w.k", "a.l.1.w.k", "z"]
-    with pytest.raises(PlanError) as raised:
+    with (
+        typed_options(),
+        pytest.raises(PlanError, match=re.escape(f"--rename {typed!r}")) as raised,
+    ):
         Renaming.of(rename=typed).names(keys, "m.pt")
-    hint = raised.value.hint
-    assert f"--rename '{meant}'" in hint
+    assert f"--rename '{meant}'" in raised.value.hint
     Renaming.of(rename=meant).names(keys, "m.pt")
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"rename": "b.{x}=c.{x}"}, "rename='b.{x}=c.{x}'"),
+        ({"rename": {"b": "c"}}, "rename='b=c'"),
+        ({"rename": "b"}, "rename='b'"),
+        ({"strip_prefix": "b"}, "strip_prefix='b'"),
+        ({"add_prefix": "a..b"}, "add_prefix='a..b'"),
+        ({"rename": "a.*=b.*"}, "did you mean rename='a.{x}=b.{x}'"),
+    ],
+)
+def test_python_is_answered_in_python(
+    given: dict[str, Any], shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every call of the library; the command line is answered with its options."""
+    path = tmp_path / "m.pt"
+    torch.save({"a.w": torch.ones(2)}, path)
+    calls: list[Callable[[], object]] = [
+        lambda: ckptmap.open(path, **given),
+        lambda: ckptmap.convert(path, tmp_path / "out.pt", to="full", **given),
+        lambda: ckptmap.load(path, torch.nn.Linear(1, 2), **given),
+    ]
+    for call in calls:
+        with pytest.raises(CkptmapError) as raised:
+            call()
+        assert shown in str(raised.value) and "--" not in str(raised.value)
+    if isinstance(given.get("rename", ""), str):
+        typed = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        assert main(["convert", str(path), str(tmp_path / "out.pt"), "--to", "full", *typed]) == 2
+        assert f"--{typed[0][2:].partition('=')[0]} '" in capsys.readouterr().err

@@ -21,8 +21,8 @@ from ckptmap.formats.pickle.writer import StorageTensor
 from ckptmap.formats.rank_files.sharded_tensor_pickle import Shards
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.protocols import OutFile, OutTensor, Slot
-from ckptmap.sharding.flat_param import KEY
 from ckptmap.sharding.flat_range_boxes import rectangles
+from ckptmap.sharding.flat_unit import KEY
 from ckptmap.storage.crc32 import crc32, crc32_combine
 from ckptmap.tensors import ITEMSIZE, Box, Path, contiguous_strides
 

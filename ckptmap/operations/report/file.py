@@ -14,8 +14,12 @@ HEAD = 4096
 
 
 def require_outside(path: str | os.PathLike[str], source: str) -> None:
-    """Raise DestinationError CKM304 where a report would be written into the checkpoint."""
-    folder, inside = Path(source), Path(path).absolute()
+    """Raise DestinationError CKM304 where a report would be written into the checkpoint, or into a
+    working directory that was removed."""
+    try:
+        folder, inside = Path(source), Path(path).absolute()
+    except OSError as error:
+        raise _unwritable(path, error) from error
     if folder.is_dir() and inside.resolve().is_relative_to(folder.resolve()):
         raise DestinationError(
             "CKM304",

@@ -77,9 +77,17 @@ def refuse_elsewhere(path: str) -> None:
 def _refuse_placeholder(path: str, mounts: Mounts) -> None:
     """Raise SourceError CKM101 for a path in a mirror that is not mounted here.
 
-    It would be read as a local file, in which every byte that was not fetched is zero.
+    It would be read as a local file, in which every byte that was not fetched is zero. Raise it also for
+    a path in a working directory that was removed.
     """
-    absolute = Path(path).absolute()
+    try:
+        absolute = Path(path).absolute()
+    except FileNotFoundError as error:
+        raise SourceError(
+            "CKM101",
+            f"{path}: lies in the working directory, and that is gone",
+            "change to a directory that exists, or name a whole path",
+        ) from error
     inside = any(part.startswith(MIRROR_PREFIX) for part in absolute.parts)
     if inside and mounts.file_system_of(f"{absolute}/") is None:
         raise SourceError(
