@@ -124,7 +124,8 @@ def _require_bytes(code: str, what: str, values: torch.Tensor) -> None:
             "keep it as a dense tensor: to_dense(), dequantize(); a buffer that is computed anew may be"
             " registered with persistent=False",
         )
-    if values.numel() and not values.data_ptr():
+    has_address = values.device.type in ("cpu", "cuda")  # other devices may have none at any time
+    if has_address and values.numel() and not values.data_ptr():
         raise LoadError(
             code,
             f"{what} has no memory: its storage was freed",

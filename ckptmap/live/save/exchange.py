@@ -42,6 +42,7 @@ class Told:
     replicas       one digest of all tensors that this rank compares with others
     plans          tokens of the plans that this rank knows for what it holds
     managed        the metrics of a manager, which all ranks have
+    unmatched      patterns of `only` that match nothing on this rank, each with what may be meant
     """
 
     only: Sequence[str] = ()
@@ -54,6 +55,7 @@ class Told:
     replicas: str = ""
     plans: Sequence[str] = ()
     managed: str = ""
+    unmatched: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(

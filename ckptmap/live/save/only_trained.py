@@ -202,48 +202,55 @@ def everything(path: str | os.PathLike[str], targets: Sequence[LiveTensor]) -> S
 def part_of_all(
     path: str | os.PathLike[str], targets: Sequence[LiveTensor], model: torch.nn.Module,
     optimizer: object, options: SaveOptions, peers: RankGroup,
+    only_of: Sequence[Sequence[str]], unmatched_of: Sequence[Mapping[str, str]],
 ) -> SavedPart:  # fmt: skip
     """Return the part of this rank, with all weights that any rank does not find in their base.
+
+    only_of, unmatched_of  the patterns of every rank, and what `unmatched` has told of them
 
     Raises on all ranks ArgumentError CKM516 where they give different `only`, and where a pattern of it matches
     no name on any of them, and as `SavedPart.of` does."""
     only = options.patterns
-    told = peers.all((list(only), _unmatched(targets, only)))
-    for rank, (theirs, _) in enumerate(told):
-        if theirs != told[0][0]:
+    for rank, theirs in enumerate(only_of):
+        if [*theirs] != [*only_of[0]]:
             raise ArgumentError(
                 "CKM516",
-                f"only: is {told[0][0]} on rank 0 and {theirs} on rank {rank}, expected the same on"
+                f"only: is {[*only_of[0]]} on rank 0 and {[*theirs]} on rank {rank}, expected the same on"
                 " all ranks",
                 "pass the same only= on every rank",
             )
-    _require_matches(only, [unmatched for _, unmatched in told], len(targets))
-    with peers.together():
-        part = SavedPart.of(path, targets, model, optimizer, only, options.base)
-    return part.with_changed({name for names in peers.all(list(part.changed)) for name in names})
+    _require_matches(only, unmatched_of, len(targets))
+    parts: list[SavedPart] = []
+
+    def changed_here() -> list[str]:
+        parts.append(SavedPart.of(path, targets, model, optimizer, only, options.base))
+        return [*parts[0].changed]
+
+    changed_anywhere = {name for names in peers.told(changed_here) for name in names}
+    return parts[0].with_changed(changed_anywhere)
 
 
-def _unmatched(targets: Sequence[LiveTensor], only: Sequence[str]) -> dict[str, str]:
+def unmatched(targets: Sequence[LiveTensor], only: Sequence[str]) -> dict[str, str]:
     """Return the patterns that match no tensor on this rank, each with what may be meant."""
     names = [name for target in targets for name in target.names]
-    unmatched = {
+    found = {
         pattern: suggestion(pattern, names)
         for pattern in only
         if pattern != TRAINABLE and not any(matches(name, pattern) for name in names)
     }
     if [*only] == [TRAINABLE] and not any(_is_chosen(target, only) for target in targets):
-        unmatched[TRAINABLE] = "give a pattern of names, or let parameters require gradients"
-    return unmatched
+        found[TRAINABLE] = "give a pattern of names, or let parameters require gradients"
+    return found
 
 
 def _require_matches(
-    only: Sequence[str], unmatched: Sequence[Mapping[str, str]], count: int
+    only: Sequence[str], unmatched_of: Sequence[Mapping[str, str]], count: int
 ) -> None:
     """Raise ArgumentError CKM516 for a pattern that matches no tensor on any rank: of a pipeline, each rank has
     other names."""
     for pattern in only:
-        if all(pattern in one for one in unmatched):
-            meant = (one[pattern] for one in unmatched)
+        if all(pattern in one for one in unmatched_of):
+            meant = (one[pattern] for one in unmatched_of)
             raise ArgumentError(
                 "CKM516",
                 f"only={pattern!r}: no tensor of the model's {count} is such a one",

@@ -84,7 +84,10 @@ def save_all(
 
         told = told_by_all(peers, first)
         if any(each.only for each in told):
-            part = only_trained.part_of_all(path, mine.targets, one, optimizer, options, peers)
+            part = only_trained.part_of_all(
+                path, mine.targets, one, optimizer, options, peers,
+                [each.only for each in told], [each.unmatched for each in told],
+            )  # fmt: skip
             told = told_by_all(peers, lambda: mine.collected(part))
         require_same_values(mine.held, told, bool(options.gradients))
         ready = mine.planned(told)

@@ -161,10 +161,10 @@ def _start_copy(here: torch.Tensor, live: torch.Tensor) -> None:
 
 def is_copied_apart(device: torch.device) -> bool:
     """Return whether the host goes on while tensors are copied from the device, and can wait for the copies' end."""
-    import torch
-
     if device.type == "cpu":
         return False
+    import torch
+
     module = torch.get_device_module(device)
     return hasattr(module, "Event") and hasattr(module, "current_stream")
 

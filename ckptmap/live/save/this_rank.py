@@ -100,7 +100,8 @@ class Mine:
         if self.managed is not None:
             self._ask(self.managed)
         if self.options.only is not None:
-            return Told(self.options.patterns)
+            only = self.options.patterns
+            return Told(only, unmatched=only_trained.unmatched(self.targets, only))
         return self.collected(only_trained.everything(self.path, self.targets))
 
     def _ask(self, manager: Managed) -> None:
