@@ -145,7 +145,9 @@ class LoadPlan:
             raise LoadError(
                 "CKM502",
                 f"{path}: {counted(len(self.mismatched), 'tensor', 'does', 'do')} not fit: {listed(self.mismatched)}",
-                "build the model of this checkpoint, or load with strict=False",
+                GROWN
+                if all(target.is_buffer for target in self.unfit)
+                else "build the model of this checkpoint, or load with strict=False",
             )
 
     def run(self, reader: TensorReader) -> None:
@@ -187,6 +189,10 @@ class LoadPlan:
         )
 
 
+GROWN = (
+    "buffers that take their shape in a forward, as those of observers do, have it after one: run a batch, then load"
+    " again; or load with strict=False"
+)
 WRAP = "wrap the model by get_peft_model first, or load what `ckptmap merge` makes of it"
 
 

@@ -125,6 +125,30 @@ def test_a_buffer_that_is_no_plain_bytes(kind: str, tmp_path: Path) -> None:
         assert no.value.code == "CKM505"
 
 
+class Remembering(nn.Linear):
+    """A module whose buffer gets its shape in a forward, as an observer's does."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.seen = values.detach().amax(0)
+        return super().forward(values)
+
+
+def test_a_buffer_that_grows_says_what_gives_it_its_shape(tmp_path: Path) -> None:
+    model, again = Remembering(), Remembering()
+    model(torch.rand(2, 4))
+    ckptmap.save(tmp_path / "a", model).wait()
+    with pytest.raises(LoadError, match=r"seen: model float32\[0\].*run a batch, then load") as no:
+        ckptmap.load(tmp_path / "a", again, exact=True)
+    assert no.value.code == "CKM502"
+    again(torch.zeros(1, 4))
+    ckptmap.load(tmp_path / "a", again, exact=True)
+    assert torch.equal(again.seen, model.seen) and again.seen.any()
+
+
 def test_every_rank_has_its_own() -> None:
     first, other = {"a": ["(2,) torch.float32", "x"]}, {"a": ["(2,) torch.float32", "y"]}
     assert unsaved_buffers.of_all_ranks([None, {}]) == {}
