@@ -132,6 +132,14 @@ class StoredTable:
         known.update(zip(new, map(self._modules.get, stems, repeat(ABSENT)), strict=False))
         return list(map(known.__getitem__, modules))
 
+    def know_below(self, fqns: Sequence[str], inside: str, below: Sequence[int]) -> None:
+        """Take note of the modules whose stems are these FQNs and `inside`."""
+        modules, lasts = self.cut(fqns)
+        for last in {*lasts}:
+            here = list(map(last.__eq__, lasts))
+            pairs = zip(compress(modules, here), compress(below, here), strict=True)
+            self._inner.setdefault(last + inside, {}).update(pairs)
+
     def beside(self, fqns: Sequence[str], suffix: str) -> list[int]:
         """Return the numbers of the tensors whose keys are an FQN and this suffix; ABSENT for none."""
         modules, lasts = self.cut(fqns)
@@ -245,11 +253,12 @@ class StoredParts(Mapping[str, StoredTensor]):
         inside = suffix[: suffix.rfind(".") + 1]
         names: list[str] = []
         found: list[int] = []
-        for _, modules, numbers in self.by_last(suffix):
+        for _, modules, numbers in self.by_last(suffix):  # of one last segment
             stems = list(map(self.table.stems.__getitem__, modules))
             there = list(map(str.endswith, stems, repeat(inside)))
-            names += [stem[: -len(inside)] for stem in compress(stems, there)]
-            found += compress(numbers, there)
+            names = [stem[: -len(inside)] for stem in compress(stems, there)]
+            found = list(compress(numbers, there))
+            self.table.know_below(names, inside, list(compress(modules, there)))
         return names, found
 
     def by_last(

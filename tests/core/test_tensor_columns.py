@@ -150,14 +150,14 @@ def test_a_header_as_writers_write_it_is_read_as_any_other(tmp_path: Path) -> No
     save_file(many(), tmp_path / "m.safetensors", {"format": "pt", "a": 'b"}{'})
     whole = (tmp_path / "m.safetensors").read_bytes()
     raw, nbytes = whole[8 : 8 + int.from_bytes(whole[:8], "little")], len(whole)
-    one, other = _parse_regular(raw, nbytes, "x", set()), _parse_general(raw, nbytes, "x")
+    one, other = _parse_regular(raw, nbytes, "x"), _parse_general(raw, nbytes, "x")
     assert one is not None and one.tensors == other.tensors and one.metadata == other.metadata
     assert one.data_start == other.data_start
     chance = random.Random(1)
     for _ in range(300):
         damaged = bytearray(raw)
         damaged[chance.randrange(len(raw))] = chance.choice(b'0159{}[],:"\\ xU\x7f\xc3')
-        quick = outcome(partial(_parse_regular, bytes(damaged), nbytes, "x", set()))
+        quick = outcome(partial(_parse_regular, bytes(damaged), nbytes, "x"))
         if quick is not None:
             general = outcome(partial(_parse_general, bytes(damaged), nbytes, "x"))
             if isinstance(quick, Header):
@@ -182,7 +182,7 @@ def test_a_header_as_writers_write_it_is_read_as_any_other(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["a", "x.a", 'x".a', 'x.b".a', "x\x7f.a", "x.a\\u0020"])
 def test_marks_of_a_header_in_other_places_are_refused(text: str, name: str) -> None:
     raw = text.replace('"a', f'"{name}').encode()
-    assert _parse_regular(raw, 12 + len(raw), "x", set()) is None
+    assert _parse_regular(raw, 12 + len(raw), "x") is None
     assert outcome(partial(_parse_general, raw, 12 + len(raw), "x")) == "CKM107"
 
 

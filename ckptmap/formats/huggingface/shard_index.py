@@ -79,9 +79,10 @@ class ShardIndex:
         return [end[len(self.mark) :] for end in ends]
 
     def ordered(self, keys: Mapping[str, Sequence[str]]) -> Sequence[str] | None:
-        """Return these shards by their first entries, where the index lists exactly these tensors; else None.
+        """Return these shards by their first entries, where the index lists exactly these tensors; else None, and for
+        a name that is in two files.
 
-        keys  file -> the names of its tensors, no name in two files
+        keys  file -> the names of its tensors, which differ
 
         No entry is made where the index is sorted, as libraries write it.
         """
@@ -91,7 +92,8 @@ class ShardIndex:
         if all(sorted_names.values()) and self._lists(sorted_names):
             return sorted(sorted_names, key=lambda shard: sorted_names[shard][0])
         entries = [f"{name}{self.mark}{shard}" for shard, names in keys.items() for name in names]
-        return self.shards if sorted(self.entries.split(self.between)) == sorted(entries) else None
+        is_listed = sorted(self.entries.split(self.between)) == sorted(entries)
+        return self.shards if is_listed and len(set().union(*keys.values())) == self.count else None
 
     def _lists(self, names: Mapping[str, Sequence[str]]) -> bool:
         """Return whether the entries are those of these sorted names of each shard, sorted by name.
@@ -101,8 +103,10 @@ class ShardIndex:
         at, heads = self.begin, [(of_shard[0], shard, 0) for shard, of_shard in names.items()]
         heapify(heads)
         while heads:
-            _, shard, first = heappop(heads)
-            stop = bisect_left(names[shard], heads[0][0], first + 1) if heads else None
+            name, shard, first = heappop(heads)
+            if heads and heads[0][0] == name:
+                return False
+            stop = bisect_left(names[shard], heads[0][0], first) if heads else None
             run = [*names[shard][first:stop], ""]
             text = f"{self.mark}{shard}{self.between}".join(run)
             if stop is None:

@@ -30,9 +30,10 @@ def read_shards(
 ) -> Contents:  # fmt: skip
     """Return leaves, records, files and bytes of all shards; leaves are in the order of the shards."""
     headers = _headers(root, shards, where, mounts, listed)
-    if headers.names < sum(map(len, headers.keys().values())):
-        _homes(headers.by_shard, where)
-    if listed is not None and listed.ordered(headers.keys()) is None:
+    if listed is None:
+        if len(shards) > 1:
+            _homes(headers.by_shard, where)
+    elif listed.ordered(headers.keys()) is None:
         require_listed(_homes(headers.by_shard, where), listed.weight_map, where)
     return _contents(headers, shards)
 
@@ -50,11 +51,9 @@ def read_listed(
     likely = _whole_set(beside)
     with suppress(CkptmapError):  # of files that the index may not list
         headers = _headers(root, likely, where, mounts, listed)
-        keys = headers.keys()
-        if likely and headers.names == sum(map(len, keys.values())):
-            shards = listed.ordered(keys)
-            if shards is not None:
-                return shards, _contents(headers, shards)
+        shards = listed.ordered(headers.keys())
+        if shards is not None:
+            return shards, _contents(headers, shards)
     return listed.shards, read_shards(root, listed.shards, where, mounts, listed)
 
 
@@ -71,13 +70,11 @@ class _Headers(NamedTuple):
 
     paths    of the files
     records  encoding records of all, by FQN
-    names    how many different names their tensors have
     """
 
     by_shard: dict[str, Header]
     paths: dict[str, str]
     records: dict[str, dict[str, Mapping[str, object]]]
-    names: int
 
     def keys(self) -> dict[str, Sequence[str]]:
         return {shard: header.keys for shard, header in self.by_shard.items()}
@@ -92,16 +89,15 @@ def _headers(
     require_all(root, shards, where, mounts, listed)
     by_shard: dict[str, Header] = {}
     records: dict[str, dict[str, Mapping[str, object]]] = {}
-    names = set[str]()
     files = Files(mounts=mounts)
     try:
         for shard, file in paths.items():
             refuse_text(files, file)
-            by_shard[shard] = header = parse(files, file, names)
+            by_shard[shard] = header = parse(files, file)
             records[shard] = records_of(header, file)
     finally:
         files.close()
-    return _Headers(by_shard, paths, records, len(names))
+    return _Headers(by_shard, paths, records)
 
 
 def _contents(of_shards: _Headers, shards: Sequence[str]) -> Contents:

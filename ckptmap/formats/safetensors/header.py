@@ -65,11 +65,8 @@ class Header:
         return {key: (info, begin, begin + info.nbytes) for key, info, begin in columns}
 
 
-def parse(files: Files, file: str, names: set[str] | None = None) -> Header:
-    """Return the checked header of a file, and add its names to `names`.
-
-    Raise SourceError CKM101, CKM104 or CKM107.
-    """
+def parse(files: Files, file: str) -> Header:
+    """Return the checked header of a file. Raise SourceError CKM101, CKM104 or CKM107."""
     try:
         file_nbytes = os.stat(file).st_size
     except OSError as error:
@@ -90,17 +87,13 @@ def parse(files: Files, file: str, names: set[str] | None = None) -> Header:
             f"found {file_nbytes}",
             HINT,
         )
-    return parse_header(files.read(file, 8, nbytes), file_nbytes, file, names)
+    return parse_header(files.read(file, 8, nbytes), file_nbytes, file)
 
 
-def parse_header(raw: bytes, file_nbytes: int, where: str, names: set[str] | None = None) -> Header:
-    """Return the header from its JSON bytes, and add its names to `names`; `where` names the file in errors."""
-    known = set[str]() if names is None else names
-    header = _parse_regular(raw, file_nbytes, where, known)
-    if header is None:
-        header = _parse_general(raw, file_nbytes, where)
-        known.update(header.keys)
-    return header
+def parse_header(raw: bytes, file_nbytes: int, where: str) -> Header:
+    """Return the header from its JSON bytes; `where` names the file in errors."""
+    header = _parse_regular(raw, file_nbytes, where)
+    return _parse_general(raw, file_nbytes, where) if header is None else header
 
 
 def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
@@ -144,7 +137,7 @@ _IN_NAMES = bytes(byte for byte in range(32, 127) if chr(byte) not in '"\\')
 """Characters that stand in a JSON string as they are, and are printed so."""
 
 
-def _parse_regular(raw: bytes, file_nbytes: int, where: str, known: set[str]) -> Header | None:
+def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
     """Return a header as safetensors itself writes it, without spaces, fields and data in order, and names that
     need no escapes; None for any other, which `_parse_general` parses or refuses.
 
@@ -169,9 +162,8 @@ def _parse_regular(raw: bytes, file_nbytes: int, where: str, known: set[str]) ->
         infos = {form: _info_of(form) for form in set(forms)}
     except (SourceError, ValueError):
         return None
-    before = len(known)
-    known.update(keys)  # names of several files are hashed into one set, once
-    if (len(known) < before + len(keys) and len({*keys}) < len(keys)) or METADATA in known:
+    names = {*keys}
+    if len(names) < len(keys) or METADATA in names:
         return None
     nbytes = {form: info.nbytes for form, info in infos.items()}
     start = 8 + len(raw)

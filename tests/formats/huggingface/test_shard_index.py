@@ -13,7 +13,13 @@ from safetensors.torch import save_file
 
 import ckptmap
 from ckptmap.errors import SourceError
-from ckptmap.formats.huggingface.shard_index import ShardIndex, _as_written, _general, parse_index
+from ckptmap.formats.huggingface.shard_index import (
+    SEPARATOR,
+    ShardIndex,
+    _as_written,
+    _general,
+    parse_index,
+)
 from ckptmap.protocols.file_systems import Mounts
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -82,6 +88,21 @@ def test_shards_whose_names_lie_among_each_other(tmp_path: Path, is_sorted: bool
             assert index is not None
             assert index.ordered(keys) == index.shards == [*dict.fromkeys(s for _, s in lines)]
             assert index.ordered(other) is None
+
+
+@pytest.mark.parametrize("names", ["aab", "baa"])
+def test_a_name_in_two_shards_is_not_listed_by_an_index_that_has_it_twice(names: str) -> None:
+    shards = ("x.safetensors", "y.safetensors", "x.safetensors")
+    lines = [f'"{name}": "{shard}"' for name, shard in zip(names, shards, strict=True)]
+    index = _as_written(
+        f'{{\n  "weight_map": {{\n    {SEPARATOR.join(lines)}\n  }}\n}}'.encode(), "i"
+    )
+    keys: dict[str, list[str]] = {shard: [] for shard in shards}
+    for name, shard in zip(names, shards, strict=True):
+        keys[shard].append(name)
+    assert index is not None and index.count == 3
+    assert index.ordered(keys) is None
+    assert index.ordered({shard: held[:1] for shard, held in keys.items()}) is None
 
 
 def test_an_index_in_another_order_and_shards_of_other_lengths(tmp_path: Path) -> None:
