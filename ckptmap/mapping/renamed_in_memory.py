@@ -39,6 +39,13 @@ SIGNS: tuple[tuple[re.Pattern[str], frozenset[str]], ...] = tuple(
         (r"\.mlp\.experts\.gate_up_proj$", "aria_text"),
         (r"\.layers\.\d+\.linear_attn\.conv1d\.", "olmo_hybrid"),
         (r"\.layers\.\d+\.attn_hc\.", "hy_v4"),
+        (r"\.encoder\.layers\.\d+\.attention\.self\.", "altclip"),
+        (r"\.attention\.attention\.(?:query|value)\.bias$", "videomae"),
+        (r"\.self_attn\.sinks$", "flint"),
+        (r"^model\.[HL]_module\.layers\.\d+\.self_attn\.", "hrm_text"),
+        (r"^decoder\.decoder_seanet\.", "mimi"),
+        (r"(?:^|\.)layers\.\d+\.mlp\.fc1\.", "timesfm2_5"),
+        (r"^model\.embed_tokens\.", "inkling2_text"),
     )
 )  # fmt: skip
 """(what a name in memory has and none on disk, the `model_type` of the families)."""

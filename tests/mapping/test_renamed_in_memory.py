@@ -59,7 +59,58 @@ def exaone() -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("make", [llava, mistral3, vit, granitemoe, exaone])
+def altclip() -> Any:
+    text = {**TEXT, "project_dim": 32, "pad_token_id": 1}
+    config = transformers.AltCLIPConfig(text_config=text, vision_config=VISION, projection_dim=32)
+    return transformers.AltCLIPModel(config)
+
+
+def videomae() -> Any:
+    config = transformers.VideoMAEConfig(**VISION, num_frames=4, tubelet_size=2)
+    return transformers.VideoMAEForVideoClassification(config)
+
+
+def mimi() -> Any:
+    sizes = {
+        "num_filters": 4,
+        "num_residual_layers": 1,
+        "upsampling_ratios": [4, 2],
+        "codebook_size": 16,
+    }
+    books = {
+        "codebook_dim": 16,
+        "num_quantizers": 4,
+        "num_semantic_quantizers": 1,
+        "upsample_groups": 32,
+    }
+    return transformers.MimiModel(
+        transformers.MimiConfig(
+            **TEXT, **sizes, **books, vector_quantization_hidden_dimension=16, head_dim=16
+        )
+    )
+
+
+def timesfm() -> Any:
+    sizes = {**TEXT, "head_dim": 16}
+    return transformers.AutoModel.from_config(
+        transformers.AutoConfig.for_model("timesfm2_5", **sizes)
+    )
+
+
+def causal(kind: str) -> Callable[[], Any]:
+    def make() -> Any:
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(kind, **TEXT)
+        )
+
+    return make
+
+
+OTHERS = [altclip, videomae, mimi, timesfm]
+TEXTS = [pytest.param(causal(kind), id=kind) for kind in ("flint", "hrm_text", "inkling2_text")]
+
+
+@pytest.mark.parametrize("make", [llava, mistral3, vit, granitemoe, exaone, *OTHERS, *TEXTS])
 def test_transformers_loads_both_and_a_note_tells_them_apart(
     make: Callable[[], Any], tmp_path: Path
 ) -> None:

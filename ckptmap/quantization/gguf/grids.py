@@ -38,6 +38,12 @@ class CodePoints:
         """Return the points f32 [points, width]."""
         return constant(("gguf grid", self.name), device, self._made)
 
+    def small_points(self, device: torch.device) -> torch.Tensor:
+        """Return the points i8 [points, width]."""
+        import torch
+
+        return constant(("small gguf grid", self.name), device, lambda: self._made().to(torch.int8))
+
     def _made(self) -> torch.Tensor:
         import torch
 

@@ -31,6 +31,7 @@ from ckptmap.quantization.gguf.bits import (
     rows,
     shifted,
     signs,
+    small_rows,
     words,
 )
 from ckptmap.quantization.gguf.small_blocks import IQ4_LEVELS
@@ -135,10 +136,13 @@ def _half_more(d: torch.Tensor, scale: torch.Tensor, factor: float) -> torch.Ten
 def _signed(
     out: torch.Tensor, grid: grids.CodePoints, numbers: torch.Tensor, sign: torch.Tensor, scale: torch.Tensor
 ) -> None:  # fmt: skip
-    """Fill out [n, 256] with scale * point * sign: numbers [n, 256 / width], scale [n, groups]."""
-    points = rows(grid.points(out.device), numbers).view(out.shape).mul_(sign.flatten(1))
-    groups = points.view(out.shape[0], scale.shape[1], -1)
-    out.copy_(groups.mul_(scale.unsqueeze(-1)).flatten(1))
+    """Fill out [n, 256] with scale * point * sign: numbers [n, 256 / width], scale [n, groups].
+
+    No point of these grids is 0, so integers keep every sign.
+    """
+    points = small_rows(grid.small_points(out.device), numbers).view(sign.shape).mul_(sign)
+    out.copy_(points.view(out.shape))
+    out.view(len(out), scale.shape[1], -1).mul_(scale.unsqueeze(-1))
 
 
 def _moved(
