@@ -210,16 +210,20 @@ def legacy(path: str) -> SourceError:
     return SourceError(
         "CKM117",
         f"{path}: is in the torch.save format from before torch 1.6",
-        "save it again with a current torch: " + _saved_again(path),
+        "save it again with a current torch: " + saved_again(path, PLAIN_LOAD),
     )
 
 
-def _saved_again(path: str) -> str:
-    """Return the command that loads the tensors of a file, and no other object, and saves them."""
+PLAIN_LOAD = 'torch.load({}, map_location="cpu", weights_only=True)'
+"""Loads tensors and no other object."""
+
+
+def saved_again(path: str, load: str) -> str:
+    """Return the command that saves what `load` makes of a file beside it; {} in `load` is its path."""
     place = Path(path)
-    old, new = (json.dumps(str(p)) for p in (place, place.with_suffix(f".new{place.suffix}")))
-    load = f'torch.load({old}, map_location="cpu", weights_only=True)'
-    code = f"import torch; torch.save({load}, {new})"
+    suffix = place.suffix if place.suffix in (".pt", ".pth", ".bin", ".ckpt") else ".pt"
+    old, new = (json.dumps(str(p)) for p in (place, place.with_suffix(f".new{suffix}")))
+    code = f"import torch; torch.save({load.replace('{}', old)}, {new})"
     return shlex.join(["python", "-c", code])
 
 
