@@ -53,6 +53,9 @@ def command(
     save: Annotated[
         str, typer.Option("-o", metavar="FILE", help="The HTML file to write.")
     ] = "report.html",
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only the name of the file.")
+    ] = False,
 ) -> None:
     """Write one HTML file that shows a checkpoint: what it is, what is wrong, where its bytes lie.
 
@@ -67,6 +70,7 @@ def command(
     from ckptmap.operations.report.file import require_outside, require_writable, write
     from ckptmap.operations.report.unreadable import unreadable
 
+    wrote = save if quiet else f"wrote {save}"
     require_outside(save, path)
     require_writable(save)
     keywords = typed.options_given()
@@ -75,7 +79,7 @@ def command(
     except SourceError as error:
         if Path(path).exists():  # a page can show what is wrong with it
             write(save, unreadable(path, error))
-            Printer().text(f"wrote {save}")
+            Printer().text(wrote)
         raise
     write(save, page)
-    Printer().text(f"wrote {save}")
+    Printer().text(wrote)

@@ -3,8 +3,9 @@
 {"model": {...}, "optimizer": {...}, "step": 7}     weights at ("model",)
 {"app": {"model": {...}, "optim": {...}}}           weights at ("app", "model")
 {"layers.0.weight": ..., "optimizer": {...}}        weights at (), optimizer beside them
+{"layers.0.weight": ..., "state": {...}, "param_groups": [...]}
 {"layers.0.weight": ..., "state.layers.0.weight.exp_avg": ..., "param_groups.layers.0.weight.lr": ...}
-                                                    both at (), as {**model, **flattened optimizer}
+                                                    both at (), as {**model, **optimizer}
 
 A dict under a module's `_extra_state`, with its tensors, is one of the other values.
 """
@@ -72,7 +73,7 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
     if isinstance(leaves, PlainTensors) and leaves and root is None:
         return Roles((), leaves, None, {}, {})
     _require_dict(leaves, root, where)
-    mixed_in = _flattened_among_weights(leaves)
+    mixed_in = _state_among_weights(leaves)
     tensors = [path for path, leaf in leaves.items() if is_tensor(leaf) and path not in mixed_in]
     if not tensors:
         raise _no_tensors(leaves, where)
@@ -119,9 +120,23 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
     return Roles(model_root, model, optimizer_root, optimizer, _without_extra(others))
 
 
+def _state_among_weights(leaves: Mapping[Path, Leaf]) -> set[Path]:
+    """Return the paths of optimizer state that lies in the dict of the weights themselves: `{**model,
+    **optimizer}`, with what `optimizer.state_dict()` returns, or what torch makes flat of it."""
+    nested = {path[: path.index(GROUPS)] for path in leaves if GROUPS in path}
+    mixed_in = _flattened_among_weights(leaves)
+    for root in nested:
+        depth = len(root)
+        if _keys_at(leaves, root) > _OF_AN_OPTIMIZER and any(
+            is_tensor(leaf) for path, leaf in leaves.items() if path[:-1] == root
+        ):
+            ends = {end[0] for end in _OF_AN_OPTIMIZER}
+            mixed_in.update(path for path in leaves if path[:depth] == root and path[depth] in ends)
+    return mixed_in
+
+
 def _flattened_among_weights(leaves: Mapping[Path, Leaf]) -> set[Path]:
-    """Return the paths of flattened optimizer state that lies in the dict of the weights themselves: as
-    `{**model, **optimizer}` with what `get_optimizer_state_dict` of torch flattens."""
+    """Return those of flattened state: `state.<fqn>.exp_avg`, as `get_optimizer_state_dict` names it."""
     head = f"{GROUPS}."
     groups = [path for path in leaves if path and str(path[-1]).startswith(head)]
     mixed_in: set[Path] = set()

@@ -18,6 +18,7 @@ from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.own_files import PENDING
+from ckptmap.storage.peft_adapter import ADAPTER_CONFIG, merge_step
 from ckptmap.storage.resource_limits import or_resource_error
 
 HEAD_NBYTES = 512
@@ -87,7 +88,6 @@ ZERO_PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim
 """Files of DeepSpeed. Under ZeRO-3 the weights in them are empty placeholders, which would convert
 without an error."""
 DCP_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
-ADAPTER_CONFIG = "adapter_config.json"
 SHARD = re.compile(r".+-\d{5}-of-(\d{5})\.(safetensors|bin)")
 
 
@@ -210,16 +210,20 @@ def legacy(path: str) -> SourceError:
     return SourceError(
         "CKM117",
         f"{path}: is in the torch.save format from before torch 1.6",
-        "save it again with a current torch: " + _saved_again(path),
+        "save it again with a current torch: " + saved_again(path, PLAIN_LOAD),
     )
 
 
-def _saved_again(path: str) -> str:
-    """Return the command that loads the tensors of a file, and no other object, and saves them."""
+PLAIN_LOAD = 'torch.load({}, map_location="cpu", weights_only=True)'
+"""Loads tensors and no other object."""
+
+
+def saved_again(path: str, load: str) -> str:
+    """Return the command that saves what `load` makes of a file beside it; {} in `load` is its path."""
     place = Path(path)
-    old, new = (json.dumps(str(p)) for p in (place, place.with_suffix(f".new{place.suffix}")))
-    load = f'torch.load({old}, map_location="cpu", weights_only=True)'
-    code = f"import torch; torch.save({load}, {new})"
+    suffix = place.suffix if place.suffix in (".pt", ".pth", ".bin", ".ckpt") else ".pt"
+    old, new = (json.dumps(str(p)) for p in (place, place.with_suffix(f".new{suffix}")))
+    code = f"import torch; torch.save({load.replace('{}', old)}, {new})"
     return shlex.join(["python", "-c", code])
 
 
@@ -269,13 +273,13 @@ MARKS: tuple[tuple[str, str, str], ...] = (
     (r"\.metadata\.tmp", "an unfinished DCP save (only .metadata.tmp)", "use an earlier checkpoint"),
     (r"__\d+\.metadata", "a DCP save with one metadata file per rank (use_collectives=False)", "save it again with use_collectives=True"),
     (r"zero_to_fp32\.py|latest_universal|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "convert it first with its own script: python zero_to_fp32.py . OUT"),
-    (r"adapter_config\.json", "a peft adapter without its base weights", "ckptmap merge BASE {} DST"),
+    (r"adapter_config\.json", "a peft adapter without its base weights", ""),  # merge_step
     (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; if there is none, the save did not finish: use an earlier checkpoint"),
     (r".*\.ggml", "GGML weights", "convert them from the original safetensors"),
     (OTHER_FRAMEWORKS, "a directory of weights of another framework", _PYTORCH),
 )  # fmt: skip
-"""A pattern of the whole name of an entry, what a directory with such an entry is, and the next step,
-in which {} becomes the path."""
+"""A pattern of the whole name of an entry, what a directory with such an entry is, and the next step; that of an
+adapter depends on its kind."""
 
 
 BESIDE_WEIGHTS = re.compile(r"config\.json|tokenizer(_config)?\.(json|model)|vocab\.(json|txt)")
@@ -292,16 +296,15 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
         return SourceError("CKM101", f"{place.path}: is an empty directory", "check the path")
     mark = _mark(place)
     if mark is not None:
-        hint = mark[1].format(shlex.quote(place.path))
+        hint = mark[1] or merge_step(Path(place.path), place.mounts)
         return SourceError("CKM111", f"{place.path}: is {mark[0]}", hint)
     checkpoints = _candidates(place, is_checkpoint)
     adapters = adapters_in(place)
     if adapters and {name.partition("/")[0] for name in checkpoints} <= set(adapters):
-        adapter = shlex.quote(str(Path(place.path) / adapters[-1]))
         return SourceError(
             "CKM111",
             f"{place.path}: holds peft adapters without their base weights: {', '.join(adapters[:6])}",
-            f"merge one of them: ckptmap merge BASE {adapter} DST",
+            f"take one of them: {merge_step(Path(place.path) / adapters[-1], place.mounts)}",
         )
     if checkpoints:
         return SourceError(

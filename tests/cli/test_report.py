@@ -25,6 +25,9 @@ def test_it_writes_one_file(source: Path, capsys: pytest.CaptureFixture[str]) ->
     assert b"--to full-nf4" in first and b"--to full-bf16" in first
     assert main(args) == 0  # a report is replaced, and the same one is made again
     assert Path("report.html").read_bytes() == first
+    capsys.readouterr()
+    assert main([*args, "-q"]) == 0
+    assert capsys.readouterr().out == "report.html\n"
     assert sorted(path.name for path in source.parent.iterdir()) == ["m.safetensors", "report.html"]
 
 

@@ -621,6 +621,33 @@ def test_the_directory_of_an_adapter_is_not_claimed(copied: Any) -> None:
         ckptmap.open(path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        ("LORA", "ckptmap merge BASE"),
+        ("LOHA", "merge others with peft: model.merge_and_unload()"),
+        ("PREFIX_TUNING", "nothing can be merged: load it beside its base"),
+    ],
+)
+def test_the_next_step_of_an_adapter_is_one_that_works(
+    kind: str, step: str, tmp_path: Path
+) -> None:
+    """It was a command that refuses adapters of other kinds; a soft prompt cannot be merged at all."""
+    for folder in (tmp_path / "one", tmp_path / "several" / "default"):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": kind}))
+        torch.save({"w": torch.ones(2)}, folder / "adapter_model.bin")
+    for path in (tmp_path / "one", tmp_path / "several"):
+        with pytest.raises(CkptmapError, match="base weights") as caught:
+            ckptmap.open(path)
+        assert step in caught.value.hint
+    torch.save({"w": torch.ones(2)}, tmp_path / "base.pt")
+    if kind != "LORA":
+        with pytest.raises(CkptmapError, match=f"peft_type '{kind}'") as caught:
+            ckptmap.merge(tmp_path / "base.pt", tmp_path / "one", tmp_path / "out", to="hf")
+        assert step in caught.value.hint
+
+
 def test_a_plain_hf_directory_is_nobody_elses(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

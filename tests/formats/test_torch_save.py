@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import shlex
 import zipfile
 import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -469,3 +471,28 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
     first = written(tmp_path / "1", state, tensors).read_bytes()
     assert written(tmp_path / "2", state, tensors).read_bytes() == first
     assert list(torch.load(tmp_path / "1" / "out.pt", weights_only=True)) == ["b", "a", "s"]
+
+
+@pytest.mark.parametrize("kind", ["script", "export", "npz", "legacy"])
+def test_the_command_for_a_file_of_another_kind_works(kind: str, tmp_path: Path) -> None:
+    """As it is printed; what it saves is read, with the same values."""
+    model = torch.nn.Linear(3, 2)
+    file = tmp_path / f"a model.{'npz' if kind == 'npz' else 'pt'}"
+    state = {key: value.detach() for key, value in model.state_dict().items()}
+    if kind == "script":
+        torch.jit.save(torch.jit.trace(model, torch.ones(1, 3)), file)  # type: ignore[no-untyped-call]
+    elif kind == "export":
+        file = file.with_suffix(".pt2")
+        torch.export.save(torch.export.export(model, (torch.ones(1, 3),)), file)
+    elif kind == "npz":
+        np.savez(file, **{key: value.numpy() for key, value in state.items()})
+    else:
+        torch.save(state, file, _use_new_zipfile_serialization=False)
+    with pytest.raises(SourceError) as refused:
+        ckptmap.open(file)
+    words = shlex.split(refused.value.hint.partition(": ")[2])
+    assert words[:2] == ["python", "-c"] and len(words) == 3
+    exec(words[2], {})
+    with ckptmap.open(tmp_path / "a model.new.pt") as ckpt:
+        assert set(ckpt) == set(state)
+        assert all(torch.equal(ckpt[key].read(), value) for key, value in state.items())

@@ -17,6 +17,7 @@ from ckptmap.checkpoint.lora.targets import Targets
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_json
+from ckptmap.storage.peft_adapter import merged_elsewhere
 from ckptmap.storage.resource_limits import unreadable
 
 _NESTED = re.compile(r"\)[*+{]|(?:[*+{].*){5}")
@@ -92,7 +93,7 @@ def read_config(file: Path, mounts: Mounts) -> LoraConfig:
         raise SourceError(
             "CKM320",
             f"{file}: peft_type {kind!r}, expected 'LORA'",
-            "ckptmap merges LoRA, rsLoRA and DoRA; merge others with peft: model.merge_and_unload()",
+            merged_elsewhere(kind),
         )
     _refuse_variants(file, text)
     _strings(file, text, "modules_to_save")

@@ -23,11 +23,12 @@ from ckptmap.checkpoint.lora.adapter_config import LoraConfig, read_config
 from ckptmap.checkpoint.open import open_in
 from ckptmap.core.formatting import some
 from ckptmap.errors import SourceError
-from ckptmap.formats.detect import ADAPTER_CONFIG, adapters_in, look
+from ckptmap.formats.detect import adapters_in, look
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import locate
 from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.peft_adapter import ADAPTER_CONFIG
 
 CONFIG = ADAPTER_CONFIG
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

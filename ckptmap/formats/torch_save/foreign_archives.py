@@ -8,16 +8,17 @@ import os
 import shlex
 
 from ckptmap.errors import SourceError
-from ckptmap.formats.detect import LEGACY_MAGIC, LEGACY_NBYTES, legacy
+from ckptmap.formats.detect import LEGACY_MAGIC, LEGACY_NBYTES, legacy, saved_again
 from ckptmap.storage.files import Files
 
 _OTHERS = (
-    ("constants.pkl", "a TorchScript archive", "save its state dict: torch.save(torch.jit.load(PATH).state_dict(), OUT)"),
-    ("archive_format", "an archive of torch.export", "save its state dict: torch.save(torch.export.load(PATH).state_dict, OUT)"),
-    (".npy", "numpy's .npz", "save its arrays as tensors with safetensors or torch.save"),
-    ("model.weights.h5", "a Keras archive", "give a PyTorch checkpoint; ckptmap does not read Keras files"),
+    ("constants.pkl", "a TorchScript archive", 'torch.jit.load({}, map_location="cpu").state_dict()'),
+    ("archive_format", "an archive of torch.export", "torch.export.load({}).state_dict"),
+    (".npy", "numpy's .npz", "{k: torch.tensor(v) for k, v in __import__('numpy').load({}).items()}"),
+    ("model.weights.h5", "a Keras archive", ""),
 )  # fmt: skip
-"""The end of a member's name, what a zip with such a member is, and the next step."""
+"""The end of a member's name, what a zip with such a member is, and what loads its tensors in Python: the user
+may trust the file. Nothing here does."""
 
 
 def before_zip(files: Files, file: str, base: int) -> SourceError | None:
@@ -39,8 +40,11 @@ def other_zip(file: str, base: int) -> SourceError | None:
             names = archive.namelist()
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
         return None
-    for end, what, hint in _OTHERS:
+    for end, what, load in _OTHERS:
         if any(name.endswith(end) for name in names):
+            hint = "give a PyTorch checkpoint; ckptmap does not read Keras files"
+            if load:
+                hint = f"if you trust it, save its tensors: {saved_again(file, load)}"
             return SourceError("CKM105", f"{file}: is {what}, not a torch.save file", hint)
     whole = any(name.endswith("/data.pkl") for name in names)
     if not whole and any(name.endswith("/.data/serialization_id") for name in names):

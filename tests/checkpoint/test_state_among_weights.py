@@ -1,4 +1,4 @@
-"""`{**model, **optimizer}`: torch's flattened optimizer state in the dict of the weights is no weight."""
+"""`{**model, **optimizer}`: optimizer state in the dict of the weights is no weight, flattened or not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Net(nn.Module):
         return self.norm(self.state(x))  # type: ignore[no-any-return]
 
 
-def trained() -> tuple[dict[str, Any], dict[str, Any], nn.Module]:
+def trained() -> tuple[dict[str, Any], dict[str, Any], nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -35,12 +35,12 @@ def trained() -> tuple[dict[str, Any], dict[str, Any], nn.Module]:
         optimizer.step()
         optimizer.zero_grad()
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    return *get_state_dict(model, optimizer, options=flat), model
+    return *get_state_dict(model, optimizer, options=flat), model, optimizer
 
 
 @pytest.mark.parametrize("container", ["dcp", "full", "below"])
 def test_weights_and_state_are_told_apart(container: str, tmp_path: Path) -> None:
-    weights, state, _ = trained()
+    weights, state, *_ = trained()
     path = tmp_path / "run"
     if container == "dcp":
         save_dcp({**weights, **state}, checkpoint_id=path, no_dist=True)
@@ -67,12 +67,26 @@ def test_weights_and_state_are_told_apart(container: str, tmp_path: Path) -> Non
 
 
 def test_a_kept_layout_stays_one_dict(tmp_path: Path) -> None:
-    weights, state, _ = trained()
+    weights, state, *_ = trained()
     torch.save(
         {f"module.{key}": value for key, value in weights.items()} | state, tmp_path / "a.pt"
     )
     ckptmap.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="full")
     assert set(torch.load(tmp_path / "b.pt", weights_only=True)) == {*weights, *state}
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_an_optimizer_returns_among_the_weights(keep: bool, tmp_path: Path) -> None:
+    """`{**model.state_dict(), **optimizer.state_dict()}`: its output was read back as another checkpoint."""
+    *_, model, optimizer = trained()
+    both = {**model.state_dict(), **optimizer.state_dict()}
+    torch.save(both, tmp_path / "a.pt")
+    with ckptmap.open(tmp_path / "a.pt") as ckpt:
+        assert set(ckpt) == set(ckpt.optimizer) == set(model.state_dict())
+    ckptmap.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="full", keep_layout=keep)
+    assert ckptmap.verify(tmp_path / "b.pt", against=tmp_path / "a.pt").ok
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert set(found) == (set(both) if keep else {"model", "optimizer"})
 
 
 def test_weights_of_modules_with_such_names_stay_weights(tmp_path: Path) -> None:
