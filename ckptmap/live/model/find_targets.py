@@ -15,7 +15,8 @@ from ckptmap.live.model import (
     several_models,
 )
 from ckptmap.live.model.live_form import is_loadable, live_forms, quantized_classes
-from ckptmap.live.model.live_tensor import LiveTensor, odd_layout
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.values_in_memory import require_dense
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 
 if TYPE_CHECKING:
@@ -135,12 +136,7 @@ def _refuse_lazy(found: tuple[torch.nn.Module, str, bool], fqn: str) -> None:
 
 def _refuse_subclass(target: LiveTensor) -> None:
     tensor, local = target.tensor, target.local
-    if layout := odd_layout(local):
-        raise LoadError(
-            "CKM505",
-            f"model: {target.fqn} is a tensor of {layout}, expected dense values",
-            "register it with persistent=False, or what it is made of: indices and values, codes and scale",
-        )
+    require_dense("CKM505", f"model: {target.fqn}", local)
     kind = type(tensor).__name__
     if local.is_meta and kind in {*_without_values(), *TRAINED_DENSE}:
         raise LoadError(

@@ -396,14 +396,3 @@ def fallback_device(targets: Sequence[LiveTensor]) -> torch.device:
         if is_dtensor(tensor):
             return mesh_device(tensor.device_mesh)
     return torch.device("cpu")
-
-
-def odd_layout(tensor: torch.Tensor) -> str:
-    """Return how a tensor keeps its values, where that is not as plain bytes; empty: it is."""
-    import torch
-
-    if tensor.is_nested:
-        return "torch.nested"
-    if tensor.is_quantized:
-        return str(tensor.dtype)
-    return "" if tensor.layout == torch.strided else str(tensor.layout)

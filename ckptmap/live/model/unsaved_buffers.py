@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.live.model import fsdp1_buffers, module_walk, several_models
-from ckptmap.live.model.live_tensor import odd_layout
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.local_digest import blocks_of
+from ckptmap.live.model.values_in_memory import odd_layout
 
 if TYPE_CHECKING:
     import torch

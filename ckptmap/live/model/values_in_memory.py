@@ -36,7 +36,9 @@ def require_memory(code: str, what: str, tensor: torch.Tensor) -> None:
     """Raise LoadError of this code for a tensor whose memory was freed: to read it would end the process."""
     import torch
 
-    if type(tensor) is torch.Tensor and tensor.numel() and not tensor.data_ptr():
+    if type(tensor) is not torch.Tensor or tensor.device.type not in ("cpu", "cuda"):
+        return  # it may have no address at any time
+    if tensor.numel() and not tensor.data_ptr():
         raise LoadError(
             code,
             f"{what} has no memory: its storage was freed",

@@ -21,6 +21,7 @@ from ckptmap.live.model.live_tensor import LiveTensor, cut, is_dtensor
 from ckptmap.live.model.plain_values import has_plain_classes, simplified
 from ckptmap.live.model.tensor_reader import window
 from ckptmap.live.model.tuples import holds_tensor
+from ckptmap.live.model.values_in_memory import require_dense, require_memory
 from ckptmap.live.optimizer.family import Codes, Moment, OptimizerParam, codes_of, local_of
 from ckptmap.live.optimizer.unwrap import parts_of
 from ckptmap.optim.lowbit import LOGICAL, LowBit, flat_span
@@ -105,32 +106,9 @@ def hold_model(state: LocalState, targets: Sequence[LiveTensor]) -> None:
             raise LoadError(
                 "CKM505", f"model: {target.fqn} is on meta and has no values", "load it first"
             )
-        _require_bytes("CKM505", f"model: {target.fqn}", target.local)
+        require_memory("CKM505", f"model: {target.fqn}", target.local)
         for fqn in target.names:
             hold_tensor(state, target, ("model", fqn))
-
-
-def _require_bytes(code: str, what: str, values: torch.Tensor) -> None:
-    """Raise LoadError for a tensor whose values are not plain bytes in memory. To read those of one whose memory was
-    freed would end the process."""
-    import torch
-
-    if type(values) is not torch.Tensor:
-        return
-    if values.layout != torch.strided or values.is_quantized:
-        raise LoadError(
-            code,
-            f"{what} is of {values.dtype} and {values.layout}, expected a dense tensor",
-            "keep it as a dense tensor: to_dense(), dequantize(); a buffer that is computed anew may be"
-            " registered with persistent=False",
-        )
-    has_address = values.device.type in ("cpu", "cuda")  # other devices may have none at any time
-    if has_address and values.numel() and not values.data_ptr():
-        raise LoadError(
-            code,
-            f"{what} has no memory: its storage was freed",
-            "save when the library that frees it has brought it back",
-        )
 
 
 def hold_tensor(state: LocalState, target: LiveTensor, path: Path) -> None:
@@ -279,7 +257,9 @@ def _hold_entry(state: LocalState, owner: ParamOwner, name: str, value: object) 
 def _hold_values(state: LocalState, owner: ParamOwner, name: str, value: torch.Tensor) -> None:
     """Add an entry that is a tensor, and is not quantized."""
     local = local_of(value)
-    _require_bytes("CKM508", f"optimizer: {name} of {owner.fqn}", local)
+    what = f"optimizer: {name} of {owner.fqn}"
+    require_dense("CKM508", what, local)
+    require_memory("CKM508", what, local)
     if not _is_like_param(owner, value):
         state.holdings += [_own_shape_entry(value, path) for path in _paths(owner, name)]
         return
