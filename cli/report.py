@@ -17,6 +17,9 @@ EXAMPLES = (
     "ckptmap report hf://org/name",
 )
 
+Save = Annotated[str, typer.Option("-o", metavar="FILE", help="The HTML file to write.")]
+NameOnly = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the name of the file.")]
+
 
 @takes_options(*PLAN_OPTIONS)
 def command(
@@ -50,12 +53,8 @@ def command(
     ] = None,
     *,
     typed: TypedOptions,
-    save: Annotated[
-        str, typer.Option("-o", metavar="FILE", help="The HTML file to write.")
-    ] = "report.html",
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only the name of the file.")
-    ] = False,
+    save: Save = "report.html",
+    quiet: NameOnly = False,
 ) -> None:
     """Write one HTML file that shows a checkpoint: what it is, what is wrong, where its bytes lie.
 
