@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from ckptmap.integrations.accelerate import install
 from ckptmap.integrations.lightning import hooks
 from ckptmap.integrations.transformers import callback, export, resume
 from ckptmap.live.optimizer.unwrap import unwrapped
-from tests.corpus.ranks import ROOT, run_ranks
+from tests.corpus.ranks import ROOT, run_alone, run_ranks
 from tests.support.mapping_configs import TINY
 from tests.support.resume_model import net, train
 
@@ -46,13 +44,7 @@ def test_example_on_two_ranks(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ALONE)
 def test_example_alone(name: str, tmp_path: Path) -> None:
-    file = ROOT / "examples" / "integrations" / f"{name}.py"
-    env = os.environ | {"PYTHONPATH": places(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, file, tmp_path / "out"], env=env, cwd=tmp_path,
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_alone(name, [str(tmp_path / "out")], timeout=240, env={"PYTHONPATH": places()})
     assert ALONE[name] in done.stdout, done.stdout
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,7 +20,7 @@ from ckptmap.live.load.continuation import refuse_changes
 from ckptmap.live.model.load_report import NO_CHANGES, RESTORED, LoadReport, StateReport
 from ckptmap.live.optimizer.state_loader import StateLoader
 from ckptmap.live.save import collect, exchange
-from tests.support.paths import ROOT
+from tests.support.forked import CODE, run_forked
 from tests.support.resume_optimizers import step_at_random
 
 WHOLE = LoadReport(loaded=("weight",), state=StateReport(loaded=("weight.exp_avg",)))
@@ -215,9 +213,7 @@ ckptmap.save({str(tmp_path / "out")!r}, *made(), step=1).wait()
 ckptmap.load({str(tmp_path / "out")!r}, *made(), exact=True)
 print(ckptmap.load({str(saved)!r}, *made()).inexact)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = run_forked(CODE, script)
     assert done.returncode == 0, done.stderr
     assert "float32 matmul precision: was highest, is cuda tf32, mkldnn none" in done.stdout
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from ckptmap.operations.list_steps import list_steps
 from ckptmap.operations.step_directories import SavedStep
 from tests.corpus.ranks import run_ranks
 from tests.support.files import flip_byte_of
+from tests.support.forked import run_code
 from tests.support.resume_model import net
 
 
@@ -201,9 +199,7 @@ for step in range(1, 10):
 
 
 def test_a_signal_saves_the_step_and_ends(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-c", PREEMPTED, str(tmp_path)]
-    done = subprocess.run(arguments, env=os.environ, timeout=120)
-    assert done.returncode == 128 + signal.SIGTERM
+    assert run_code(PREEMPTED, tmp_path) == 128 + signal.SIGTERM
     assert names(tmp_path) == ["latest", "step-5"]
 
 
