@@ -191,17 +191,22 @@ def make_ready(processes: int) -> None:
 
 
 def start(
-    number: int, module: str, args: Sequence[str], folder: Path, env: Mapping[str, str]
+    number: int,
+    module: str,
+    args: Sequence[str],
+    folder: Path,
+    env: Mapping[str, str],
+    cwd: Path = ROOT,
 ) -> Started:
     """Start the module in a process forked by the server of that number; `folder` is made for its output."""
     folder.mkdir()
     server = _server(number % SERVERS)
     if all(env.get(name) == server.env.get(name) for name in _read_by_imports(env, server.env)):
-        return Started(server.fork(module, args, folder, env), folder)
+        return Started(server.fork(module, args, folder, env, cwd), folder)
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.corpus.rank_main", module, *args],
-            cwd=ROOT,
+            cwd=cwd,
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -251,7 +256,7 @@ class _Server:
             self.read(timeout=None)
 
     def fork(
-        self, module: str, args: Sequence[str], folder: Path, env: Mapping[str, str]
+        self, module: str, args: Sequence[str], folder: Path, env: Mapping[str, str], cwd: Path
     ) -> _Forked:
         """Start a rank; its process."""
         number = next(self._numbers)
@@ -260,7 +265,7 @@ class _Server:
             "module": module,
             "args": list(args),
             "env": dict(env),
-            "cwd": str(ROOT),
+            "cwd": str(cwd),
             "stdout": str(folder / "stdout"),
             "stderr": str(folder / "stderr"),
         }

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,9 @@ from ckptmap.mapping.translate_state_dict import translate_names
 from ckptmap.operations.draft_mapping import draft
 from ckptmap.testing import MappingKit
 from ckptmap.testing.mappings import DTYPES, iota, read_table, table, write_table
+from tests.corpus.ranks import RankOutput
 from tests.mapping.test_convert import write
+from tests.support.forked import run_forked
 from tests.support.mapping_state import config_of, hub_state, state_of
 from tests.support.paths import EXAMPLES
 
@@ -151,13 +150,10 @@ def test_iota_counts_over_the_whole_dict() -> None:
 # --------------------------------------------------------------------------- the plugin
 
 
-def run_pytest(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    plugin = ["-p", "ckptmap.pytest_plugin"]
-    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", *plugin, *args],
-        cwd=folder, capture_output=True, text=True, timeout=120, env=alone,
-    )  # fmt: skip
+def run_pytest(folder: Path) -> RankOutput:
+    options = ["-v", "--color=no", "-p", "no:cacheprovider", "-p", "ckptmap.pytest_plugin"]
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return run_forked("pytest", *options, cwd=folder, env=alone)
 
 
 def test_mapping_files_are_collected_as_tests(mine: Path) -> None:

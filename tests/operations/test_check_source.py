@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from ckptmap.operations.verify import verify
 from ckptmap.tensors import StatedSum
 from tests.corpus import Corpus
 from tests.corpus.ranks import run_ranks
+from tests.support.forked import run_code
 from tests.support.int8_models import dense
 
 FLIPS = 4
@@ -302,9 +302,7 @@ def test_a_kill_before_the_damage_is_known_keeps_nothing_for_a_good_copy(
     path.write_bytes(content)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     for to in ("hf", "full"):
-        command = [sys.executable, "-c", KILLED_IN_B, path, tmp_path / to, to]
-        killed = subprocess.run(list(map(str, command)), timeout=300, check=False)
-        assert killed.returncode == -signal.SIGKILL
+        assert run_code(KILLED_IN_B, path, tmp_path / to, to) == -signal.SIGKILL
         (journal,) = tmp_path.glob(f".{to}.ckptmap-*/journal.jsonl")
         assert journal.read_text().count('"unit"'), "the first tensor is written"
     if is_replaced:

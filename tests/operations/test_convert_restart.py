@@ -21,7 +21,7 @@ import ckptmap
 from ckptmap.errors import CkptmapError, DestinationError
 from ckptmap.operations import overwrite as check_overwrite
 from tests.support.files import leftovers, tree
-from tests.support.forked import Process, forked, run_forked
+from tests.support.forked import Process, forked, run_code, run_forked
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_what_a_run_left_that_was_killed_after_its_rename_is_removed(
         "publish.discard = lambda *_: os._exit(9)\n"
         f"ckptmap.convert({str(tmp_path / 'new')!r}, {str(dst)!r}, to={to!r}, overwrite=True)"
     )
-    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == 9
+    assert run_code(killed) == 9
     assert leftovers(tmp_path) != []
     report = ckptmap.convert(tmp_path / "new", dst, to=to, overwrite=True)
     assert "was complete already" in report.notes and "removed" in report.notes[-1]

@@ -34,6 +34,7 @@ from tests.support.bnb_cases import (
     weight,
 )
 from tests.support.examples import examples
+from tests.support.forked import run_forked
 from tests.support.paths import ROOT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -107,14 +108,12 @@ def test_a_plan_that_keeps_codes_needs_no_torch(tmp_path: Path) -> None:
 
 def test_the_command_line_has_both_options(tmp_path: Path) -> None:
     source = bnb_file(tmp_path, calm((64, 128), torch.bfloat16))
-    run = [sys.executable, "-m", "ckptmap", "plan", str(source), "--to", "hf-nf4"]
-    kept = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    run = ["plan", source, "--to", "hf-nf4"]
+    kept = run_forked("ckptmap", *run, check=True).stdout
     assert "bnb-nf4(bfloat16) -> nf4(bfloat16)" in kept and "codes 1" in kept
-    exact = subprocess.run(
-        [*run, "--exact-scales"], capture_output=True, text=True, check=True
-    ).stdout
+    exact = run_forked("ckptmap", *run, "--exact-scales", check=True).stdout
     assert "exact 1" in exact
-    missing = subprocess.run([*run, "--base", str(tmp_path / "no")], capture_output=True, text=True)
+    missing = run_forked("ckptmap", *run, "--base", tmp_path / "no")
     assert (missing.returncode, "error[CKM101]" in missing.stderr) == (2, True), missing.stderr
 
 

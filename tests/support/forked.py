@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,20 +53,29 @@ class Process:
 
 
 @contextmanager
-def forked(module: str, *args: object) -> Iterator[Process]:
+def forked(
+    module: str, *args: object, cwd: Path = ranks.ROOT, env: Mapping[str, str] | None = None
+) -> Iterator[Process]:
     """Run `python -m MODULE ARGS` beside the block; it is killed where it still runs at the end."""
     with tempfile.TemporaryDirectory(prefix="ckptmap-forked-") as folder:
         place = Path(folder) / str(next(_numbers))
-        started = ranks.start(0, module, list(map(str, args)), place, ranks.environment())
+        variables = ranks.environment() | dict(env or {})
+        started = ranks.start(0, module, list(map(str, args)), place, variables, cwd)
         try:
             yield Process(started)
         finally:
             ranks.kill([started])
 
 
-def run_forked(module: str, *args: object, check: bool = False) -> ranks.RankOutput:
-    """Run `python -m MODULE ARGS` to its end."""
-    with forked(module, *args) as process:
+def run_forked(
+    module: str,
+    *args: object,
+    check: bool = False,
+    cwd: Path = ranks.ROOT,
+    env: Mapping[str, str] | None = None,
+) -> ranks.RankOutput:
+    """Run `python -m MODULE ARGS` to its end, with these variables beside those of this process."""
+    with forked(module, *args, cwd=cwd, env=env) as process:
         done = process.done()
     if check and done.returncode:
         raise subprocess.CalledProcessError(done.returncode, module, done.stdout, done.stderr)
