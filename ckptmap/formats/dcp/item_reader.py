@@ -4,6 +4,7 @@ An item is a complete torch.save archive of one chunk or one value, at (offset, 
 `.metadata` tells both numbers. Parsing an item with all checks takes about 60 us. In one save, items of chunks of the same shape
 and dtype differ only in data, checksums and torch's content id. So the first item of such a kind is
 parsed in full. The bytes of the others, except these three, are compared with it (about 12 us).
+Items of equal constants are equal to the byte: an optimizer with a group for each parameter has thousands.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ckptmap.core.state_paths import RESOLVED, UNRESOLVED
+from ckptmap.core.state_paths import ATOMS, RESOLVED, UNRESOLVED
 from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.metadata_records import Item
 from ckptmap.formats.safetensors.file import looks_like_safetensors
 from ckptmap.formats.torch_save.reader import Loaded, load
 from ckptmap.protocols.file_systems import Fingerprint, Mounts
 from ckptmap.storage.files import Files
-from ckptmap.tensors import Opaque, Region, StoredTensor, TensorInfo
+from ckptmap.tensors import Opaque, Region, StatedSum, StoredTensor, TensorInfo
 
 CONTENT_ID = ".data/serialization_id"
 DESCRIPTOR = b"PK\x07\x08"
@@ -42,6 +43,9 @@ SAVE_TO_READ = (
     "save again without serialization_format, or with HuggingFaceStorageWriter(PATH,"
     " save_distributed=True)"
 )
+VALUE_NBYTES = 2 << 10
+"""Up to so many bytes an item of a value is looked up by its bytes; one of a number has about 1261."""
+MAX_KNOWN_VALUES = 256
 TOGETHER = 256
 """Number of items whose headers are read by one call of `Files.read_each`."""
 
@@ -99,11 +103,27 @@ class Items:
         weakref.finalize(self, self._files.close)
         self._kinds: dict[tuple[object, ...], _Kind] = {}
         self._sizes: dict[str, int] = {}
+        self._values: dict[bytes, tuple[object, list[StatedSum]]] = {}
+        """By the bytes of an item: its constant, and the checksums that it states, by offset in the item."""
 
     def value(self, file: str, item: Item, key: str) -> Any:
         """Return the value in an item: a StoredTensor, an Opaque or a plain value. Raise SourceError
         CKM109 for a safetensors file, and the errors of reading a torch.save file."""
-        return self._load(file, item, key).tree
+        if item.nbytes > VALUE_NBYTES:
+            return self._load(file, item, key).tree
+        raw = self._read(file, item.offset, item.nbytes, item)
+        known = self._values.get(raw)
+        if known is not None:
+            value, sums = known
+            self._files.mounts.state(file, [(item.offset + at, n, crc) for at, n, crc in sums])
+            return value
+        first = len(self._files.mounts.stated.get(file, ()))
+        value = self._load(file, item, key).tree
+        if _is_constant(value) and len(self._values) < MAX_KNOWN_VALUES:
+            stated = self._files.mounts.stated[file][first:]
+            sums = [one._replace(offset=one.offset - item.offset) for one in stated]
+            self._values[raw] = value, sums
+        return value
 
     def is_plain(self, file: str, item: Item, key: str, info: TensorInfo) -> bool:
         """Return True if the item holds a plain tensor; `.metadata` declares it as `info`."""
@@ -263,6 +283,13 @@ def _between(tail: bytes, free: list[tuple[int, int]]) -> tuple[tuple[int, bytes
         at = start + nbytes
     runs.append((at, tail[at:]))
     return tuple(runs)
+
+
+def _is_constant(value: object) -> bool:
+    """Return True for a value that nobody can change: a number, a string, or betas."""
+    return type(value) in ATOMS or (
+        type(value) is tuple and all(type(item) in ATOMS for item in value)
+    )
 
 
 def _described(value: object) -> str:
