@@ -17,6 +17,7 @@ from pathlib import Path as FilePath
 
 from ckptmap import registry
 from ckptmap.core.formatting import counted, some
+from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_paths import walk_values
 from ckptmap.core.state_tree import holds_tensor, nest
 from ckptmap.errors import SourceError
@@ -50,6 +51,7 @@ class _Merge:
     """Role -> the name of the first member of that role."""
 
 
+@paused_gc()  # here for all readers, which make many objects and no cycles
 def index_of(place: Place) -> Index:
     """Return the Index that the framework of a directory makes, else that of the claiming container."""
     directory = registry.directory_for(place)

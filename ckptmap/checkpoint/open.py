@@ -130,7 +130,8 @@ def open_as(path: str | os.PathLike[str], directory: Directory) -> Checkpoint:
     """Open a directory as this framework's, where it holds several checkpoints."""
     files = Files()
     place = look(locate(path, files.mounts).path, files.mounts)
-    return _opened(files, place, merge_members(directory, place), None, _own(place))
+    with paused_gc():
+        return _opened(files, place, merge_members(directory, place), None, _own(place))
 
 
 def _own(place: Place) -> Callable[[], Like] | None:

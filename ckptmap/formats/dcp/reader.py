@@ -19,7 +19,6 @@ from operator import add
 from pathlib import Path as FilePath
 from typing import Any
 
-from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.state_tree import flatten, holds_tensor
 from ckptmap.core.tensor_columns import Extents, PlainTensors
@@ -82,10 +81,9 @@ class Dcp:
         """
         root = str(FilePath(place.path).absolute())
         where = str(FilePath(root) / METADATA)
-        with paused_gc():
-            metadata = read_metadata(_metadata_bytes(root, place.names, place.mounts), where)
-            files = _data_files(root, metadata, where)
-            leaves, records = _Leaves(files, where, place.mounts).read(metadata)
+        metadata = read_metadata(_metadata_bytes(root, place.names, place.mounts), where)
+        files = _data_files(root, metadata, where)
+        leaves, records = _Leaves(files, where, place.mounts).read(metadata)
         used = {FilePath(file).name for file in files.values()}
         return Index(
             self.name,

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
 from ckptmap.core.formatting import counted
-from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.json_text import parse_object
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import SourceError
@@ -65,16 +64,13 @@ class DcpHf:
         records: dict[str, Mapping[str, object]] = {}
         files = Files(mounts=place.mounts)
         try:
-            with paused_gc():
-                paths = [inside(root, name, root) for name in names]
-                for file in paths:
-                    refuse_text(files, file)
-                    header = parse(files, file)
-                    _read(header, file, parts)
-                    records |= records_of(header, file)
-                leaves: dict[Path, StoredTensor] = {
-                    (k,): _joined(k, p, root) for k, p in parts.items()
-                }
+            paths = [inside(root, name, root) for name in names]
+            for file in paths:
+                refuse_text(files, file)
+                header = parse(files, file)
+                _read(header, file, parts)
+                records |= records_of(header, file)
+            leaves: dict[Path, StoredTensor] = {(k,): _joined(k, p, root) for k, p in parts.items()}
         finally:
             files.close()
         notes = _check_whole(parts, leaves, ranks, root, place.mounts)

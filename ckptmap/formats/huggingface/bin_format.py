@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
 from ckptmap.core.formatting import some
-from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_tree import flatten
 from ckptmap.errors import SourceError
 from ckptmap.formats.huggingface.shard_index import parse_index
@@ -55,8 +54,7 @@ class HfBin:
         listed = None if index is None else parse_index(where, place.mounts).weight_map
         names = _complete_set(place) if listed is None else dict.fromkeys(listed.values())
         shards = [inside(root, name, where, blobs_of(root)) for name in names]
-        with paused_gc():
-            leaves = _leaves(shards, listed, where, place.mounts)
+        leaves = _leaves(shards, listed, where, place.mounts)
         files = (*shards, where) if listed is not None else (*shards,)
         # Several shards do not keep the order of the state dict: save_pretrained puts a tensor that is
         # larger than a shard into a shard of its own, before tensors that come earlier.

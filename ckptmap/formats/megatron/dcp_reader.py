@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path as FilePath
 
-from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_tree import flatten
 from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.reader import METADATA, Dcp
@@ -69,15 +68,14 @@ class DcpMegatron:
         common = str(root / _COMMON)
         opened = Files(mounts=place.mounts)
         try:
-            with paused_gc():
-                loaded = load(opened, common)
-                if not isinstance(loaded.tree, dict):
-                    raise SourceError(
-                        "CKM106",
-                        f"{common}: expected a dict, found {type(loaded.tree).__name__}",
-                        "copy the file again, or use an earlier checkpoint",
-                    )
-                extra, left = other_values(flatten(loaded.tree, common, loaded.pickle_nbytes))
+            loaded = load(opened, common)
+            if not isinstance(loaded.tree, dict):
+                raise SourceError(
+                    "CKM106",
+                    f"{common}: expected a dict, found {type(loaded.tree).__name__}",
+                    "copy the file again, or use an earlier checkpoint",
+                )
+            extra, left = other_values(flatten(loaded.tree, common, loaded.pickle_nbytes))
         finally:
             opened.close()
         leaves.update(extra)

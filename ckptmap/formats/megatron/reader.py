@@ -22,7 +22,6 @@ from pathlib import Path as FilePath
 from shlex import quote
 
 from ckptmap.core.formatting import counted
-from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import SourceError
 from ckptmap.formats.megatron.common import (
     ARGS,
@@ -100,10 +99,6 @@ class Megatron:
         tensor of which the cut is not known, CKM206 for a file without a model, and the errors of
         reading a torch.save file.
         """
-        with paused_gc():
-            return self._index(place)
-
-    def _index(self, place: Place) -> Index:
         path = FilePath(place.path).absolute()
         root = path if place.is_dir else path.parent.parent
         names = place.names if place.is_dir else (path.parent.name,)

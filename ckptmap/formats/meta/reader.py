@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path as FilePath
 from shlex import quote
 
-from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import SourceError
 from ckptmap.formats.meta.params_json import PARAMS, Params, read_params
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
@@ -65,10 +64,6 @@ class Consolidated:
         CKM112 if shapes are not those of params.json, CKM113 if the ranks' parts differ, CKM118 for
         a tensor of which the cut is not known, and the errors of reading a torch.save file.
         """
-        with paused_gc():
-            return self._index(place)
-
-    def _index(self, place: Place) -> Index:
         root, names = _listed(place)
         if not place.is_dir and len(names) > 1:
             raise SourceError(

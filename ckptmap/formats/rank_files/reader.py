@@ -15,7 +15,6 @@ from itertools import islice
 from pathlib import Path as FilePath
 
 from ckptmap.core.formatting import counted, some
-from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import SourceError
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.formats.zip.reader import is_zip
@@ -66,10 +65,6 @@ class RankFiles:
         Raise SourceError CKM110 if ranks are missing or belong to several saves, CKM205 if it is unclear
         which files hold the weights, and the errors of `torch_save.reader.load`.
         """
-        with paused_gc():
-            return self._index(place)
-
-    def _index(self, place: Place) -> Index:
         groups = _groups(place)
         leaves: dict[Path, Leaf] = {}
         units: dict[Path, tuple[str, ...]] = {}

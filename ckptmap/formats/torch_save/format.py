@@ -75,13 +75,10 @@ class TorchZip:
         malformed zip, CKM106 for a malformed or unsafe pickle, CKM117 for a file older than torch 1.6.
         """
         file = str(FilePath(place.path).absolute())
-        with paused_gc():
-            members, data = open_zip(Files(mounts=place.mounts), file)
-            leaves: Mapping[Path, Leaf] | None = plain_tensors(
-                members, data, partial(_part, members)
-            )
-            if leaves is None:
-                leaves = flatten(parse(members, data), file, len(data))
+        members, data = open_zip(Files(mounts=place.mounts), file)
+        leaves: Mapping[Path, Leaf] | None = plain_tensors(members, data, partial(_part, members))
+        if leaves is None:
+            leaves = flatten(parse(members, data), file, len(data))
         manifest = manifest_spans = None
         if MANIFEST in members:
             members.check(MANIFEST)
