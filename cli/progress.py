@@ -49,12 +49,12 @@ def shown(quiet: bool = False, rank: int = 0) -> Iterator[Progress | bool]:
 
 
 @contextmanager
-def shown_while_reading(quiet: bool = False) -> Iterator[None]:
+def shown_while_reading() -> Iterator[None]:
     """Show the phase of a command that reads headers and prints what it found, on a terminal alone.
 
     Such a command stands in pipes and scripts, where a line now and then would be noise.
     """
-    if quiet or not (_is_live() and sys.stdout.isatty()):
+    if not (_is_live() and sys.stdout.isatty()):
         yield
         return
     line = LiveLine(READING_DELAY_S)

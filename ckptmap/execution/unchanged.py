@@ -44,7 +44,7 @@ def unchanged_weights(plan: Plan, how: RunOptions, ranks: Ranks) -> frozenset[st
     """
     reference = plan.reference
     assert reference is not None, "the plan was made with --as"
-    fqns = [fqn for fqn in plan.steps.fqns_of("model") if fqn in reference.ckpt]
+    fqns = [fqn for fqn in plan.steps.weights() if fqn in reference.ckpt]
     mine = fqns[ranks.rank :: ranks.world_size]
     threads = max(1, min(how.threads or 4, how.memory // (2 << 20)))
     limit = min(MOST, how.memory // threads // VALUE_NBYTES)

@@ -219,7 +219,7 @@ class _Resolver:
             self.pending.append(_Pending(len(self.targets), candidate.rule, shared))
         slot = (candidate.term, stack)
         if slot in slots:
-            raise self._duplicate(rule, slots[slot], key, "the same part of a tensor")
+            raise self._duplicate(rule, slots[slot], key)
         slots[slot] = actual
         if actual is not key:
             self.tied_in.add((rule.label, shared))
@@ -364,10 +364,10 @@ class _Resolver:
     def _missing_config(self, names: Sequence[str], subject: str) -> PlanError:
         return missing_config(self.scheme, names, subject)
 
-    def _duplicate(self, rule: Rule, first: str, second: str, part: str) -> PlanError:
+    def _duplicate(self, rule: Rule, first: str, second: str) -> PlanError:
         return PlanError(
             "CKM608",
-            f"{self.scheme.title}: {rule.label}: {first} and {second} are two sources for {part}",
+            f"{self.scheme.title}: {rule.label}: {first} and {second} are two sources for the same part of a tensor",
             "leave one of them out with --exclude",
         )
 

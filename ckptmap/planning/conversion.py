@@ -88,7 +88,7 @@ class Steps(Columns[Step]):
             counts[kinds[key]] += count
         return counts
 
-    def fqns_of(self, role: str) -> list[str]:
-        """Return the FQNs of all tensors of this role, in order."""
+    def weights(self) -> list[str]:
+        """Return the FQNs of the model's tensors, in order."""
         columns = zip(self.fqns, self.conversions, strict=True)
-        return [fqn for fqn, conversion in columns if conversion.role == role]
+        return [fqn for fqn, conversion in columns if conversion.role == "model"]

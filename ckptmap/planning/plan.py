@@ -224,7 +224,7 @@ class Plan:
         origins = self.ckpt.origins
         if not origins:
             return {}
-        kept = set(self.steps.fqns_of("model"))
+        kept = set(self.steps.weights())
         return {fqn: keys for fqn, keys in origins.items() if fqn in kept}
 
     def fidelities(self) -> dict[str, int]:

@@ -380,12 +380,12 @@ def test_regrouped_scalers_decode_to_the_same_bits(dtype: torch.dtype) -> None:
     whole = decode(info, encoding, parts, Box.whole(w.shape))
     assert live_scaler_block(info, encoding, 3) == 256
     assert live_scaler_block(info, encoding, 4) == 64
-    smaller = regroup(parts, info, encoding, 64)
+    smaller = regroup(parts, encoding, 64)
     assert torch.equal(decode(info, NF4(64, 64), smaller, Box.whole(w.shape)), whole)
     live = to_torchao(smaller, info, NF4(64, 64))
     assert torch.equal(torch.cat([live_weight(c) for c in live.chunk(4)]), whole)
     with pytest.raises(ValueError, match="scaler block 96 does not divide 256"):
-        regroup(parts, info, encoding, 96)
+        regroup(parts, encoding, 96)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_every_even_shard_of_every_shape_is_exact(
     even = info.shape[0] % world_size == 0 and info.numel // world_size % 64 == 0
     assert (scaler_block is not None) == even
     if scaler_block is not None:
-        live = to_torchao(regroup(parts, info, encoding, scaler_block), info, NF4(64, scaler_block))
+        live = to_torchao(regroup(parts, encoding, scaler_block), info, NF4(64, scaler_block))
         shards = live.chunk(world_size)
         assert len(shards) == world_size
         whole = decode(info, encoding, parts, Box.whole(w.shape))

@@ -232,7 +232,7 @@ def _build(parts: dict[str, torch.Tensor], rows: NF4Rows) -> torch.Tensor:
     """Return the local NF4Tensor of parts that are cut at the rows' blocks, and of the factors whose
     scaler blocks cover the rows."""
     first, count = _blocks(rows)
-    parts = regroup(parts, rows.info, rows.stored, rows.live.scaler_block_size)
+    parts = regroup(parts, rows.stored, rows.live.scaler_block_size)
     unit = rows.live.scaler_block_size
     low = first % rows.stored.scaler_block_size // unit
     # A copy, so that no factor of another rank's rows is kept or saved.

@@ -36,7 +36,7 @@ def live_scaler_block(info: TensorInfo, encoding: NF4, world_size: int) -> int |
 
 
 def regroup(
-    parts: Mapping[str, torch.Tensor], info: TensorInfo, encoding: NF4, scaler_block_size: int
+    parts: Mapping[str, torch.Tensor], encoding: NF4, scaler_block_size: int
 ) -> dict[str, torch.Tensor]:
     """Return the parts with a smaller scaler block, which divides the present one. Every factor is
     repeated, `[n/block/s0] -> [n/block/s]`, and the decoded values are the same bits."""

@@ -24,8 +24,6 @@ from ckptmap.live.rounding.record import ATTRIBUTE, LOWEST, RoundingRecord, reco
 from ckptmap.mapping.wrappers import strip_wrappers
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
 
 SCHEDULED = "_wrapped_by_lr_sched"
@@ -67,12 +65,7 @@ class InstalledRounding:
     def __enter__(self) -> InstalledRounding:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.uninstall()
 
 

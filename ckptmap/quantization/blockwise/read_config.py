@@ -123,17 +123,6 @@ def _runs(small: Sequence[_Small]) -> list[tuple[int, int]]:
     return [*runs, (start, end)]
 
 
-def read_small(stored: StoredTensor, files: Files, where: str) -> bytes:
-    """Return all bytes of a tensor of a few elements, such as a format number or a shape."""
-    if stored.info.nbytes > 4096:
-        raise SourceError(
-            "CKM115",
-            f"{where}: expected a few numbers, found {stored.info}",
-            "the checkpoint is damaged: copy it again, or save it again",
-        )
-    return _read(stored, files)
-
-
 def _read(stored: StoredTensor, files: Files) -> bytes:
     data = bytearray(stored.info.nbytes)
     fill(files, stored, Box.whole(stored.info.shape), memoryview(data))

@@ -37,12 +37,12 @@ class FourBitForm(Protocol):
     def blocks(self, info: TensorInfo) -> int: ...
 
 
-def _check_finite(absmax: torch.Tensor, first: int, block: int) -> None:
+def _check_finite(absmax: torch.Tensor, block: int) -> None:
     """Raise RunError CKM309 where a block held NaN or infinity."""
     bad = absmax.isfinite().logical_not()
     count = int(bad.sum())
     if count:
-        at = (first + int(bad.int().argmax())) * block
+        at = int(bad.int().argmax()) * block
         raise RunError(
             "CKM309",
             f"expected finite values, found NaN or infinity in {counted(count, 'block')} of {block}, the first"
@@ -149,7 +149,7 @@ class FourBitEncoder:
         """
         assert self._missing == 0, f"{self._missing} elements of {self._info} were not fed"
         absmax = self._absmax.cpu()
-        _check_finite(absmax, 0, self.step)
+        _check_finite(absmax, self.step)
         return _scale_writes(self._form, self._info, absmax, absmax, double_quant.quantize)
 
 
