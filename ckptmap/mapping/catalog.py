@@ -12,7 +12,7 @@ import tomllib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from shlex import quote
 
@@ -60,6 +60,7 @@ def directories() -> list[Path]:
     return [*asked, _shipped()]
 
 
+@cache
 def _shipped() -> Path:
     """Return the directory of the packaged files, which is `mappings/` in a clone of the repository."""
     from importlib.util import find_spec
@@ -77,16 +78,26 @@ def available() -> list[CatalogEntry]:
     names it: other checkpoints do not need it.
     """
     by_title: dict[str, CatalogEntry] = {}
-    shipped = _shipped()
-    for directory in directories():
-        for file in map(str, sorted(directory.glob(f"*/*{SUFFIX}"))):
-            if file.endswith(REFUSED_SUFFIX):
-                continue
-            read = _entry if directory == shipped else _entry_unless_broken
-            entry = read(file, _mark(file))
-            if entry is not None:
-                by_title.setdefault(entry.title, entry)
+    *asked, shipped = directories()
+    for file in (file for directory in asked for file in _files(directory)):
+        entry = _entry_unless_broken(file, _mark(file))
+        if entry is not None:
+            by_title.setdefault(entry.title, entry)
+    for entry in _packaged(shipped):
+        by_title.setdefault(entry.title, entry)
     return [by_title[title] for title in sorted(by_title)]
+
+
+def _files(directory: Path) -> list[str]:
+    """Return the paths of the mapping files in a directory, sorted."""
+    paths = map(str, sorted(directory.glob(f"*/*{SUFFIX}")))
+    return [path for path in paths if not path.endswith(REFUSED_SUFFIX)]
+
+
+@cache
+def _packaged(directory: Path) -> tuple[CatalogEntry, ...]:
+    """Return the entries of the package's directory, which does not change while a process runs."""
+    return tuple(_entry(file, _mark(file)) for file in _files(directory))
 
 
 def find(text: str, option: str = "--names") -> list[CatalogEntry]:
