@@ -13,7 +13,7 @@ unless a record states the dtype that was encoded. Codes and scales are those of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,7 +23,7 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
-from ckptmap.protocols.file_systems import Mounts, ReadsFiles
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.block_geometry import grid_shape
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.exponents import exponents_of
@@ -42,14 +42,11 @@ from ckptmap.quantization.compressed_tensors.config_agreement import (
     require_agreement,
 )
 from ckptmap.quantization.compressed_tensors.config_json import (
-    DECLARES,
     ConfigGroups,
-    beyond_weights,
-    declared,
 )
-from ckptmap.quantization.compressed_tensors.scheme import ACTIVATIONS, PlainFp8
-from ckptmap.quantization.compressed_tensors.stacked_experts import misread
-from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert, is_linear_module
+from ckptmap.quantization.compressed_tensors.scheme import ACTIVATIONS, NamedParts, PlainFp8
+from ckptmap.quantization.compressed_tensors.target import CompressedTarget
+from ckptmap.quantization.linear_weights import is_expert, is_linear_module
 from ckptmap.quantization.microscaling.mxfp8 import Mxfp8Rule
 from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
 from ckptmap.quantization.microscaling.packed_fp4 import Extra, PackedFp4
@@ -64,18 +61,8 @@ DECODED = "bfloat16"
 """The dtype of what `decompress` returns."""
 
 
-class _Named:
-    """The keys of the parts."""
-
-    def part_key(self, key: str, part: str) -> str:
-        if part in ACTIVATIONS:
-            stem, dot, _ = key.rpartition(".")
-            return f"{stem}{dot}{part}"
-        return f"{key}_{part}" if part else key
-
-
 @dataclass(frozen=True)
-class CtNvfp4(_Named, Nvfp4):
+class CtNvfp4(NamedParts, Nvfp4):
     name: ClassVar[str] = "ct-nvfp4"
     scheme: ClassVar[str] = "ct-nvfp4"
     native: ClassVar[str] = NATIVE
@@ -85,7 +72,7 @@ class CtNvfp4(_Named, Nvfp4):
 
 
 @dataclass(frozen=True)
-class CtMxfp4(_Named, PackedFp4):
+class CtMxfp4(NamedParts, PackedFp4):
     name: ClassVar[str] = "ct-mxfp4"
     scheme: ClassVar[str] = "ct-mxfp4"
     native: ClassVar[str] = NATIVE
@@ -117,7 +104,7 @@ class CtMxfp8(PlainFp8):
 _Encoding = CtNvfp4 | CtMxfp4 | CtMxfp8
 
 
-class _Target(ReadsFiles, LinearLayerScheme):
+class _Microscaled(CompressedTarget):
     """The base of the three: each reads and writes one form.
 
     made    the class of its encodings
@@ -125,10 +112,7 @@ class _Target(ReadsFiles, LinearLayerScheme):
     stacks  does transformers decode it where it stacks experts? (5.23, integrations/compressed_tensors.py)
     """
 
-    name: str
-    suffix: str
     live = "microscaled"
-    declares = DECLARES
     made: type[_Encoding]
     codes: ClassVar[str] = "packed"
     stacks: ClassVar[bool] = False
@@ -156,22 +140,6 @@ class _Target(ReadsFiles, LinearLayerScheme):
         """Return the encoding for codes in the same blocks along rows, with scales of the same kind."""
         encoding = self.encoding(info)
         return None if isinstance(encoding, Refusal) else encoding.keeping(info, grid)  # type: ignore[attr-defined]
-
-    def misread(self, fqn: str, encoding: Encoding, info: TensorInfo) -> str:
-        return misread(fqn, encoding, info)
-
-    def quantization_config_of(
-        self,
-        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
-        dense: Collection[str],
-        beyond: Mapping[str, object],
-    ) -> Mapping[str, object]:
-        return declared(encoded, dense, beyond)
-
-    def beyond_weights(
-        self, config: Mapping[str, object], names: Collection[str]
-    ) -> Mapping[str, object]:
-        return beyond_weights(config, names)
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
@@ -231,7 +199,7 @@ class _Target(ReadsFiles, LinearLayerScheme):
             require_agreement(group.fqn, shown, config)
 
 
-class CompressedNvfp4(_Target):
+class CompressedNvfp4(_Microscaled):
     """NVFP4: the scale of the tensor divides those of the blocks."""
 
     name = "ct-nvfp4"
@@ -244,7 +212,7 @@ class CompressedNvfp4(_Target):
         return [fqn for fqn in pairs.fqns if f"{fqn}_global_scale" in stored]
 
 
-class CompressedMxfp4(_Target):
+class CompressedMxfp4(_Microscaled):
     """MXFP4: 4-bit codes with exponents."""
 
     name = "ct-mxfp4"
@@ -274,7 +242,7 @@ def _has_six_bits(packed: TensorInfo, scale: TensorInfo) -> bool:
     return packed.shape[-1:] == (*[24 * n for n in scale.shape[-1:]],)
 
 
-class CompressedMxfp8(_Target):
+class CompressedMxfp8(_Microscaled):
     """MXFP8: float8 codes with exponents."""
 
     name = "ct-mxfp8"

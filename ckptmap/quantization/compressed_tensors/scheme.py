@@ -22,7 +22,7 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
-from ckptmap.protocols.file_systems import Mounts, ReadsFiles
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.group_checks import (
     group_by_names,
     refuse_kept_modules,
@@ -39,11 +39,8 @@ from ckptmap.quantization.compressed_tensors.config_agreement import (
     require_agreement,
 )
 from ckptmap.quantization.compressed_tensors.config_json import (
-    DECLARES,
     ConfigGroups,
-    beyond_weights,
     block_found,
-    declared,
 )
 from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncoder, IntegerForm
 from ckptmap.quantization.compressed_tensors.packed import (
@@ -52,8 +49,8 @@ from ckptmap.quantization.compressed_tensors.packed import (
     rounded_scales,
 )
 from ckptmap.quantization.compressed_tensors.packed_reader import find_packed
-from ckptmap.quantization.compressed_tensors.stacked_experts import misread
-from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
+from ckptmap.quantization.compressed_tensors.target import CompressedTarget
+from ckptmap.quantization.linear_weights import is_linear_module
 from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -65,8 +62,18 @@ ACTIVATIONS = (
 GROUP = 128
 
 
+class NamedParts:
+    """An encoding whose parts have the library's names: `fc.weight_scale`, and `fc.input_scale` for activations."""
+
+    def part_key(self, key: str, part: str) -> str:
+        if part in ACTIVATIONS:
+            stem, dot, _ = key.rpartition(".")
+            return f"{stem}{dot}{part}"
+        return f"{key}_{part}" if part else key
+
+
 @dataclass(frozen=True)
-class Plain(ScaledEncoding):
+class Plain(NamedParts, ScaledEncoding):
     """Unpacked codes; a zero point has the scale's shape.
 
     `scale_stored` is the stored shape of a single scale where it is [] or [1, 1].
@@ -81,12 +88,6 @@ class Plain(ScaledEncoding):
 
     def rounded(self, info: TensorInfo) -> str:
         return rounded_scales(self.scale_dtype, info)
-
-    def part_key(self, key: str, part: str) -> str:
-        if part in ACTIVATIONS:
-            stem, dot, _ = key.rpartition(".")
-            return f"{stem}{dot}{part}"
-        return f"{key}_{part}" if part else key
 
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
         """Return the stored shape of the scales: [1] for one scale, unless its file has another."""
@@ -144,12 +145,8 @@ class PlainFp8(Plain):
 _BY_CODES: Mapping[str, type[Plain]] = {"int8": PlainInt8, "float8_e4m3fn": PlainFp8}
 
 
-class _Target(ReadsFiles, LinearLayerScheme):
+class _Rows(CompressedTarget):
     """The base of the two targets."""
-
-    name: str
-    suffix: str
-    declares = DECLARES
 
     def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
         return is_linear_module(fqn, info)
@@ -174,24 +171,8 @@ class _Target(ReadsFiles, LinearLayerScheme):
         fits = grid.block == info.shape or grouped or tiled
         return encoding.keeping(info, grid) if fits else None
 
-    def misread(self, fqn: str, encoding: Encoding, info: TensorInfo) -> str:
-        return misread(fqn, encoding, info)
 
-    def quantization_config_of(
-        self,
-        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
-        dense: Collection[str],
-        beyond: Mapping[str, object],
-    ) -> Mapping[str, object]:
-        return declared(encoded, dense, beyond)
-
-    def beyond_weights(
-        self, config: Mapping[str, object], names: Collection[str]
-    ) -> Mapping[str, object]:
-        return beyond_weights(config, names)
-
-
-class CompressedFp8(_Target):
+class CompressedFp8(_Rows):
     """Reads every unpacked form; as a target it is float8 with a scale a row."""
 
     name = "ct-fp8"
@@ -222,7 +203,7 @@ class CompressedFp8(_Target):
         return groups
 
 
-class CompressedInt8(_Target):
+class CompressedInt8(_Rows):
     """Reads every packed form; as a target it is 8-bit with a scale a row.
 
     compressed-tensors writes int8 weights in this form where activations are not quantized.
@@ -245,7 +226,7 @@ class CompressedInt8(_Target):
         return packed_keeping(8, info, grid) or super().keeping(info, grid, exact)
 
 
-class CompressedInt4(_Target):
+class CompressedInt4(_Rows):
     """Packed 4-bit codes with a scale for each 128 columns, as compressed-tensors' preset W4A16; with one a
     row where 128 does not divide them. `CompressedInt8` reads them."""
 

@@ -1,0 +1,36 @@
+"""What every target that compressed-tensors loads says of itself in `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ckptmap.protocols import Encoding
+from ckptmap.protocols.file_systems import ReadsFiles
+from ckptmap.quantization.compressed_tensors.config_json import DECLARES, beyond_weights, declared
+from ckptmap.quantization.compressed_tensors.stacked_experts import misread
+from ckptmap.quantization.linear_weights import LinearLayerScheme
+from ckptmap.tensors import TensorInfo
+
+
+class CompressedTarget(ReadsFiles, LinearLayerScheme):
+    """The base of all targets of this library."""
+
+    name: str
+    suffix: str
+    declares = DECLARES
+
+    def misread(self, fqn: str, encoding: Encoding, info: TensorInfo) -> str:
+        return misread(fqn, encoding, info)
+
+    def quantization_config_of(
+        self,
+        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        dense: Collection[str],
+        beyond: Mapping[str, object],
+    ) -> Mapping[str, object]:
+        return declared(encoded, dense, beyond)
+
+    def beyond_weights(
+        self, config: Mapping[str, object], names: Collection[str]
+    ) -> Mapping[str, object]:
+        return beyond_weights(config, names)
