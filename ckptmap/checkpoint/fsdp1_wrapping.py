@@ -18,11 +18,10 @@ from ckptmap.formats.detect import find, look
 from ckptmap.mapping.wrappers import ANYWHERE
 from ckptmap.protocols import Index
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.sharding.flat_param import KEY, is_flat
 from ckptmap.sharding.sharded_tensor_spec import is_sharded, read_sharded
 from ckptmap.tensors import Leaf, Region, StoredTensor
 from ckptmap.tensors import Path as Key
-
-FLAT = "_flat_param"
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,9 @@ def units_of(path: str, mounts: Mounts) -> Units | None:
         return None
     place, _ = find(look(file, mounts), registry.knows)
     index = index_of(place)
-    flat = {key: leaf for key, leaf in index.leaves.items() if _is_flat(key, leaf)}
+    flat = {key: leaf for key, leaf in index.leaves.items() if is_flat(key, leaf)}
     if flat:
-        modules = [str(key[-1]).removesuffix(FLAT).rstrip(".") for key in flat]
+        modules = [str(key[-1]).removesuffix(KEY).rstrip(".") for key in flat]
         return Units(tuple(map(_plain, modules)), _has_views(index, flat))
     modules_listed = next(iter(index.units.values()), ())
     return Units(tuple(map(_plain, modules_listed)), False) if modules_listed else None
@@ -68,10 +67,6 @@ class LikeUnits(Mapping[Key, Sequence[str]]):
 
     def __len__(self) -> int:
         return len(self._own)
-
-
-def _is_flat(key: Key, leaf: Leaf) -> bool:
-    return bool(key) and str(key[-1]).split(".")[-1] == FLAT and any(map(is_sharded, by_rank(leaf)))
 
 
 def _plain(module: str) -> str:

@@ -10,7 +10,7 @@ from itertools import islice
 from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.compare_tensors import Difference, difference
+from ckptmap.checkpoint.compare_tensors import difference
 from ckptmap.checkpoint.compare_values import match_extra_state, unequal_values
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed
@@ -182,7 +182,7 @@ def diff(
         )
         for ckpt in (first, second):
             stack.enter_context(origins_in_errors(ckpt.files.mounts))
-        measure = _values_differ if values else None
+        measure = (lambda _, a, b: difference(a, b)) if values else None
         report = compare(renamed(first, renaming), second, measure, phases)
         return report if renaming else with_prefix_told(report, first, second)
 
@@ -201,10 +201,6 @@ def _mended_by(report: DiffReport, change: PrefixChange) -> str:
         f"ckptmap diff {quote(report.a)} {quote(report.b)}{' --values' if report.values else ''}"
     )
     return f"{command} {change.names_option}"
-
-
-def _values_differ(name: str, a: LazyTensor, b: LazyTensor) -> Difference | None:
-    return difference(a, b)
 
 
 def compare(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ckptmap.mapping.wrappers import ANYWHERE
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.dtensor_spec import is_dtensor, read_placed
+from ckptmap.sharding.flat_param import KEY
 from ckptmap.sharding.flat_range_boxes import InUnit, Slices
 from ckptmap.sharding.reference_model import Plain
 from ckptmap.sharding.sharded_tensor_spec import is_sharded, read_sharded
@@ -23,8 +24,6 @@ from ckptmap.tensors import BUFFERS, FLOATING, Leaf, Opaque, PerRank, StoredTens
 
 Counts = tuple[int, ...]
 """How many elements each rank holds."""
-
-KEY = "_flat_param"
 
 
 @dataclass(frozen=True)

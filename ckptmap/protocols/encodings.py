@@ -128,6 +128,12 @@ class NamesParts(Protocol):
         """Return the stored name of a part of the tensor `key`."""
 
 
+def beside(key: str, name: str) -> str:
+    """Return the name of a tensor of the same module: `fc.input_scale` beside `fc.weight`."""
+    module, dot, _ = key.rpartition(".")
+    return f"{module}{dot}{name}"
+
+
 def part_key(encoding: Encoding, key: str, part: str) -> str:
     """Return the stored name of a part: `w.part` of `w`, unless the encoding names it otherwise."""
     if offers(encoding, NamesParts):

@@ -25,6 +25,7 @@ from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols.encodings import beside
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
@@ -61,13 +62,8 @@ _SMOOTHED = "pre_quant_scale"
 class _Named:
     def part_key(self, key: str, part: str) -> str:
         if part in ACTIVATIONS:
-            return _beside(key, part)
+            return beside(key, part)
         return f"{key}_{part}" if part not in ("", "packed") else key
-
-
-def _beside(fqn: str, name: str) -> str:
-    stem, dot, _ = fqn.rpartition(".")
-    return f"{stem}{dot}{name}"
 
 
 @dataclass(frozen=True)
@@ -203,7 +199,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         extra = tuple(
             (name, tensor.info.dtype, tensor.info.shape)
             for name in ACTIVATIONS
-            if (tensor := stored.get(_beside(fqn, name))) is not None
+            if (tensor := stored.get(beside(fqn, name))) is not None
         )
         info = self._logical(stored[fqn].info, dtype)
         return group_by_names(fqn, info, self._encoding(stored, fqn, extra), stored)
@@ -219,7 +215,7 @@ _Encoding = ModeloptFp4 | ModeloptE4m3
 
 
 def _scales(fqn: str) -> tuple[str, ...]:
-    return f"{fqn}_scale", f"{fqn}_scale_2", _beside(fqn, "input_scale")
+    return f"{fqn}_scale", f"{fqn}_scale_2", beside(fqn, "input_scale")
 
 
 def _single(fqn: str, stored: Mapping[str, StoredTensor], key: str) -> tuple[int, ...]:
@@ -233,7 +229,7 @@ def _single(fqn: str, stored: Mapping[str, StoredTensor], key: str) -> tuple[int
 
 
 def _is_smoothed(fqn: str, stored: Mapping[str, StoredTensor]) -> bool:
-    return _beside(fqn, _SMOOTHED) in stored
+    return beside(fqn, _SMOOTHED) in stored
 
 
 class ModeloptNvfp4(_Scheme):

@@ -45,7 +45,7 @@ class FlatParams:
         Optimizer state is left as it is. Raises SourceError CKM112 if there is a flat parameter and
         `like` is None or of another model, CKM110 if shards are missing.
         """
-        roots = dict.fromkeys(path[:-1] for path, leaf in leaves.items() if _is_flat(path, leaf))
+        roots = dict.fromkeys(path[:-1] for path, leaf in leaves.items() if is_flat(path, leaf))
         if not roots:
             return leaves
         result = dict(leaves)
@@ -59,7 +59,8 @@ class FlatParams:
         return result
 
 
-def _is_flat(path: Path, leaf: Leaf) -> bool:
+def is_flat(path: Path, leaf: Leaf) -> bool:
+    """Return whether a leaf is a flat parameter, by its name and its shards."""
     if not path or not str(path[-1]).endswith(KEY) or str(path[-1]).split(".")[-1] != KEY:
         return False
     return any(map(is_sharded, by_rank(leaf)))
@@ -116,7 +117,7 @@ class _StateDict:
         self.units = [
             _unit(key, self.plain[key], leaf)
             for key, leaf in leaves.items()
-            if _is_flat((key,), leaf)
+            if is_flat((key,), leaf)
         ]
 
     def unflatten(self) -> dict[str, Leaf]:
@@ -128,7 +129,7 @@ class _StateDict:
         by_key: dict[str, dict[str, Leaf]] = {key: {} for key in self.leaves}
         named_units: set[str] = set()
         for key, leaf in self.leaves.items():
-            if _is_flat((key,), leaf):
+            if is_flat((key,), leaf):
                 continue
             unit = self._unit_of(self.plain[key])
             slices = self._slices(key, leaf)

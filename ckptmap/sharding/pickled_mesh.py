@@ -101,7 +101,7 @@ def attributes(value: object) -> Mapping[object, object]:
 
 
 def malformed(key: str, problem: str) -> SourceError:
-    """Return the error for a DTensor that is not as torch pickles it."""
+    """Return the error for a DTensor or ShardedTensor that is not as torch pickles it."""
     return SourceError(
         "CKM112",
         f"{key}: {problem}",

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TypeGuard
 
 from ckptmap.errors import SourceError
+from ckptmap.sharding.pickled_mesh import malformed
 from ckptmap.tensors import Box, Leaf, Opaque, StoredTensor, TensorInfo
 
 CLASS = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
@@ -46,15 +47,15 @@ def read_sharded(leaf: Opaque, key: str) -> Sharded:
     shard has another shape than its metadata says."""
     state = leaf.state
     if leaf.info is None or not isinstance(state, tuple) or len(state) < 3:
-        raise _malformed(key, "a ShardedTensor without its shape or state")
+        raise malformed(key, "a ShardedTensor without its shape or state")
     shards, metadata = state[0], _attributes(state[1]).get("shards_metadata")
     if not isinstance(shards, list) or not isinstance(metadata, list):
-        raise _malformed(key, "a ShardedTensor without its shards")
+        raise malformed(key, "a ShardedTensor without its shards")
     ndim = len(leaf.info.shape)
     group = _attributes(state[2])
     rank, world = group.get("global_rank"), group.get("global_world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world:
-        raise _malformed(key, f"a ShardedTensor of rank {rank!r:.20} of {world!r:.20}")
+        raise malformed(key, f"a ShardedTensor of rank {rank!r:.20} of {world!r:.20}")
     own_shards = tuple(_shard(shard, leaf.info, key) for shard in shards)
     boxes = tuple(_box(_attributes(entry), ndim, key) for entry in metadata)
     return Sharded(leaf.info, own_shards, boxes, rank, world)
@@ -87,7 +88,7 @@ def _shard(shard: object, whole: TensorInfo, key: str) -> tuple[Box, StoredTenso
     tensor = fields.get("tensor")
     box = _box(_attributes(fields.get("metadata")), len(whole.shape), key)
     if not isinstance(tensor, StoredTensor):
-        raise _malformed(key, "a shard that holds no plain tensor")
+        raise malformed(key, "a shard that holds no plain tensor")
     if tensor.info != TensorInfo(box.sizes, whole.dtype):
         raise SourceError(
             "CKM112",
@@ -101,7 +102,7 @@ def _shard(shard: object, whole: TensorInfo, key: str) -> tuple[Box, StoredTenso
 def _box(metadata: Mapping[object, object], ndim: int, key: str) -> Box:
     offsets, sizes = (_ints(metadata.get(name)) for name in ("shard_offsets", "shard_sizes"))
     if offsets is None or sizes is None or not len(offsets) == len(sizes) == ndim:
-        raise _malformed(key, f"a shard without {ndim} offsets and sizes")
+        raise malformed(key, f"a shard without {ndim} offsets and sizes")
     return Box(offsets, sizes)
 
 
@@ -117,11 +118,3 @@ def _attributes(value: object) -> Mapping[object, object]:
     if isinstance(state, Sequence) and len(state) == 2 and state[0] is None:
         state = state[1]
     return state if isinstance(state, Mapping) else {}
-
-
-def _malformed(key: str, problem: str) -> SourceError:
-    return SourceError(
-        "CKM112",
-        f"{key}: {problem}",
-        "the file is damaged, or of a torch release that ckptmap does not know",
-    )

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from ckptmap.core.quantized_codes import Coded, CodeGrid, Recodes
 from ckptmap.protocols import Encoding, Refusal
+from ckptmap.quantization.blockwise.dequantize import window
 from ckptmap.storage.lazy_tensor import info_of
 from ckptmap.tensors import Box, TensorInfo
 from ckptmap.testing.base import expect
 from ckptmap.testing.parts import Assembly, Parts
-from ckptmap.testing.samples import cut, random_box, same
+from ckptmap.testing.samples import random_box, same
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ def check_codes(title: str, encoding: Encoding, info: TensorInfo, parts: Parts) 
     for _ in range(BOXES):
         box = random_box(grid.codes.shape, draw)
         part = _codes(title, encoding, info, parts, grid, box)
-        expect(same(part, cut(whole, box)), f"{title}: other codes at {box} than the whole has")
+        expect(same(part, window(whole, box)), f"{title}: other codes at {box} than the whole has")
     scales = encoding.scales(info, {name: parts[name] for name in encoding.scale_parts(info)})
     expect(info_of(scales) == TensorInfo(grid.scales, "float32"), f"{title}: scales {scales.shape}")
     expect(bool(scales.isfinite().all()), f"{title}: scales of finite values are not finite")
@@ -55,7 +56,7 @@ def _codes(
     for name, part in parts.items():
         where = encoding.code_box(info, name, box)
         if where is not None:
-            part_boxes[name] = cut(part, where).contiguous()
+            part_boxes[name] = window(part, where).contiguous()
     out = torch.empty(box.sizes, dtype=getattr(torch, grid.codes.dtype))
     encoding.codes(info, part_boxes, box, out)
     return out
@@ -105,7 +106,7 @@ def _decoded(encoding: Encoding, info: TensorInfo, parts: Parts) -> torch.Tensor
     for name, part in parts.items():
         where = encoding.part_box(info, name, box)
         assert where is not None
-        part_boxes[name] = cut(part, where).contiguous()
+        part_boxes[name] = window(part, where).contiguous()
     out = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
     encoding.decode(info, part_boxes, box, out)
     return out

@@ -17,13 +17,14 @@ from ckptmap.operations.convert import convert
 from ckptmap.protocols import Encoder, Encoding, Group, LooksFirst, Refusal, Scheme
 from ckptmap.protocols.encodings import TakesDtype
 from ckptmap.protocols.offers import offers
+from ckptmap.quantization.blockwise.dequantize import window
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor, info_of
 from ckptmap.tensors import ITEMSIZE, Box, Opaque, TensorInfo
 from ckptmap.testing.base import expect, registered, run_all
 from ckptmap.testing.codes import check_codes
 from ckptmap.testing.parts import Assembly, Parts, on_disk, stored
-from ckptmap.testing.samples import cut, random_box, same, save
+from ckptmap.testing.samples import random_box, same, save
 
 if TYPE_CHECKING:
     import torch
@@ -274,7 +275,7 @@ class _Attempt:
             expect(where is not None, f"{self.title}: part {name!r} cannot be cut at {box}")
             assert where is not None
             self._check_inside(name, where, info_of(part))
-            given[name] = cut(part, where).contiguous()
+            given[name] = window(part, where).contiguous()
         out = torch.full(box.sizes, 1, dtype=getattr(torch, self.info.dtype))
         self.encoding.decode(self.info, given, box, out)
         return out
@@ -309,7 +310,7 @@ class _Attempt:
             cuts = [self.encoding.part_box(self.info, name, box) for name in self.parts]
             if None in cuts:
                 continue  # None: the tensor must be decoded whole, which is allowed and slower
-            same_values = same(self.decoded(box), cut(self.whole, box))
+            same_values = same(self.decoded(box), window(self.whole, box))
             expect(same_values, f"{self.title}: decoded at {box}, other values than the whole has")
 
     # ------------------------------------------------------------------ recognised again

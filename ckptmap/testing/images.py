@@ -9,10 +9,11 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from ckptmap.protocols import OutFile, OutState, Writer
+from ckptmap.quantization.blockwise.dequantize import window
 from ckptmap.storage.crc32 import crc32
 from ckptmap.tensors import Path
 from ckptmap.testing.base import expect
-from ckptmap.testing.samples import cut, raw
+from ckptmap.testing.samples import raw
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ def image(
     out: OutFile, tensors: Tensors, background: int = 0, manifest: bytes | None = None
 ) -> bytes:
     """Return the file that slots and `seal` make; bytes that neither writes are `background`."""
-    datas = [raw(cut(tensors[slot.path], slot.box)) for slot in out.slots]
+    datas = [raw(window(tensors[slot.path], slot.box)) for slot in out.slots]
     crcs = [crc32(data) for data in datas] if out.needs_crc else []
     pieces = [(offset, bytes(piece)) for offset, piece in out.pieces(crcs, manifest)]
     end = max([out.nbytes, *(offset + len(piece) for offset, piece in pieces)])

@@ -16,8 +16,9 @@ from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import CkptmapError, SourceError
 from ckptmap.execution import manifest as manifests
 from ckptmap.protocols import Container, Directory
+from ckptmap.quantization.blockwise.dequantize import window
 from ckptmap.testing.base import claims, expect, opened, run_all, stored_tensors
-from ckptmap.testing.samples import cut, random_box, same
+from ckptmap.testing.samples import random_box, same
 from ckptmap.testing.strangers import strangers
 
 if TYPE_CHECKING:
@@ -125,7 +126,9 @@ class ReaderKit:
                 for _ in range(BOXES):
                     box = random_box(tuple(tensor.shape), draw)
                     values = ckpt[fqn].read(box.offsets, box.sizes)
-                    expect(same(values, cut(tensor, box)), f"{self.name}: {fqn} at {box} differs")
+                    expect(
+                        same(values, window(tensor, box)), f"{self.name}: {fqn} at {box} differs"
+                    )
 
     def truncated(self) -> None:
         """Check that a truncated file is refused by SourceError, or all values read from it are right."""

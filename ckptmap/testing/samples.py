@@ -96,13 +96,6 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, ob
 # ------------------------------------------------------------------------------- comparing
 
 
-def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the view of a tensor at a box."""
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
 def raw(tensor: torch.Tensor) -> bytes:
     """Return the row-major bytes of a tensor."""
     contiguous = tensor.detach().contiguous()  # outlives the view of its memory

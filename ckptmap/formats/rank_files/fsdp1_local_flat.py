@@ -21,11 +21,11 @@ from ckptmap.formats.pickle.writer import StorageTensor
 from ckptmap.formats.rank_files.sharded_tensor_pickle import Shards
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.protocols import OutFile, OutTensor, Slot
+from ckptmap.sharding.flat_param import KEY
 from ckptmap.sharding.flat_range_boxes import rectangles
 from ckptmap.storage.crc32 import crc32, crc32_combine
 from ckptmap.tensors import ITEMSIZE, Box, Path, contiguous_strides
 
-KEY = "_flat_param"
 ALIGNMENT_NBYTES = 16
 PADDING = 42
 """Value of the elements between parameters with `use_orig_params=True`, as torch writes them."""

@@ -22,6 +22,7 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
+from ckptmap.protocols.encodings import beside
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.group_checks import (
     group_by_names,
@@ -67,8 +68,7 @@ class NamedParts:
 
     def part_key(self, key: str, part: str) -> str:
         if part in ACTIVATIONS:
-            stem, dot, _ = key.rpartition(".")
-            return f"{stem}{dot}{part}"
+            return beside(key, part)
         return f"{key}_{part}" if part else key
 
 

@@ -21,6 +21,7 @@ from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols.encodings import beside
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.group_checks import (
     group_by_names,
@@ -48,15 +49,10 @@ class DeepseekFp4(PackedFp4):
     scale_name: str = "scale"
 
     def part_key(self, key: str, part: str) -> str:
-        return key if part == "packed" else _beside(key, self.scale_name)
+        return key if part == "packed" else beside(key, self.scale_name)
 
     def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         return {"scale_name": self.scale_name}
-
-
-def _beside(fqn: str, name: str) -> str:
-    stem, dot, _ = fqn.rpartition(".")
-    return f"{stem}{dot}{name}"
 
 
 class DeepseekFp4Scheme(LinearLayerScheme):
@@ -115,5 +111,5 @@ def _recorded(read: ScaledRecord, stored: Mapping[str, StoredTensor]) -> Found:
 def _made(fqn: str, name: str, dtype: str, stored: Mapping[str, StoredTensor]) -> Found:
     *rows, width = stored[fqn].info.shape
     info = TensorInfo((*rows, 2 * width), dtype)
-    scale = stored[_beside(fqn, name)]
+    scale = stored[beside(fqn, name)]
     return group_by_names(fqn, info, DeepseekFp4(scale.info.dtype, scale_name=name), stored)

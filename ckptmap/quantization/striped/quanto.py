@@ -23,6 +23,7 @@ from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols.encodings import beside
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, group_by_names, malformed
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, ScaledEncoding
@@ -49,7 +50,7 @@ CODES_8 = ("int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
 class _Named:
     def part_key(self, key: str, part: str) -> str:
         """Return the stored name: activation scales are in the module, other parts below the weight."""
-        return _beside(key, part) if part in ACTIVATIONS else f"{key}.{part}"
+        return beside(key, part) if part in ACTIVATIONS else f"{key}.{part}"
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ def _read(
         return None
     if len(inner) > 1:
         return fitting[0], 0, (rows, *inner)
-    bias = stored.get(_beside(fqn, "bias"))
+    bias = stored.get(beside(fqn, "bias"))
     shape = shape_of(fqn, rows, inner[0], bias, config)
     if shape is None:
         return None
@@ -280,10 +281,5 @@ def _extra(fqn: str, stored: Mapping[str, StoredTensor]) -> Extra:
     return tuple(
         (name, tensor.info.dtype, tensor.info.shape)
         for name in ACTIVATIONS
-        if (tensor := stored.get(_beside(fqn, name))) is not None
+        if (tensor := stored.get(beside(fqn, name))) is not None
     )
-
-
-def _beside(fqn: str, name: str) -> str:
-    stem, dot, _ = fqn.rpartition(".")
-    return f"{stem}{dot}{name}"
