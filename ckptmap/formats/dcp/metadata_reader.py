@@ -17,7 +17,6 @@ from contextlib import suppress
 from operator import add
 from typing import Any, NoReturn
 
-from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.metadata_classes import (
@@ -61,13 +60,12 @@ def read_metadata(data: bytes, where: str) -> Metadata:
             f"{where}: is empty (0 bytes): the save did not finish",
             "use an earlier checkpoint, or save again",
         )
-    with paused_gc():
-        metadata = None
-        if len(data) >= LONG_NBYTES:
-            # The whole pickle has the same fault. It is read next, and its error has the right offset.
-            with suppress(SourceError):
-                metadata = _read_short(data, where)
-        return metadata or _Reader(where).metadata(pickle_read.load(data, where, allow=ALLOW))
+    metadata = None
+    if len(data) >= LONG_NBYTES:
+        # The whole pickle has the same fault. It is read next, and its error has the right offset.
+        with suppress(SourceError):
+            metadata = _read_short(data, where)
+    return metadata or _Reader(where).metadata(pickle_read.load(data, where, allow=ALLOW))
 
 
 def _read_short(data: bytes, where: str) -> Metadata | None:
