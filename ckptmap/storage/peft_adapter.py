@@ -17,7 +17,7 @@ SOFT_PROMPTS = frozenset(
 
 def merged_elsewhere(kind: object) -> str:
     """Return the next step for an adapter of a `peft_type` that ckptmap does not merge."""
-    if kind in SOFT_PROMPTS:
+    if isinstance(kind, str) and kind in SOFT_PROMPTS:
         return "it adds nothing to the weights of its base, so nothing can be merged: load it beside its base with peft"
     return "ckptmap merges LoRA, rsLoRA and DoRA; merge others with peft: model.merge_and_unload()"
 

@@ -251,11 +251,11 @@ def test_runs_of_a_file_are_read_in_the_order_given(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.write_bytes(bytes(range(50)))
     files = Files()
-    assert files.read_runs(str(file), [(40, 2), (0, 3), (7, 0)]) == [b"\x28\x29", b"\0\1\2", b""]
+    assert files.read_runs(str(file), [40, 0, 7], [2, 3, 0]) == [b"\x28\x29", b"\0\1\2", b""]
     with pytest.raises(RunError, match="ended at byte 50, expected 60"):
-        files.read_runs(str(file), [(0, 3), (40, 20)])
+        files.read_runs(str(file), [0, 40], [3, 20])
     with pytest.raises(SourceError, match="cannot be read"):
-        files.read_runs(str(tmp_path / "absent"), [(0, 3)])
+        files.read_runs(str(tmp_path / "absent"), [0], [3])
     files.close()
 
 

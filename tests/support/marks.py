@@ -132,6 +132,7 @@ SLOW = frozenset(
         "live/save/test_same_as_base.py::test_a_changed_weight_is_saved",
         "live/save/test_save_handle.py::test_the_end_of_the_process_warns_and_logs",
         "live/save/test_save_handle.py::test_the_working_directory_may_change_while_it_writes",
+        "live/save/test_staged_values.py::test_a_save_of_many_small_tensors_makes_few_calls_for_each",
         "live/save/test_sweep_saves.py",
         "live/state_dict/test_hooks.py::test_any_optimizer_into_any",
         "mapping/test_authoring_kit.py::test_a_draft_is_for_the_model_of_the_config_and_works_in_convert",
