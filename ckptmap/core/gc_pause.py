@@ -9,8 +9,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MANY = 1000
-"""Objects that the collector walks in a fifth of a millisecond: fewer are left to it."""
+MANY = 10_000
+"""Objects that the collector walks in about a millisecond: fewer are left to it."""
 
 
 @contextmanager
