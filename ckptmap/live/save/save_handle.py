@@ -46,6 +46,7 @@ class SaveHandle:
         self.is_told = False
         """Whether the next `save` has raised the error of this one."""
         self._thread: threading.Thread | None = None
+        self._returned = threading.Event()
         if background:
             self._thread = threading.Thread(target=self._work, name="ckptmap-save")
             self._thread.start()
@@ -55,6 +56,7 @@ class SaveHandle:
             self.wait()
         self.blocked_s = time.perf_counter() - begun
         """Seconds for which `save` held the calling thread; of a save in the background, its copies."""
+        self._returned.set()
 
     def __repr__(self) -> str:
         state = "running" if not self.done else "failed" if self._error else "published"
@@ -69,6 +71,9 @@ class SaveHandle:
         """Run the save. What it holds, all weights for one, goes with its end: a handle may be kept."""
         run, self._run = self._run, None
         assert run is not None, "it runs once"
+        if self._thread is not None:
+            # Else the thread that trains would wait 5 ms for Python's lock. An interrupt may keep it from returning.
+            self._returned.wait(timeout=1.0)
         try:
             self._notes = run()
         except BaseException as error:  # `wait` raises it again
