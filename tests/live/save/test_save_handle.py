@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckptmap
 from ckptmap.errors import CkptmapError, DestinationError
+from ckptmap.live.save import save_handle
 from ckptmap.live.save.save_handle import SaveHandle, settle_started
 
 
@@ -34,6 +35,19 @@ def test_the_next_save_raises_what_nobody_has_seen(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
     ckptmap.save(tmp_path / "b", nn.Linear(2, 2)).wait()
     assert ckptmap.verify(tmp_path / "b").ok
+
+
+def test_the_thread_that_writes_begins_once_the_call_has_returned(tmp_path: Path) -> None:
+    """Else the thread that trains would wait for Python's lock, which the other one has just got."""
+    began: list[bool] = []
+
+    def run() -> tuple[str, ...]:
+        began.append(hasattr(save_handle._started[-1], "blocked_s"))
+        return ()
+
+    for number in range(20):
+        SaveHandle(tmp_path, number, run, background=True).wait()
+    assert began == [True] * 20
 
 
 def test_a_save_in_another_thread_at_the_start_of_one(
