@@ -9,7 +9,7 @@ them: the last segments are few, and what stands before them, a module, is a num
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, count, repeat
 from operator import add
@@ -60,14 +60,12 @@ class StoredTable:
         those of as many codes, and then need not be looked up.
         """
         keys = self.keys
-        lasts = [key[key.rfind(".") + 1 :] for key in keys]
-        numbers_of: dict[str, list[int]] = {last: [] for last in dict.fromkeys(lasts)}
-        for number, last in enumerate(lasts):
+        numbers_of = defaultdict[str, list[int]](list)
+        for number, (_, _, last) in enumerate(map(str.rpartition, keys, repeat("."))):
             numbers_of[last].append(number)
         known: dict[tuple[str, int], tuple[list[str], list[int]]] = {}
         for last, numbers in numbers_of.items():
-            cut = -len(last) or None  # a key may end in a dot
-            stems = [key[:cut] for key in map(keys.__getitem__, numbers)]
+            stems = list(map(str.removesuffix, map(keys.__getitem__, numbers), repeat(last)))
             alike, modules = known.get((stems[0], len(stems)), ([], []))
             if stems != alike:
                 modules = list(map(self._modules.setdefault, stems, count(len(self.stems))))
@@ -99,9 +97,8 @@ class StoredTable:
     def cut(self, fqns: Sequence[str]) -> tuple[Sequence[int], Sequence[str]]:
         """Return the module of each weight, as `modules` does, and the last segment of its FQN."""
         if fqns is not self._known[0]:
-            ats = [fqn.rfind(".") + 1 for fqn in fqns]
-            stems = [fqn[:at] for fqn, at in zip(fqns, ats, strict=True)]
-            lasts = [fqn[at:] for fqn, at in zip(fqns, ats, strict=True)]
+            lasts = [last for _, _, last in map(str.rpartition, fqns, repeat("."))]
+            stems = list(map(str.removesuffix, fqns, lasts))
             modules = list(map(self._modules.get, stems, repeat(ABSENT)))
             for stem in stems if ABSENT in modules else ():
                 if stem not in self._modules:

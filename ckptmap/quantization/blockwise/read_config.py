@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
-from operator import add
+from operator import add, sub
 from pathlib import Path
 
 from ckptmap.core.stored_parts import StoredParts
@@ -88,15 +88,19 @@ def read_each_small(parts: StoredParts, numbers: Sequence[int], files: Files) ->
     homes, offsets, sizes = parts.places(numbers)
     found: list[bytes] = [b""] * len(numbers)
     by_file: dict[str, list[int]] = {}
-    for file, run in groupby(range(len(numbers)), homes.__getitem__):
-        by_file.setdefault(file, []).extend(run)
+    begin = 0
+    for file, run in groupby(homes):
+        end = begin + len(list(run))
+        by_file.setdefault(file, []).extend(range(begin, end))
+        begin = end
+    are_small = bool(numbers) and "" not in by_file and min(sizes) > 0 and max(sizes) <= NEAR
     known: dict[bytes, bytes] = {}
     for file, every in by_file.items():
-        small = [at for at in every if 0 < sizes[at] <= NEAR] if file else []
-        small.sort(key=offsets.__getitem__)
+        small = every if are_small else [at for at in every if file and 0 < sizes[at] <= NEAR]
         for at in every if len(small) < len(every) else ():
             if not file or not 0 < sizes[at] <= NEAR:
                 found[at] = _read(parts.table.tensors[numbers[at]], files)
+        small.sort(key=offsets.__getitem__)
         begins, lengths = (list(map(column.__getitem__, small)) for column in (offsets, sizes))
         values = _read_runs(file, begins, lengths, files) if small else []
         for at, value in zip(small, map(known.setdefault, values, values), strict=True):
@@ -108,6 +112,8 @@ def _read_runs(
     file: str, offsets: Sequence[int], sizes: Sequence[int], files: Files
 ) -> list[bytes]:
     """Return the bytes of small tensors of a file, whose offsets rise."""
+    if min(map(sub, offsets[1:], map(add, offsets, sizes)), default=0) > NEAR:
+        return files.read_runs(file, offsets, sizes)  # no two are neighbours
     ends = list(accumulate(map(add, offsets, sizes), max))
     begins = [
         at
@@ -119,8 +125,6 @@ def _read_runs(
     starts = list(map(offsets.__getitem__, begins))
     lengths = [ends[stop - 1] - start for stop, start in zip(stops, starts, strict=True)]
     read = files.read_runs(file, starts, lengths)
-    if len(read) == len(offsets):
-        return read
     return [
         data[offset - start : offset - start + nbytes]
         for data, start, begin, stop in zip(read, starts, begins, stops, strict=True)
