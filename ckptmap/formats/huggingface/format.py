@@ -25,16 +25,14 @@ from ckptmap.core.state_paths import joined
 from ckptmap.core.tensor_columns import PlainTensors, nbytes_of
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface.carrier import MODULES, HfCarrier, weights_of_modules
+from ckptmap.formats.huggingface.like_files import LikeFiles, like_index, like_words, split_alike
 from ckptmap.formats.huggingface.missing_shards import require_all
 from ckptmap.formats.huggingface.shard_index import (
     INDEX_SUFFIX,
     SHARD,
-    LikeIndex,
     ShardIndex,
-    like_index,
     parse_index,
     shard_name,
-    split_alike,
     split_shards,
 )
 from ckptmap.formats.huggingface.shards import read_listed, read_shards
@@ -72,7 +70,7 @@ HF = Setup(
     writer="hf",
     holds_extra=False,
     carrier=HfCarrier(),
-    inner=LikeIndex(),
+    inner=LikeFiles(),
     live="plain",
     summary="Hugging Face directory: safetensors shards, index, config and tokenizer",
 )
@@ -261,6 +259,8 @@ class HfWriter:
             named = [(shard_name(stem, n, len(shards)), s) for n, s in enumerate(shards, 1)]
         weight_map: dict[str, str] = {}
         about = torchao_metadata.write(state.records, keys)
+        words = like_words(state.inner, state.places)
+        common = {"format": "pt", **_common(words.values())}
         item_nbytes = each(infos, lambda info: info.itemsize)
         files = []
         for file, shard in named:
@@ -269,7 +269,8 @@ class HfWriter:
             shard_keys = list(map(keys.__getitem__, shard))
             weight_map.update(zip(shard_keys, repeat(file), strict=False))
             held, nbytes = tensors.take(shard), list(map(sizes.__getitem__, shard))
-            files.append(_shard_file(file, shard_keys, held, nbytes, state.records, about))
+            stated = {**(words.get(file, common) if kept_order else common), **about}
+            files.append(_shard_file(file, shard_keys, held, nbytes, state.records, stated))
         if len(named) > 1:
             stem = numbered["stem"] if (numbered := SHARD.fullmatch(named[0][0])) else stem
             file = stem + INDEX_SUFFIX
@@ -294,20 +295,26 @@ def _unique_keys(paths: Sequence[Path]) -> list[str]:
     return keys
 
 
+def _common(of_files: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return the entries that all files have, in the order of the first."""
+    first, *others = [*of_files] or [{}]
+    return {k: v for k, v in first.items() if all(other.get(k) == v for other in others)}
+
+
 def _shard_file(
     name: str,
     keys: Sequence[str],
     tensors: OutTensors,
     sizes: Sequence[int],
     records: Mapping[str, Mapping[str, object]],
-    about: Mapping[str, str],
+    stated: Mapping[str, str],
 ) -> OutFile:
-    """Return one shard. `about` is metadata that a library expects in every shard.
+    """Return one shard. `stated` is its metadata besides the records.
 
     Its tensors come by falling element size, so that each is aligned in a file that is mapped into
     memory, unless their order is kept.
     """
-    metadata = {"format": "pt", **about}
+    metadata = dict(stated)
     held = held_records(records, keys) if records else {}
     if held:
         metadata[RECORDS] = json.dumps(held, sort_keys=True, separators=(",", ":"))

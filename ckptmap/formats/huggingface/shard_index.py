@@ -13,7 +13,6 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -22,9 +21,7 @@ from pathlib import Path
 
 from ckptmap.core.json_text import JsonError, parse_json
 from ckptmap.errors import SourceError
-from ckptmap.protocols import CarriedFile
-from ckptmap.protocols.file_systems import Mounts, ReadsFiles
-from ckptmap.storage.sidecar import Sidecar
+from ckptmap.protocols.file_systems import Mounts
 
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -156,7 +153,7 @@ def _as_written(data: bytes, file: str) -> ShardIndex | None:
     if not isinstance(tree, dict) or tree.get("weight_map") != {}:
         return None
     return ShardIndex(
-        text, begin, end, MARK, NEXT, count, _total(tree),
+        text, begin, end, MARK, NEXT, count, total_size(tree),
         lambda: _general(Path(file).read_bytes(), file).weight_map,
     )  # fmt: skip
 
@@ -175,11 +172,11 @@ def _general(data: bytes, file: str) -> ShardIndex:
             raise _bad(file, f"weight_map[{key!r}], expected a file name, found {_kind(shard)}")
     # No name that a header may have holds a line feed or a NUL.
     entries = "\n".join(map("\0".join, weight_map.items()))
-    count, total = len(weight_map), _total(tree)
+    count, total = len(weight_map), total_size(tree)
     return ShardIndex(entries, 0, len(entries), "\0", "\n", count, total, lambda: weight_map)
 
 
-def _total(tree: Mapping[str, object]) -> int | None:
+def total_size(tree: Mapping[str, object]) -> int | None:
     """Return the bytes of all tensors that an index states. Some writers (torch's consolidation) give a float."""
     metadata = tree.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -220,31 +217,6 @@ def emit_index(weight_map: Mapping[str, str], total_nbytes: int) -> bytes:
     return f"{head}{SEPARATOR.join(lines)}{tail}\n".encode()
 
 
-class LikeIndex(ReadsFiles):
-    """Gives the writer the index of the checkpoint of `--as`: its writer may have told more, or in another order."""
-
-    def files(
-        self, siblings: Sequence[str], given: str | None, source: str | None, like: str | None
-    ) -> tuple[Mapping[str, Sidecar], list[str]]:
-        """Return the index of the directory `like`, by its name; nothing without one."""
-        if like is None:
-            return {}, []
-        found = sorted(Path(like).glob(f"*{INDEX_SUFFIX}"))
-        return {file.name: Sidecar.at(str(file), self.mounts) for file in found}, []
-
-
-def like_index(theirs: CarriedFile | None, weight_map: Mapping[str, str], total: int) -> bytes:
-    """Return the text of another checkpoint's index where it is true of these files, else one of our own."""
-    if theirs is not None and theirs.nbytes <= MAX_INDEX_NBYTES:
-        text = theirs.read()
-        with suppress(JsonError):
-            tree = parse_json(text, max_nbytes=MAX_INDEX_NBYTES, allow_nan=False)
-            same = isinstance(tree, dict) and tree.get("weight_map") == weight_map
-            if same and _total(tree) in (total, None):
-                return text
-    return emit_index(weight_map, total)
-
-
 def split_shards(nbytes: Sequence[int], limit: int) -> list[list[int]]:
     """Return for each shard the positions of its tensors; `nbytes` are their sizes, `limit` a shard's.
 
@@ -266,29 +238,6 @@ def split_shards(nbytes: Sequence[int], limit: int) -> list[list[int]]:
     if current:
         shards.append(current)
     return shards
-
-
-def split_alike(
-    keys: Sequence[str], places: Mapping[str, tuple[str, int]]
-) -> list[tuple[str, list[int]]]:
-    """Return each file of `places`, by its name, with the positions of its tensors in their order there.
-
-    Return an empty list if a key has no place, or the files are not of one directory of safetensors.
-    """
-    if not keys or not places.keys() >= set(keys):
-        return []
-    files: dict[str, list[int]] = {}
-    for position, key in enumerate(keys):
-        files.setdefault(places[key][0], []).append(position)
-    names = {file: Path(file).name for file in files}
-    numbered = [SHARD.fullmatch(name) for name in names.values()]
-    alike = len(names) == 1 or (all(numbered) and len({m and m["stem"] for m in numbered}) == 1)
-    if not alike or not all(name.endswith(".safetensors") for name in names.values()):
-        return []
-    return [
-        (names[file], sorted(files[file], key=lambda i: places[keys[i]][1]))
-        for file in sorted(files, key=lambda file: names[file])
-    ]
 
 
 def shard_name(stem: str, number: int, count: int) -> str:

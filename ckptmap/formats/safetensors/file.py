@@ -7,6 +7,7 @@ An encoding record tells how a quantized tensor is stored: its scheme, shape, dt
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptmap.core.json_text import parse_json
@@ -20,6 +21,7 @@ from ckptmap.tensors import TensorInfo
 RECORDS = "ckptmap"
 """Key in `__metadata__` under which ckptmap stores its encoding records: JSON {fqn: record}."""
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 LFS_MAGIC = b"version https://git-lfs"
 
 
@@ -71,6 +73,16 @@ def records_of(header: Header, file: str) -> dict[str, Mapping[str, object]]:
     for fqn in records.keys() & others.keys():
         _require_same(fqn, records[fqn], others[fqn], file)
     return {**{fqn: r for fqn, r in others.items() if fqn not in records}, **records}
+
+
+def words_of(header: Header) -> dict[str, str]:
+    """Return the metadata of a header that describes no encoding: what its writer says besides.
+
+    Half of a surrogate pair is left out: it is no UTF-8, and no other reader opens a file that has it.
+    """
+    described = {RECORDS, *torchao_metadata.described(header.metadata)}
+    texts = ((k, v) for k, v in header.metadata.items() if k not in described)
+    return {k: v for k, v in texts if not _SURROGATE.search(k + v)}
 
 
 def _require_same(

@@ -31,7 +31,8 @@ def emit(keys: Sequence[str], infos: Sequence[TensorInfo], metadata: Mapping[str
     """
     items = []
     if metadata:
-        items.append(f'"{METADATA}":{json.dumps(dict(metadata), separators=(",", ":"))}')
+        text = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
+        items.append(f'"{METADATA}":{text}')
     _check_written(keys)
     forms = {id(info): _written_form(keys[at], info) for at, info in distinct_at(infos)}
     stops = list(map(str, accumulate(nbytes_of(infos), initial=0)))

@@ -63,6 +63,11 @@ def _names(metadata: Mapping[str, str]) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
+def described(metadata: Mapping[str, str]) -> list[str]:
+    """Return the keys under which torchao describes tensors."""
+    return [NAMES, *_names(metadata)] if NAMES in metadata else []
+
+
 def _parts(keys: Sequence[str]) -> dict[str, list[str]]:
     """Return FQN -> names of parts, from the stored keys of torchao 0.14."""
     parts: dict[str, list[str]] = {}
