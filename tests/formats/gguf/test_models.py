@@ -87,6 +87,22 @@ def test_a_config_beside_the_file_goes_first(tmp_path: Path) -> None:
     assert written["transformers_version"]
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt_oss"])
+def test_a_config_beside_the_file_that_names_the_family_alone(name: str, tmp_path: Path) -> None:
+    """As in thousands of repositories of GGUF files, whose config.json is {"model_type": "llama"}."""
+    model = MODELS[name]
+    built = build(model)
+    path = write_model(model, built, tmp_path / "m.gguf")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model.config["model_type"]}))
+    report = ckptmap.convert(path, tmp_path / "out", to="hf-fp32", strict=True)
+    loaded, told = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert np.array_equal(logits(loaded.eval()), logits(built))
+    assert any("config.json: states no sizes of the model" in note for note in report.notes)
+
+
 def test_codes_are_kept_where_only_rows_change_their_order(tmp_path: Path) -> None:
     model = MODELS["llama"]
     path = write_model(model, build(model), tmp_path / "m.gguf", "Q8_0")
