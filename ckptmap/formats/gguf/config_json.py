@@ -106,6 +106,13 @@ def config_of(header: GgufHeader) -> Config | None:
     return {**config, "torch_dtype": "float32"}
 
 
+def unmapped(header: GgufHeader) -> str:
+    """Return the architecture, where it is none of those that mapping files are for; "" otherwise, and for a file that
+    states none."""
+    name = header.text("general.architecture")
+    return "" if name in ARCHITECTURES else name
+
+
 def untold(header: GgufHeader) -> list[str]:
     """Return notes on what the file holds and a config.json made of it does not say."""
     rows = _vocabulary(header)

@@ -164,6 +164,21 @@ def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
     assert "the weights have no config.json; give one with --config-from PATH" in report.notes
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "phi3", "llama"])
+def test_names_of_another_architecture_prove_no_model(name: str, tmp_path: Path) -> None:
+    """OLMoE has Qwen 3 MoE's names, Cohere has Llama's with q and k in another order: the file says which it is."""
+    tensors = {n: ("F32", w.numpy()) for n, w in named(MODELS[name], build(MODELS[name])).items()}
+    path = write(tmp_path / "m.gguf", tensors, arch="nemesis")
+    report = ckptmap.convert(path, tmp_path / "out", to="hf-bf16")
+    assert set(ckptmap.open(tmp_path / "out")) == set(tensors)
+    assert any("no mapping file is for 'nemesis'" in note for note in report.notes)
+    with pytest.raises(CkptmapError, match="no mapping file is for 'nemesis'"):
+        ckptmap.convert(path, tmp_path / "hf", to="hf-bf16", names="hf")
+    if name == "phi3":  # needs no config
+        ckptmap.convert(path, tmp_path / "hf", to="hf-bf16", names="hf", names_from="phi3/gguf")
+        assert "model.layers.0.self_attn.qkv_proj.weight" in ckptmap.open(tmp_path / "hf")
+
+
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
