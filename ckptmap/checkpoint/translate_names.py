@@ -138,7 +138,8 @@ def translated(
     with paused_gc():
         left = {key: why for key in ckpt if (why := leave(key)) is not None}
         infos = {key: info for key, info in ckpt.infos().items() if key not in left}
-        choice = choose(infos, names, names_from, config)
+        unmapped = "" if names == ckpt.index.naming else ckpt.index.unmapped_model
+        choice = choose(infos, names, names_from, config, unmapped)
         return _apply_choice(ckpt, choice, config, left)
 
 

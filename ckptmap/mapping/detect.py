@@ -182,6 +182,7 @@ def choose(
     names: str,
     names_from: str | None = None,
     config: Mapping[str, object] | None = None,
+    unmapped: str = "",
 ) -> SchemeChoice:
     """Return the schemes that `--names` and `--names-from` mean for these keys.
 
@@ -189,11 +190,20 @@ def choose(
                 transformers and in nanoGPT, are told apart by shape
     names       `auto` or `hf`; a scheme, with or without family and era; or a mapping file
     names_from  the source's scheme in the same form; None: by fingerprint
+    unmapped    what the source says of itself: a model for which there is no scheme, whatever its names fit
 
     Raises PlanError CKM603 where a name is unknown, CKM604 where the source is not recognized or could
-    be in several schemes.
+    be in several schemes, or is another model than they are for.
     """
-    return _Choosing(keys, names, names_from, config).choice()
+    chosen = _Choosing(keys, names, names_from, config)
+    if unmapped and config is None and not chosen.asked:
+        raise PlanError(
+            "CKM604",
+            f"no mapping file is for {unmapped[:60]!r}, the model that the file says it holds",
+            "if it is built like a model of `ckptmap mappings list`, name that scheme with --names-from and give its"
+            " config.json with --config-from",
+        )
+    return chosen.choice()
 
 
 class _Choosing:
@@ -207,6 +217,12 @@ class _Choosing:
         self.names, self.names_from, self.config = names, names_from, config
         self.keys, self.seen = keys, KeyCounts(keys)
         self.infos = keys if isinstance(keys, Mapping) else None
+
+    @property
+    def asked(self) -> bool:
+        """Whether a family or a mapping file is named, whatever the config says."""
+        given = (self.names, self.names_from or "")
+        return any("/" in name or name.endswith(SUFFIX) for name in given)
 
     def choice(self) -> SchemeChoice:
         if self.names in (AUTO, HUB):
@@ -253,6 +269,7 @@ class _Choosing:
         if len(best) > 1:
             best = [entry for entry in best if self._fits(entry)] or best
         if len(best) > 1 and any(entry.name != HUB for entry in best):
+            self._refuse_strangers(best)
             raise PlanError(
                 "CKM604",
                 f"the keys could be of {', '.join(entry.title for entry in best)}",
@@ -297,6 +314,7 @@ class _Choosing:
                 raise self._missing(source)
             entries = [entry for entry in entries if left[entry.title] == min(left.values())]
         if len(entries) > 1:
+            self._refuse_strangers(entries)
             raise PlanError(
                 "CKM604",
                 f"--names {self.names} could be {', '.join(entry.title for entry in entries)}",
@@ -317,11 +335,9 @@ class _Choosing:
         when it is asked for by name.
         """
         types = model_types(self.config)
-        given = (self.names, self.names_from or "")
-        asked = any("/" in name or name.endswith(SUFFIX) for name in given)
         family = [other for other in available() if other.family == entry.family]
         known = any(map(self._is_for_model, (entry, *family)))
-        if entry.name == HUB or asked or not types or known:
+        if entry.name == HUB or self.asked or not types or known:
             return entry
         option = "--names-from" if self.names in (AUTO, HUB, MEMORY) else "--names"
         raise PlanError(
@@ -329,6 +345,20 @@ class _Choosing:
             f"the names fit {entry.title}, but that is for {some(entry.models)}, and the config"
             f" says model_type {types[0]!r}",
             f"if the model is built like one of those, add {option} {entry.title}",
+        )
+
+    def _refuse_strangers(self, entries: Sequence[CatalogEntry]) -> None:
+        """Raise PlanError CKM604 where the config is of a model that none of several schemes is for."""
+        types = model_types(self.config)
+        if self.asked or not types or any(map(self._is_for_model, entries)):
+            return
+        option = "--names-from" if self.names in (AUTO, HUB, MEMORY) else "--names"
+        models = sorted({model for entry in entries for model in entry.models})
+        raise PlanError(
+            "CKM604",
+            f"the names fit {some([entry.title for entry in entries])}, but those are for {some(models)}, and the config"
+            f" says model_type {types[0]!r}",
+            f"if the model is built like one of those, name its scheme: {option} {entries[0].title}",
         )
 
     def _missing(self, source: CatalogEntry) -> PlanError:

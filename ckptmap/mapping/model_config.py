@@ -54,7 +54,7 @@ def _is_pointer(file: Path, mounts: Mounts) -> bool:
 
 def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[str, object] | None:
     """Return the config at `asked`, a GGUF file too, else the one beside a checkpoint, else Meta's params.json there, else
-    what a GGUF file says.
+    what a GGUF file says. It goes first where the config beside it states no sizes.
 
     Their sizes are returned under the names of config.json. Returns None where there is none of them. Raises PlanError
     CKM605 for a config.json that cannot be read.
@@ -64,7 +64,8 @@ def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[s
     place = Path(path if asked is None else asked)
     folder = place if place.is_dir() else place.parent
     if asked is None and (folder / CONFIG).is_file():
-        return read_config(folder / CONFIG, mounts)
+        config = read_config(folder / CONFIG, mounts)
+        return _completed(config, place, mounts)
     problem = why_no_file(folder / CONFIG) if asked is None else ""
     if problem:
         raise PlanError("CKM605", f"{folder / CONFIG}: {problem}", OTHER)
@@ -74,9 +75,23 @@ def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[s
     params = read_params(folder / PARAMS, mounts) if has_params else None
     if params is not None:
         return params.config
+    return _of_gguf(place, mounts)
+
+
+def _completed(config: dict[str, object], place: Path, mounts: Mounts) -> dict[str, object]:
+    """Return the config, or what the GGUF file that it lies beside says, where it states no sizes."""
+    if not holds_gguf(place, mounts):
+        return config
+    from ckptmap.formats.huggingface.bare_config import is_bare  # few sources are GGUF files
+
+    return (_of_gguf(place, mounts) if is_bare(config) else None) or config
+
+
+def _of_gguf(place: Path, mounts: Mounts) -> dict[str, object] | None:
+    """Return the config made of the metadata of a GGUF file; None where the path is none, or they describe no model."""
     if not holds_gguf(place, mounts):
         return None
-    from ckptmap.formats.gguf.reader import config_at
+    from ckptmap.formats.gguf.reader import config_at  # likewise
 
     return config_at(place, mounts)
 

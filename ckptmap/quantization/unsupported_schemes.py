@@ -88,6 +88,8 @@ SCHEMES = (
     _scheme("HIGGS", ".tables2", ".weight", ".scales", ".tables", ".tables2"),
     _scheme("EETQ int8", ".weight_scales", ".weight", ".weight_scales", payload=("int8",)),
     _scheme("Metal", ".qbiases", ".weight", ".scales", ".qbiases", payload=("uint32",)),
+    _scheme("MLX", ".biases", ".weight", ".scales", ".biases", payload=("uint32",)),
+    _scheme("MLX", ".scales", ".weight", ".scales", payload=("uint32",)),
     _scheme("EXL2", ".q_weight", dtypes=("int32",)),
     _scheme("EXL3", ".trellis", dtypes=("int16",)),
     _scheme("SpQR", ".dense_weights"),
@@ -119,6 +121,7 @@ READERS: Mapping[str, str] = {
     "Marlin 2:4": "vLLM runs it on a GPU",
     "EETQ int8": "transformers with the package eetq runs it on a GPU",
     "Metal": "transformers runs it on an Apple GPU",
+    "MLX": "mlx-lm makes it dense, with mlx[cpu] on Linux, too: `mlx_lm.convert --dequantize --hf-path SRC --mlx-path DENSE`",
     "BitNet": "transformers runs it",
     "GPTQ or AWQ": "put the config.json, quantize_config.json or quant_config.json that it was saved with beside the"
     " weights: gptq, gptq_v2 and gemm are decoded",

@@ -270,6 +270,10 @@ LAYERS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
         "weight": ((64, 8), torch.uint32), "scales": ((64, 2), torch.float16),
         "qbiases": ((64, 2), torch.float16),
     },
+    "MLX": {  # as mlx_lm.convert 0.32 wrote it; the form mxfp4 has no biases
+        "weight": ((64, 8), torch.uint32), "scales": ((64, 1), torch.bfloat16),
+        "biases": ((64, 1), torch.bfloat16),
+    },
 }  # fmt: skip
 """The names, ranks and dtypes of one layer, by hand: each library needs a GPU, or CUDA to be built."""
 

@@ -118,6 +118,10 @@ MODELS: Mapping[str, Model] = {
     ),
     "qwen2": Model(MODEL_ARCH.QWEN2, {**BASE, "model_type": "qwen2"}, _same),
     "qwen3": Model(MODEL_ARCH.QWEN3, {**BASE, "head_dim": 128, "model_type": "qwen3"}, _same),
+    "qwen3-biases": Model(
+        MODEL_ARCH.QWEN3,
+        {**BASE, "head_dim": 128, "attention_bias": True, "model_type": "qwen3"}, _same,
+    ),
     "qwen2_moe": Model(
         MODEL_ARCH.QWEN2MOE,
         {**BASE, **MOE, "shared_expert_intermediate_size": 64, "model_type": "qwen2_moe"},
@@ -144,6 +148,11 @@ MODELS: Mapping[str, Model] = {
         {**GEMMA, "rope_theta": 1000000.0, "model_type": "gemma3_text"},
         _norm_plus_one,
     ),
+    "gemma3-biases": Model(
+        MODEL_ARCH.GEMMA3,
+        {**GEMMA, "rope_theta": 1000000.0, "attention_bias": True, "model_type": "gemma3_text"},
+        _norm_plus_one,
+    ),
     "gemma": Model(MODEL_ARCH.GEMMA, {**BASE, "head_dim": 256, "model_type": "gemma"}, _norm_plus_one),
     "mixtral": Model(
         MODEL_ARCH.LLAMA,
@@ -153,6 +162,11 @@ MODELS: Mapping[str, Model] = {
     ),
     "phi3": Model(
         MODEL_ARCH.PHI3, {k: v for k, v in BASE.items() if k != "head_dim"} | {"model_type": "phi3"}, _same
+    ),
+    "phi4": Model(
+        MODEL_ARCH.PHI3,
+        {k: v for k, v in BASE.items() if k != "head_dim"} | {"sliding_window": None, "model_type": "phi3"},
+        _same,
     ),
     "gpt_oss": Model(
         MODEL_ARCH.GPT_OSS,
@@ -229,7 +243,7 @@ def _add_metadata(writer: GGUFWriter, model: Model, config: Mapping[str, Any]) -
         writer.add_value_length(head)
         writer.add_rope_dimension_count(head)
     if "sliding_window" in model.config:
-        writer.add_sliding_window(model.config["sliding_window"])
+        writer.add_sliding_window(model.config["sliding_window"] or 0)
     if model.arch == MODEL_ARCH.GPT_OSS:
         writer.add_string("gpt-oss.rope.scaling.type", "yarn")
         writer.add_float32("gpt-oss.rope.scaling.factor", 32.0)

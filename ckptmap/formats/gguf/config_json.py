@@ -33,6 +33,8 @@ SIZES: Mapping[str, str] = {
     "attention.sliding_window": "sliding_window",
     "expert_used_count": "num_experts_per_tok",
 }
+WINDOW = "sliding_window"
+"""0 of it is no window in llama.cpp, as Phi-4 states it, and one of no token in transformers."""
 NEEDED = ("embedding_length", "block_count", "attention.head_count")
 """Without these, a file describes no model: a part of one, a vocabulary, an adapter."""
 LACKED = ("feed_forward_length", "context_length", "attention.layer_norm_rms_epsilon")
@@ -86,7 +88,7 @@ def config_of(header: GgufHeader) -> Config | None:
                 return None
             value = value[0]
         if isinstance(value, int | float):
-            config[named] = shortest(value)
+            config[named] = shortest(value) if value or named != WINDOW else None
     names = {tensor.name: tensor for tensor in header.tensors}
     rows = _vocabulary(header)
     config |= {
@@ -102,6 +104,13 @@ def config_of(header: GgufHeader) -> Config | None:
         config["rope_scaling"] = scaling
     config |= known.fixed(header, config)
     return {**config, "torch_dtype": "float32"}
+
+
+def unmapped(header: GgufHeader) -> str:
+    """Return the architecture, where it is none of those that mapping files are for; "" otherwise, and for a file that
+    states none."""
+    name = header.text("general.architecture")
+    return "" if name in ARCHITECTURES else name
 
 
 def untold(header: GgufHeader) -> list[str]:
@@ -191,12 +200,20 @@ def _rope_scaling(header: GgufHeader, name: str) -> Config | None:
 # -------------------------------------------------------------------------------- architectures
 
 
+def _holds(header: GgufHeader, name: str) -> bool:
+    return any(tensor.name == name for tensor in header.tensors)
+
+
+def _biased(header: GgufHeader) -> Config:
+    """Return what says that attention has biases, which is not the default of these models; {} where it has none."""
+    return {"attention_bias": True} if _holds(header, "blk.0.attn_q.bias") else {}
+
+
 def _llama(header: GgufHeader, config: Config) -> Config:
-    names = {tensor.name for tensor in header.tensors}
     rotary = header.count("llama.rope.dimension_count")
     found: Config = {
-        "attention_bias": "blk.0.attn_q.bias" in names,
-        "mlp_bias": "blk.0.ffn_up.bias" in names,
+        "attention_bias": _holds(header, "blk.0.attn_q.bias"),
+        "mlp_bias": _holds(header, "blk.0.ffn_up.bias"),
     }
     if rotary is not None and "head_dim" not in config:
         found["head_dim"] = rotary
@@ -212,8 +229,12 @@ def _qwen2_moe(header: GgufHeader, config: Config) -> Config:
     return {"norm_topk_prob": False, "decoder_sparse_step": 1}
 
 
+def _perhaps_biased(header: GgufHeader, config: Config) -> Config:
+    return _biased(header)
+
+
 def _qwen3_moe(header: GgufHeader, config: Config) -> Config:
-    return {"norm_topk_prob": True, "decoder_sparse_step": 1}
+    return {"norm_topk_prob": True, "decoder_sparse_step": 1, **_biased(header)}
 
 
 def _per_head(config: Config) -> int:
@@ -224,12 +245,14 @@ def _per_head(config: Config) -> int:
 
 def _gemma2(header: GgufHeader, config: Config) -> Config:
     of_27b = config["num_hidden_layers"] == 46
-    return {"query_pre_attn_scalar": _per_head(config) if of_27b else config.get("head_dim", 256)}
+    scalar = _per_head(config) if of_27b else config.get("head_dim", 256)
+    return {"query_pre_attn_scalar": scalar, **_biased(header)}
 
 
 def _gemma3(header: GgufHeader, config: Config) -> Config:
     of_27b = config["num_hidden_layers"] == 62
-    return {"query_pre_attn_scalar": _per_head(config) if of_27b else config.get("head_dim", 256)}
+    scalar = _per_head(config) if of_27b else config.get("head_dim", 256)
+    return {"query_pre_attn_scalar": scalar, **_biased(header)}
 
 
 def _phi3(header: GgufHeader, config: Config) -> Config:
@@ -254,10 +277,10 @@ def _gpt_oss(header: GgufHeader, config: Config) -> Config:
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", fixed=_llama),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", fixed=_perhaps_biased),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", EXPERTS, _qwen2_moe),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", EXPERTS, _qwen3_moe),
-    "gemma": Architecture("gemma", "GemmaForCausalLM"),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", fixed=_perhaps_biased),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", SOFTCAPS, _gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", {**SOFTCAPS, **LOCAL_BASE}, _gemma3),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", fixed=_phi3),

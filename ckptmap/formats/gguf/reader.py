@@ -14,7 +14,7 @@ from pathlib import Path as FilePath
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.tensor_columns import Extents, PlainTensors
-from ckptmap.formats.gguf.config_json import Config, config_of, made_files, untold
+from ckptmap.formats.gguf.config_json import Config, config_of, made_files, unmapped, untold
 from ckptmap.formats.gguf.cursor import MAGIC
 from ckptmap.formats.gguf.footer import manifest_span
 from ckptmap.formats.gguf.header import FACTORS, GgufHeader, GgufTensor, parse
@@ -61,6 +61,7 @@ class GgufFile:
                 about=about(headers[0]),
                 metadata=listed(headers[0]),
                 naming="gguf",
+                unmapped_model=unmapped(headers[0]),
                 made_files=partial(made_files, whole(headers)),
                 manifest=None
                 if span is None

@@ -15,6 +15,7 @@ from pathlib import Path
 from ckptmap.core.json_text import parse_json, parse_object
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface import tied_heads
+from ckptmap.formats.huggingface.bare_config import is_bare
 from ckptmap.formats.huggingface.broken_files import missing_files, unreadable_files
 from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
 from ckptmap.formats.safetensors.file import LFS_MAGIC
@@ -107,7 +108,8 @@ class HfCarrier(ReadsFiles):
     """
 
     made: Mapping[str, bytes] = {}
-    """Files made of the source's own metadata, by name, for what lies not beside it."""
+    """Files made of the source's own metadata, by name, for what lies not beside it, and for a config.json that states
+    no sizes."""
 
     def with_made(self, files: Mapping[str, bytes]) -> HfCarrier:
         """Return the carrier, which uses these files where there are none of their names."""
@@ -119,7 +121,7 @@ class HfCarrier(ReadsFiles):
         self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
     ) -> dict[str, str]:
         """Return output embedding -> input embedding, if config.json ties them and both are stored."""
-        if not states_tied(self._config(_files(siblings, beside, self.mounts))):
+        if not states_tied(self._config(self._copied(siblings, beside)[0])):
             return {}
         outputs = [fqn for fqn in infos if fqn.endswith(OUTPUT_EMBEDDINGS)]
         inputs = [fqn for fqn in infos if fqn.endswith(INPUT_EMBEDDINGS)]
@@ -141,7 +143,7 @@ class HfCarrier(ReadsFiles):
         quantized   the `quantization_config` that the weights need
         untied      output embeddings that are no longer tied to the input embedding
         """
-        copied = _files(siblings, beside, self.mounts)
+        copied, bare = self._copied(siblings, beside)
         outdated = (
             [] if quantized.keeps_form else [name for name in FORMS if copied.pop(name, None)]
         )
@@ -149,6 +151,7 @@ class HfCarrier(ReadsFiles):
         carried |= {name: Sidecar.at(file, self.mounts) for name, file in copied.items()}
         notes = [f"copied unchanged: {n}" for n in copied if "/" in n and n.endswith(WEIGHTS)]
         notes += map(_outdated, outdated)
+        notes += bare
         notes += [
             f"{name}: is a Git LFS pointer, not the file itself, and is copied unchanged; fetch it in the"
             " source: git lfs pull"
@@ -174,6 +177,17 @@ class HfCarrier(ReadsFiles):
             notes.append(_outdated(MODELOPT_CONFIG))
         notes += quantized.undeclared(*(_quantization(config) for config in (before, after)))
         return carried, notes
+
+    def _copied(
+        self, siblings: Sequence[str], beside: str | None
+    ) -> tuple[dict[str, str], list[str]]:
+        """Return name -> path of the files to copy, and a note on a config.json that the made one goes before."""
+        copied = _files(siblings, beside, self.mounts)
+        replaced = beside is None and CONFIG in copied and CONFIG in self.made
+        if not replaced or not is_bare(_config(copied, self.mounts)):
+            return copied, []
+        note = f"{copied.pop(CONFIG)}: states no sizes of the model; one made of the source's own metadata takes its place"
+        return copied, [note]
 
     def _config(self, files: Mapping[str, str]) -> dict[str, object]:
         """Return the config among the files, or the one that is made; {} where there is neither."""

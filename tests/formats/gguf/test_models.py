@@ -87,6 +87,22 @@ def test_a_config_beside_the_file_goes_first(tmp_path: Path) -> None:
     assert written["transformers_version"]
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt_oss"])
+def test_a_config_beside_the_file_that_names_the_family_alone(name: str, tmp_path: Path) -> None:
+    """As in thousands of repositories of GGUF files, whose config.json is {"model_type": "llama"}."""
+    model = MODELS[name]
+    built = build(model)
+    path = write_model(model, built, tmp_path / "m.gguf")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model.config["model_type"]}))
+    report = ckptmap.convert(path, tmp_path / "out", to="hf-fp32", strict=True)
+    loaded, told = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert np.array_equal(logits(loaded.eval()), logits(built))
+    assert any("config.json: states no sizes of the model" in note for note in report.notes)
+
+
 def test_codes_are_kept_where_only_rows_change_their_order(tmp_path: Path) -> None:
     model = MODELS["llama"]
     path = write_model(model, build(model), tmp_path / "m.gguf", "Q8_0")
@@ -146,6 +162,21 @@ def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
     report = ckptmap.convert(path, tmp_path / "out", to="hf-bf16", names="gguf")
     assert not (tmp_path / "out/config.json").exists()
     assert "the weights have no config.json; give one with --config-from PATH" in report.notes
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "phi3", "llama"])
+def test_names_of_another_architecture_prove_no_model(name: str, tmp_path: Path) -> None:
+    """OLMoE has Qwen 3 MoE's names, Cohere has Llama's with q and k in another order: the file says which it is."""
+    tensors = {n: ("F32", w.numpy()) for n, w in named(MODELS[name], build(MODELS[name])).items()}
+    path = write(tmp_path / "m.gguf", tensors, arch="nemesis")
+    report = ckptmap.convert(path, tmp_path / "out", to="hf-bf16")
+    assert set(ckptmap.open(tmp_path / "out")) == set(tensors)
+    assert any("no mapping file is for 'nemesis'" in note for note in report.notes)
+    with pytest.raises(CkptmapError, match="no mapping file is for 'nemesis'"):
+        ckptmap.convert(path, tmp_path / "hf", to="hf-bf16", names="hf")
+    if name == "phi3":  # needs no config
+        ckptmap.convert(path, tmp_path / "hf", to="hf-bf16", names="hf", names_from="phi3/gguf")
+        assert "model.layers.0.self_attn.qkv_proj.weight" in ckptmap.open(tmp_path / "hf")
 
 
 LLAMA3 = {
