@@ -15,7 +15,6 @@ from pathlib import Path
 from ckptmap.core.json_text import parse_json, parse_object
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface import tied_heads
-from ckptmap.formats.huggingface.bare_config import is_bare
 from ckptmap.formats.huggingface.broken_files import missing_files, unreadable_files
 from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
 from ckptmap.formats.safetensors.file import LFS_MAGIC
@@ -184,7 +183,11 @@ class HfCarrier(ReadsFiles):
         """Return name -> path of the files to copy, and a note on a config.json that the made one goes before."""
         copied = _files(siblings, beside, self.mounts)
         replaced = beside is None and CONFIG in copied and CONFIG in self.made
-        if not replaced or not is_bare(_config(copied, self.mounts)):
+        if not replaced:
+            return copied, []
+        from ckptmap.formats.huggingface.bare_config import is_bare  # few sources are GGUF files
+
+        if not is_bare(_config(copied, self.mounts)):
             return copied, []
         note = f"{copied.pop(CONFIG)}: states no sizes of the model; one made of the source's own metadata takes its place"
         return copied, [note]
