@@ -5,7 +5,9 @@
 Blocks run along the flat, row-major tensor. An optimizer quantizes what its own rank holds, so that
 a shard which starts inside a block has blocks of its own, and one that is too small is not
 quantized at all. Such a tensor is a list of `cells`, boxes that tile it, one after the other in
-every part; without cells it is one run of blocks, whatever the world size was.
+every part; without cells it is one run of blocks, whatever the world size was. Where ranks have agreed on the
+scales of blocks that their boxes cut (`rounding.shared_scales`), a cell has its own codes, and the scales of
+all blocks from its first element to its last.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.optim import lowbit_codes
+from ckptmap.optim.block_segments import block_range, flat_span, segments_of
 from ckptmap.protocols import Encoder, Group, Refusal
 from ckptmap.quantization.blockwise.dequantize import window
 from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo, contiguous_strides
@@ -25,7 +28,8 @@ from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo, contiguo
 if TYPE_CHECKING:
     import torch
 
-VERSION = 1
+VERSION, OF_CUT_BLOCKS = 1, 2
+"""Of a record; the second where cells cut the blocks of the whole tensor."""
 CODES, SCALE, QMAP, PLAIN = "codes", "scale", "qmap", "plain"
 LOGICAL = "float32"
 """The dtype that codes decode to, exactly: every optimizer here computes in it."""
@@ -66,13 +70,18 @@ class _CellStart(NamedTuple):
 
 @dataclass(frozen=True)
 class LowBit:
-    """How one moment is stored. `plain` is the dtype of cells that are not quantized."""
+    """How one moment is stored.
+
+    plain  the dtype of cells that are not quantized
+    whole  the tensor's shape, where cells cut the blocks of the whole tensor; (): each cell has its own blocks
+    """
 
     name: str
     block_size: int
     signed: bool
     cells: tuple[LowBitCell, ...] = ()
     plain: str = LOGICAL
+    whole: tuple[int, ...] = ()
 
     @property
     def kind(self) -> LowBitKind:
@@ -84,7 +93,7 @@ class LowBit:
         if info.dtype != LOGICAL:
             return Refusal(f"{self.name} decodes to {LOGICAL}, found {info.dtype}")
         cells = self._cells(info)
-        coded = sum(cell.box.numel for cell in cells if cell.quantized)
+        coded = sum(map(self._codes, cells))
         blocks = sum(self._blocks(cell) for cell in cells)
         parts = {
             CODES: TensorInfo((coded // self.kind.packed,), self.kind.codes),
@@ -100,13 +109,21 @@ class LowBit:
     def _cells(self, info: TensorInfo) -> tuple[LowBitCell, ...]:
         return self.cells or (LowBitCell(Box.whole(info.shape), True),)
 
+    def _codes(self, cell: LowBitCell) -> int:
+        """Return the codes of a cell, with those that fill its last byte."""
+        packed = self.kind.packed
+        return -(-cell.box.numel // packed) * packed if cell.quantized else 0
+
     def _blocks(self, cell: LowBitCell) -> int:
+        if self.whole and cell.quantized:
+            first, last = block_range(self.whole, cell.box, self.block_size)
+            return last - first
         return -(-cell.box.numel // self.block_size) if cell.quantized else 0
 
     @cached_property
     def _starts(self) -> list[_CellStart]:
         """The start of each cell, and the end of the last one."""
-        coded = [c.box.numel if c.quantized else 0 for c in self.cells]
+        coded = [self._codes(c) for c in self.cells]
         plain = [0 if c.quantized else c.box.numel for c in self.cells]
         blocks = [self._blocks(c) for c in self.cells]
         runs = (accumulate(counts, initial=0) for counts in (coded, blocks, plain))
@@ -187,12 +204,19 @@ class LowBit:
             }
             if QMAP in parts:
                 cell_parts[QMAP] = parts[QMAP]
-            values = (self.values(cell_parts) if cell.quantized else cell_parts[PLAIN]).view(
-                cell.box.sizes
-            )
+            values = self._cell_values(cell, cell_parts).view(cell.box.sizes)
             inside = common.relative_to(cell.box.offsets)
             view = window(values, inside)
             window(out, common.relative_to(box.offsets)).copy_(view)
+
+    def _cell_values(self, cell: LowBitCell, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if not cell.quantized:
+            return parts[PLAIN]
+        if not self.whole:
+            return self.values(parts)
+        codes = parts[CODES]
+        segments = segments_of(self.whole, cell.box, self.block_size).on(codes.device)
+        return lowbit_codes.decode_each(codes, parts.get(QMAP), segments.of_each(parts[SCALE]))
 
     def _bases(self, number: int) -> Mapping[str, Box]:
         start = self._starts[number]
@@ -214,7 +238,7 @@ class LowBit:
     def record(self, info: TensorInfo) -> Mapping[str, object]:
         record: dict[str, object] = {
             "scheme": self.name,
-            "version": VERSION,
+            "version": OF_CUT_BLOCKS if self.whole else VERSION,
             "block_size": self.block_size,
             "signed": self.signed,
             "shape": list(info.shape),
@@ -228,21 +252,14 @@ class LowBit:
         return record
 
 
-def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
-    """Return the flat positions of a box's first element and of the one after its last."""
-    strides = contiguous_strides(shape, 1)
-    start = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-    if box.numel == 0:
-        return start, start
-    reach = sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
-    return start, start + reach + 1
-
-
 def join_cells(
     cells: Sequence[LowBitCell], shape: Sequence[int], block: int
 ) -> tuple[LowBitCell, ...]:
-    """Return the cells in row-major order; none where they are one run of whole blocks."""
+    """Return the cells in row-major order; none where they are one run of whole blocks. Those that cut blocks of
+    the whole tensor, 0 for `block`, stay."""
     ordered = tuple(sorted(cells, key=lambda cell: cell.box.offsets))
+    if not block:
+        return ordered
     at = 0
     for cell in ordered:
         start, stop = flat_span(shape, cell.box)
@@ -308,8 +325,11 @@ def read_record(fqn: str, record: Mapping[str, Any]) -> tuple[LowBit, TensorInfo
 
     Raises SourceError CKM115 where the record is of another version or contradicts itself.
     """
-    if record.get("version") != VERSION:
-        raise malformed(fqn, f"record of version {record.get('version')!r}, expected {VERSION}")
+    version = record.get("version")
+    if version not in (VERSION, OF_CUT_BLOCKS):
+        raise malformed(
+            fqn, f"record of version {version!r}, expected {VERSION} or {OF_CUT_BLOCKS}"
+        )
     shape, block, signed = (record.get(name) for name in ("shape", "block_size", "signed"))
     sizes_given = list(shape) if isinstance(shape, list | tuple) else [None]
     sizes = [n for n in sizes_given if type(n) is int and n >= 0]
@@ -320,7 +340,8 @@ def read_record(fqn: str, record: Mapping[str, Any]) -> tuple[LowBit, TensorInfo
     info = TensorInfo(tuple(sizes), LOGICAL)
     assert isinstance(block, int)
     cells = tuple(_cell(fqn, cell, info) for cell in record.get("cells", ()))
-    return LowBit(str(record["scheme"]), block, signed, cells, plain), info
+    whole = info.shape if version == OF_CUT_BLOCKS else ()
+    return LowBit(str(record["scheme"]), block, signed, cells, plain, whole), info
 
 
 def _cell(fqn: str, cell: Any, info: TensorInfo) -> LowBitCell:

@@ -82,7 +82,46 @@ def _encode(
     unpacked = codes.new_empty(values.numel()) if packs_two else codes
     bucketizer.bucketize(quotient, torch.empty_like(quotient), unpacked)
     if packs_two:
-        torch.bitwise_or(unpacked[::2] << 4, unpacked[1::2], out=codes)
+        pack(unpacked, codes)
+
+
+def encode_each(
+    values: torch.Tensor, scale: torch.Tensor, qmap: torch.Tensor | None, codes: torch.Tensor
+) -> None:
+    """Quantize values f32 [n] into `codes`, each by its own scale f32 [n]; codes of 4 bits fill their last byte
+    with 0. `qmap` is ascending."""
+    import torch
+
+    bucketizer = None if qmap is None else _bucketizer(qmap)
+    assert qmap is None or bucketizer is not None, "torchao's tables are ascending"
+    flat, packed = values.reshape(-1), _packed(qmap)
+    step = max(1, chunk_numel(codes.device, CHUNK_NUMEL) // packed) * packed
+    for start in range(0, flat.numel(), step):
+        quotient = flat[start : start + step] / scale[start : start + step]
+        out = codes.view(-1)[start // packed : -(-(start + len(quotient)) // packed)]
+        if bucketizer is None:
+            out.copy_(quotient)
+            continue
+        unpacked = codes.new_zeros(len(out) * packed) if packed > 1 else out
+        filled = unpacked[: len(quotient)]
+        bucketizer.bucketize(quotient, torch.empty_like(quotient), filled)
+        if packed > 1:
+            pack(unpacked, out)
+
+
+def pack(unpacked: torch.Tensor, codes: torch.Tensor) -> None:
+    """Fill `codes` with codes of 4 bits, two to a byte, the first of two in the high nibble."""
+    import torch
+
+    torch.bitwise_or(unpacked[::2] << 4, unpacked[1::2], out=codes)
+
+
+def unpack(codes: torch.Tensor, packed: int) -> torch.Tensor:
+    """Return codes one to an element, flat: of 4 bits two for each byte."""
+    import torch
+
+    flat = codes.view(-1)
+    return flat if packed == 1 else torch.stack([flat >> 4, flat & 0b1111], dim=1).view(-1)
 
 
 def _packed(qmap: torch.Tensor | None) -> int:
@@ -151,6 +190,15 @@ def decode(
             torch.index_select(table, 0, part_codes.to(torch.int32), out=part.view(table.dtype))
         _scale(part, scale.narrow(0, start // block, -(-part.numel() // block)), block)
     return out
+
+
+def decode_each(
+    codes: torch.Tensor, qmap: torch.Tensor | None, scale: torch.Tensor
+) -> torch.Tensor:
+    """Return codes, each of which has a scale of its own, as flat float32."""
+    unpacked = unpack(codes, _packed(qmap))[: scale.numel()]
+    values = unpacked.float() if qmap is None else qmap.index_select(0, unpacked.int())
+    return values.mul_(scale)
 
 
 def _scale(values: torch.Tensor, scale: torch.Tensor, block: int) -> None:

@@ -122,6 +122,7 @@ SLOW = frozenset(
         "live/optimizer/test_resume_exact.py",
         "live/optimizer/test_resume_float8.py",
         "live/optimizer/test_resume_odd.py",
+        "live/rounding/test_columns.py",
         "live/rounding/test_position_bits.py::test_compiled_bits_are_those_of_operations_one_by_one",
         "live/rounding/test_position_bits.py::test_rounding_is_unbiased",
         "live/rounding/test_position_bits.py::test_the_kernels_that_are_timed_are_right",

@@ -7,28 +7,65 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.live.model.tensor_reader import TensorReader
+from ckptmap.live.optimizer import whole_blocks
 from ckptmap.live.optimizer.family import Codes, Moment, local_of
 from ckptmap.optim import lowbit_codes
-from ckptmap.optim.lowbit import LowBit, flat_span
+from ckptmap.optim.block_segments import flat_span
+from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
 
 if TYPE_CHECKING:
     import torch
 
+Boxes = Sequence[tuple[Box, Box]]
+"""(box of the whole tensor, the same box in the local one) of what this rank holds."""
 
-def code_places(
-    lazy: LazyTensor, codes: Codes, boxes: Sequence[tuple[Box, Box]]
-) -> Mapping[str, Box] | None:
-    """Return the boxes of stored codes and scales of just this rank's blocks; None: they differ."""
+
+def takes_codes(lazy: LazyTensor, codes: Codes, boxes: Boxes) -> bool:
+    """Return whether the stored codes and scales of this rank's blocks can be copied."""
+    return _is_alike(lazy, codes, boxes) and (
+        _places(lazy, codes, boxes) is not None or whole_blocks.fit(lazy, codes, boxes[0][0])
+    )
+
+
+def copy_codes(reader: TensorReader, lazy: LazyTensor, codes: Codes, boxes: Boxes) -> bool:
+    """Copy codes and scales where scheme, table and block boundaries agree; return whether."""
+    import torch
+
+    if not takes_codes(lazy, codes, boxes):
+        return False
+    device = codes.codes.device
+    if QMAP in lazy.parts and codes.qmap is not None:
+        table = reader.part(lazy, QMAP, Box.whole(lazy.parts[QMAP].info.shape), device)
+        if not torch.equal(table, codes.qmap):
+            return False
+    places = _places(lazy, codes, boxes)
+    if places is None:
+        whole_blocks.copy(reader, lazy, codes, boxes[0][0])
+        return True
+    for part, live in ((CODES, codes.codes), (SCALE, codes.scale)):
+        live.view(-1).copy_(reader.part(lazy, part, places[part], device))
+    return True
+
+
+def _is_alike(lazy: LazyTensor, codes: Codes, boxes: Boxes) -> bool:
+    """Return whether the stored moment has the scheme, block size and sign of a live one in one box."""
     encoding = lazy.encoding_
-    same = isinstance(encoding, LowBit) and (
-        (encoding.name, encoding.block_size, encoding.signed)
+    return (
+        isinstance(encoding, LowBit)
+        and len(boxes) == 1
+        and (encoding.name, encoding.block_size, encoding.signed)
         == (codes.scheme, codes.block_size, codes.signed)
     )
-    if not same or len(boxes) != 1:
-        return None
+
+
+def _places(lazy: LazyTensor, codes: Codes, boxes: Boxes) -> Mapping[str, Box] | None:
+    """Return the boxes of stored codes and scales of just this rank's blocks; None: they are no such run."""
+    encoding = lazy.encoding_
     assert isinstance(encoding, LowBit)
+    if codes.segments is not None or encoding.whole:
+        return None
     if codes.span is not None:
         return None if encoding.cells else encoding.run(*codes.span)
     box = boxes[0][0]
@@ -80,6 +117,25 @@ def encode(live: Moment, codes: Codes, values: torch.Tensor) -> None:
         assert isinstance(live, torch.Tensor), "Codes without a tensor bring their own encoder"
         held: Any = local_of(live)
         (held if codes.span is None else held.blocks).copy_(values)
+
+
+def encode_cut(
+    reader: TensorReader, lazy: LazyTensor, codes: Codes, values: torch.Tensor, factor: float = 1.0
+) -> None:
+    """Quantize float32 values into live codes of blocks that the shard cuts: the rest of these blocks is read, for
+    their scales. `factor` is what values were multiplied by after they were read."""
+    import torch
+
+    segments = codes.segments
+    assert segments is not None
+    piece = max(1, reader.max_memory // (16 * segments.block))
+    peaks = torch.zeros_like(codes.scale)
+    for at in range(0, segments.count, piece):
+        count = min(piece, segments.count - at)
+        span = tuple((segments.first + n) * segments.block for n in (at, at + count))
+        blocks = values_of_span(reader, lazy, (span[0], span[1]), peaks.device)
+        torch.amax(blocks.view(-1, segments.block).abs_(), 1, out=peaks.narrow(0, at, count))
+    whole_blocks.encode(codes, values.to(codes.codes.device), peaks.mul_(factor))
 
 
 def relative_error(values: torch.Tensor, approximation: torch.Tensor) -> float:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ckptmap.live.optimizer.optimizer_types import ParamGroup
+    from ckptmap.optim.block_segments import BlockSegments
 
 T = TypeVar("T")
 
@@ -42,6 +43,9 @@ class Codes:
     start: int | None = None
     """Position in the whole tensor of the first code, where they are those of all blocks that this rank's shard
     touches (see `rounding.blocks_around`); None: they are those of the shard."""
+    segments: BlockSegments | None = None
+    """Where the shard lies in the blocks of the whole tensor, which it cuts: `scale` is of all these blocks, and
+    codes of 4 bits fill their last byte. None: codes are whole blocks."""
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
@@ -84,6 +88,8 @@ def codes_of(value: object) -> Codes | None:
         return value
     local: Any = local_of(value)
     if getattr(type(local), "is_around", False):
+        if isinstance(local.blocks, Codes):
+            return local.blocks
         blocks = codes_of(local.blocks)
         return blocks and replace(blocks, start=local.start)
     scheme = KINDS.get(type(local).__name__)

@@ -24,7 +24,9 @@ from ckptmap.live.model.tuples import holds_tensor
 from ckptmap.live.model.values_in_memory import require_dense, require_memory
 from ckptmap.live.optimizer.family import Codes, Moment, OptimizerParam, codes_of, local_of
 from ckptmap.live.optimizer.unwrap import parts_of
-from ckptmap.optim.lowbit import LOGICAL, LowBit, flat_span
+from ckptmap.optim import lowbit_codes
+from ckptmap.optim.block_segments import flat_span
+from ckptmap.optim.lowbit import LOGICAL, LowBit
 from ckptmap.tensors import Box, Path, TensorInfo
 
 if TYPE_CHECKING:
@@ -353,4 +355,8 @@ def local_codes(box: Box, codes: Codes, shape: Sequence[int]) -> LocalCodes:
 
 def decoded(codes: Codes) -> torch.Tensor:
     """Return the decoded values, float32 and flat."""
+    if codes.segments is not None:
+        return lowbit_codes.decode_each(
+            codes.codes, codes.qmap, codes.segments.of_each(codes.scale)
+        )
     return LowBit(codes.scheme, codes.block_size, codes.signed).values(codes.parts)

@@ -18,12 +18,19 @@ from ckptmap.live.model.load_report import CastTensor, Recoded
 from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.live.optimizer import state_placement
 from ckptmap.live.optimizer.as_saved import AsSaved
-from ckptmap.live.optimizer.code_blocks import code_places, encode, relative_error, values_of_span
+from ckptmap.live.optimizer.code_blocks import (
+    copy_codes,
+    encode,
+    encode_cut,
+    relative_error,
+    takes_codes,
+    values_of_span,
+)
 from ckptmap.live.optimizer.family import STEP, Codes, Moment, codes_of, local_of
 from ckptmap.live.optimizer.flat_lowbit import FlatCodes, fill_entry
 from ckptmap.live.optimizer.local_state import ParamOwner, decoded, is_cut_alike
 from ckptmap.live.optimizer.stored_state import Source, derivation, most_stepped, step_like, step_of
-from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit
+from ckptmap.optim.lowbit import LowBit
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
 
@@ -181,13 +188,13 @@ class StateLoader:
         if codes is None:
             if isinstance(stored, str):  # quantized in the checkpoint, and not by this optimizer
                 quantized = family.coded(part, stored, name != "exp_avg_sq" and "max" not in name)
-                if quantized is None or not self._places(name, _codes(quantized)):
+                if quantized is None or not self._takes(name, _codes(quantized)):
                     return family.plain(part, torch.float32)
                 return quantized
             return live if stored is None else family.plain(part, stored)
         if codes.scheme in self.policy.schemes and isinstance(stored, torch.dtype):
             return family.plain(part, stored)  # it was too small to be quantized
-        if codes.scheme in self.policy.schemes and not self._places(name, codes):
+        if codes.scheme in self.policy.schemes and not self._takes(name, codes):
             return family.plain(part, torch.float32)  # its blocks are not this rank's
         return live
 
@@ -259,30 +266,23 @@ class StateLoader:
 
     def _copy(self, name: str, codes: Codes, reader: TensorReader) -> bool:
         """Copy codes and scales where scheme, table and block boundaries agree; return whether."""
-        import torch
-
         (target, _), source = self.owner.members[0], self.sources[0]
-        lazy, places = self._lazy(name, source), self._places(name, codes)
-        if lazy is None or places is None:
+        lazy = self._lazy(name, source)
+        if lazy is None or not self._takes(name, codes):
             return False
-        device = codes.codes.device
-        if QMAP in lazy.parts and codes.qmap is not None:
-            table = reader.part(lazy, QMAP, Box.whole(lazy.parts[QMAP].info.shape), device)
-            if not torch.equal(table, codes.qmap):
-                return False
-        for part, live in ((CODES, codes.codes), (SCALE, codes.scale)):
-            live.view(-1).copy_(reader.part(lazy, part, places[part], device))
+        if not copy_codes(reader, lazy, codes, local_boxes(target)):
+            return False
         self.notes.loaded.append(f"{target.fqn}.{name}")
         self.notes.copied.append(f"{target.fqn}.{name}")
         return True
 
-    def _places(self, name: str, codes: Codes) -> Mapping[str, Box] | None:
-        """Return the boxes of the stored codes and scales of this rank's blocks; None: they do not fit."""
+    def _takes(self, name: str, codes: Codes) -> bool:
+        """Return whether the stored codes and scales of this rank's blocks can be copied."""
         (target, _), source = self.owner.members[0], self.sources[0]
         lazy = self._lazy(name, source)
         if lazy is None or self.owner.is_flat or name not in source:
-            return None
-        return code_places(lazy, codes, local_boxes(target))
+            return False
+        return takes_codes(lazy, codes, local_boxes(target))
 
     def _recode(self, name: str, live: Moment, codes: Codes, reader: TensorReader) -> None:
         """Decode this rank's boxes to float32, and quantize them by the optimizer's own library."""
@@ -306,7 +306,7 @@ class StateLoader:
                     reader.decoded(lazy, box, view)
                     if factor is not None:
                         view.mul_(factor)
-            encode(live, codes, values)
+            self._encode(name, live, codes, values, reader)
             error = relative_error(values, decoded(codes).view(values.shape))
         for (target, _), source in zip(self.owner.members, self.sources, strict=True):
             lazy = self._lazy(name, source)
@@ -315,6 +315,16 @@ class StateLoader:
                 self.notes.loaded.append(title)
                 form = lazy.dtype if lazy.encoding == "dense" else lazy.encoding
                 self.notes.recoded.append(Recoded(title, form, codes.scheme, error))
+
+    def _encode(
+        self, name: str, live: Moment, codes: Codes, values: torch.Tensor, reader: TensorReader
+    ) -> None:
+        source = self.sources[0]
+        lazy = self._lazy(name, source)
+        if codes.segments is None:
+            encode(live, codes, values)
+        elif lazy is not None:  # else they are zeros, as they were made
+            encode_cut(reader, lazy, codes, values, derivation(name, source, self.betas)[1] or 1.0)
 
     def _recode_around(
         self, name: str, span: tuple[int, int], live: Moment, codes: Codes, reader: TensorReader

@@ -24,7 +24,7 @@ from ckptmap.live.optimizer.param_order_check import refuse_other_order
 from ckptmap.live.optimizer.state_loader import Policy, StateLoader, StateNotes
 from ckptmap.live.optimizer.stored_state import Source, derivation, step_of
 from ckptmap.live.optimizer.unwrap import each_of, groups_of, is_offloaded, unwrapped
-from ckptmap.live.rounding.carried import has_other_blocks
+from ckptmap.live.rounding.carried import OTHER_BLOCKS, has_other_blocks, is_cut_anew
 from ckptmap.optim.lowbit import LowBit
 from ckptmap.optim.optimizer_reader import AS_GIVEN, BY_GROUPS
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -292,6 +292,8 @@ class StateMatcher:
                     self._plan.lossy.append(f"{target.fqn}.{name}: derived")
                 elif has_other_blocks(owner.part, target, name, lazy):
                     self._plan.other_blocks.append(f"{target.fqn}.{name}")
+                    if is_cut_anew(owner.part):
+                        self._plan.lossy.append(f"{target.fqn}.{name}: {OTHER_BLOCKS}")
                 elif not family.mixed and (lazy.encoding != "dense" or lazy.dtype != dtype):
                     was = lazy.dtype if lazy.encoding == "dense" else lazy.encoding
                     self._plan.lossy.append(f"{target.fqn}.{name}: {was} becomes {dtype}")

@@ -111,8 +111,8 @@ class RoundingContinuation:
         if other_blocks:
             yield (
                 f"moments that are not in blocks of the whole tensor, {len(other_blocks)}:"
-                f" {listed(other_blocks)} (columns are cut inside blocks here, or were when it was saved: cut rows,"
-                " or train with _AdamW, whose moments have no blocks)"
+                f" {listed(other_blocks)} (they are in blocks of each rank's shard, in the checkpoint or"
+                " here: without exact=True they are decoded into float32)"
             )
 
     def caveats(self) -> Iterator[str]:

@@ -45,9 +45,9 @@ class InstalledRounding:
         return self._records[0][1].seed
 
     def blocks_of_shards(self) -> tuple[str, ...]:
-        """Return the FQNs of parameters whose moments are quantized in blocks of each rank's shard,
-        because columns, or two dims of a mesh, are cut inside blocks of the whole tensor: another number of
-        ranks rounds these moments in another way."""
+        """Return the FQNs of parameters whose moments are quantized in blocks of each rank's shard, because a rank
+        holds several pieces of them, or their ranks have no way to exchange what is on their device: another number
+        of ranks rounds these moments in another way."""
         found = []
         for optimizer, record in self._records:
             for group in optimizer.param_groups:
@@ -93,8 +93,8 @@ def install(
                     that sums of equal gradients, too, are rounded there
 
     8- and 4-bit moments are quantized in blocks of the whole tensor. Where rows are cut inside a block, its ranks
-    exchange its gradients in each step. `InstalledRounding.blocks_of_shards` names parameters that are cut in
-    another way inside blocks, whose moments are quantized by shard.
+    exchange its gradients in each step; where columns are, they agree on its scale. A step of such moments is a
+    collective call. `InstalledRounding.blocks_of_shards` names parameters whose moments are quantized by shard.
 
     Raises ArgumentError CKM516, and LoadError CKM520 for an optimizer, a parameter or a release of torchao
     that it cannot be put into. Nothing is changed then.

@@ -3,8 +3,9 @@
 torchao decides by the shard: one of fewer than 4096 elements, or of no whole number of blocks, is not
 quantized, and blocks begin with the shard. Here the whole tensor decides, by the same rule. Where a
 parameter is cut by rows inside a block, its ranks hold that block together (see `blocks_around`). Where it is cut
-in another way inside blocks, by columns for one, most blocks would be shared: its moments stay as torchao makes
-them, and another number of ranks rounds them otherwise.
+in another way inside blocks, by columns for one, most blocks are shared: ranks agree on their scales in each step (see
+`shared_scales`). Only where a rank holds several boxes of a parameter do its moments stay as torchao makes them, and
+another number of ranks rounds them otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from ckptmap.live.model.live_tensor import is_dtensor, like
 from ckptmap.live.optimizer.family import local_of
-from ckptmap.live.rounding.blocks_around import zeros_around
+from ckptmap.live.rounding.blocks_around import zeros_around, zeros_of_cut
+from ckptmap.live.rounding.cut_params import cut_blocks
 from ckptmap.live.rounding.positions import every_ranks_boxes, on_grid
 from ckptmap.live.rounding.shared_blocks import shared_blocks
 
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
 
     from ckptmap.live.optimizer.torchao_adam import TorchaoOptimizer
 
-PLAIN, WHOLE, AROUND, SHARD = GRIDS = ("plain", "whole", "around", "shard")
+PLAIN, WHOLE, AROUND, CUT, SHARD = GRIDS = ("plain", "whole", "around", "cut", "shard")
 """Not quantized on any rank; blocks of the whole tensor, shards are whole blocks; blocks of the whole tensor,
-ranks share some; blocks of each rank's shard."""
+ranks share some; ranks share most; blocks of each rank's shard."""
 MIN_QUANTIZED = 4096
 """Elements below which torchao does not quantize, as bitsandbytes."""
 
@@ -41,7 +43,9 @@ def grid_of(param: torch.Tensor, block: float) -> str:
     mesh = tuple(param.device_mesh.shape)
     if _fits(param, int(block), (shape, mesh, tuple(map(str, param.placements)))):
         return WHOLE
-    return SHARD if shared_blocks(param, int(block)) is None else AROUND
+    if shared_blocks(param, int(block)) is not None:
+        return AROUND
+    return SHARD if cut_blocks(param, int(block)) is None else CUT
 
 
 _known: dict[object, bool] = {}
@@ -70,6 +74,10 @@ def new_buffer(optimizer: TorchaoOptimizer, param: torch.Tensor, signed: bool) -
             shared = shared_blocks(param, int(optimizer.block_size))
             assert shared is not None
             return zeros_around(optimizer, param, signed, shared.mine).to(param.device)
+        if grid == CUT and local.numel():
+            cut = cut_blocks(param, int(optimizer.block_size))
+            assert cut is not None
+            return zeros_of_cut(optimizer, param, signed, cut).to(param.device)
         if grid == WHOLE and local.numel():
             zeros = optimizer._subclass_zeros(local, signed, int(optimizer.block_size))
         else:

@@ -17,6 +17,7 @@ from ckptmap.live.rounding.position_bits import VERSION
 if TYPE_CHECKING:
     import torch
 
+    from ckptmap.live.rounding.cut_params import CutBlocks
     from ckptmap.live.rounding.positions import Positions
     from ckptmap.live.rounding.shared_blocks import SharedBlocks
 
@@ -33,7 +34,8 @@ class ParamPlace:
     facts      what the rest was computed from: it is computed anew where they change
     positions  None: it is not rounded, or this rank holds none of it
     grid       how its moments are cut into blocks: one of `moments.GRIDS`
-    shared     how ranks share these blocks, where they do
+    shared     how ranks share these blocks, where they hold some together
+    cut        how ranks share them, where each holds a small part of many
     """
 
     param: torch.Tensor
@@ -42,6 +44,7 @@ class ParamPlace:
     positions: Positions | None
     grid: str
     shared: SharedBlocks | None
+    cut: CutBlocks | None
 
 
 @dataclass(eq=False)

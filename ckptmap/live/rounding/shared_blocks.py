@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.live.model.live_tensor import cut, is_dtensor
-from ckptmap.optim.lowbit import flat_span
+from ckptmap.optim.block_segments import flat_span
 
 if TYPE_CHECKING:
     import torch
@@ -93,11 +93,11 @@ def shared_blocks(param: torch.Tensor, block: int) -> SharedBlocks | None:
             rank = int(mesh.mesh[tuple(place)])
             shards[dist.get_group_rank(group, rank)] = (start, stop)
     return (
-        SharedBlocks(group, shards, dist.get_rank(group), block) if _reaches(group, param) else None
+        SharedBlocks(group, shards, dist.get_rank(group), block) if reaches(group, param) else None
     )
 
 
-def _reaches(group: Any, param: torch.Tensor) -> bool:
+def reaches(group: Any, param: torch.Tensor) -> bool:
     """Return whether the group has a backend for the device on which the parameter's shard is."""
     try:
         return group._get_backend(param.device) is not None

@@ -74,7 +74,8 @@ def _exchange(
     taken = torch.empty(sum(expected), dtype=torch.float32, device=device)
     dist.all_to_all_single(taken, torch.cat(pieces), expected, sizes, group=group)
     by_rank = torch.split(taken, expected)
-    _require_alike(places, torch.stack([one[: len(places)] for one in by_rank]).tolist())
+    with_gradient = torch.stack([one[: len(places)] for one in by_rank]).sum(0)
+    require_alike(places, with_gradient.tolist(), [len(ranks)] * len(places))
     edges = {id(place.param): Edges() for place in places}
     for rank, values in zip(ranks, by_rank, strict=True):
         _take(places, edges, rank, values[len(places) :], with_weights)
@@ -115,12 +116,15 @@ def _take(
             at += stop - start
 
 
-def _require_alike(places: Sequence[ParamPlace], flags: Sequence[Sequence[float]]) -> None:
-    for place, found in zip(places, zip(*flags, strict=True), strict=True):
-        if len({*found}) > 1:
+def require_alike(
+    places: Sequence[ParamPlace], counts: Sequence[float], ranks: Sequence[int]
+) -> None:
+    """Raise LoadError CKM520 where a parameter has a gradient on some of the ranks only: on `counts` of `ranks`."""
+    for place, found, every in zip(places, counts, ranks, strict=True):
+        if found not in (0, every):
             raise LoadError(
                 "CKM520",
-                f"optimizer: {place.fqn} has a gradient on {int(sum(found))} of {len(found)} ranks, which"
+                f"optimizer: {place.fqn} has a gradient on {int(found)} of {every} ranks, which"
                 " share blocks of its moments: expected one on all of them or on none",
                 "give it a gradient on all ranks, of zeros where the loss does not depend on it",
             )

@@ -5,26 +5,29 @@
 
 The arithmetic up to the rounding is torchao's own function, on float32. The loop over parameters is
 written anew, because torchao's passes no name and no position to it. It works on this rank's shards,
-not on DTensors: every operation is elementwise. Where ranks share blocks of a moment, it works on all elements of
-these blocks, and the weights of this rank are taken out of the result.
+not on DTensors: every operation is elementwise. Where ranks share some blocks of a moment, it works on all elements of
+these blocks, and the weights of this rank are taken out of the result. Where they share most, it works on moments in
+float32, which are quantized when the ranks have agreed on scales: the new weight depends on no new scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.optimizer.family import STEP, local_of
-from ckptmap.live.rounding.blocks_around import is_around
-from ckptmap.live.rounding.moments import AROUND, grid_of
+from ckptmap.live.rounding.blocks_around import codes_of_cut, decode, is_around
+from ckptmap.live.rounding.cut_params import cut_blocks
+from ckptmap.live.rounding.moments import AROUND, CUT, grid_of
 from ckptmap.live.rounding.position_bits import key_of, round_at
 from ckptmap.live.rounding.positions import boxes_of, positions
 from ckptmap.live.rounding.record import ParamPlace, RoundingRecord
 from ckptmap.live.rounding.shared_blocks import shared_blocks
 from ckptmap.live.rounding.shared_gradients import Edges, around, exchange
+from ckptmap.live.rounding.shared_scales import SharedScales, require_gradients
 
 if TYPE_CHECKING:
     import torch
@@ -94,40 +97,58 @@ def run(optimizer: Any, record: RoundingRecord) -> None:
     work = [(group, place) for group, place in every if place.param.grad is not None]
     with torch.no_grad(), disable_cache_limit():
         grads = {id(place.param): _local_grad(place.param) for _, place in work}
+        require_gradients([place for _, place in every], grads)
         edges = exchange([place for _, place in every], grads, not optimizer.is_adamw)
+        scales = SharedScales()
         for group, place in work:
-            _step(optimizer, record.seed, group, place, grads.pop(id(place.param)), edges)
+            _step(optimizer, record.seed, group, place, grads.pop(id(place.param)), edges, scales)
+        scales.agree()
 
 
 def _step(
     optimizer: Any, seed: int, group: dict[str, Any], place: ParamPlace,
-    grad: torch.Tensor, edges: dict[int, Edges],
+    grad: torch.Tensor, edges: dict[int, Edges], scales: SharedScales,
 ) -> None:  # fmt: skip
-    import torch
-
     param = place.param
     state = _state(optimizer, group, param)
     state[STEP] += 1
-    local = local_of(param.detach())
-    if not local.numel():
-        return
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     held = [_local_moment(state[name]) if name in state else None for name in names]
+    if place.cut is None:
+        _update(optimizer, seed, group, place, grad, state[STEP], held, edges)
+        return
+    coded = {at: codes for at, one in enumerate(held) if (codes := codes_of_cut(one)) is not None}
+    wide: list[Any] = [decode(one) if at in coded else one for at, one in enumerate(held)]
+    _update(optimizer, seed, group, place, grad, state[STEP], wide, edges)
+    count = sum(one is not None for one in held)
+    scales.add(place, count, [(codes, wide[at]) for at, codes in coded.items()])
+
+
+def _update(
+    optimizer: Any, seed: int, group: dict[str, Any], place: ParamPlace, grad: torch.Tensor,
+    step: torch.Tensor, held: Sequence[Any], edges: dict[int, Edges],
+) -> None:  # fmt: skip
+    """Compute the new weight and moments of a parameter; `held` are this rank's moments."""
+    import torch
+
+    local = local_of(place.param.detach())
+    if not local.numel():
+        return
     numbers = (
         _tensor_lr(group), *group["betas"], group["weight_decay"], group["eps"], optimizer.is_adamw
     )  # fmt: skip
     at = place.positions
-    key = key_of(seed, int(state[STEP].item()), place.fqn).tensors() if at else ()
+    key = key_of(seed, int(step.item()), place.fqn).tensors() if at else ()
     rows, width = (at.rows, at.width) if at else (None, 0)
     if place.shared is None or not all(one is None or is_around(one) for one in held):
         compiled = torch.compile(kernel(), fullgraph=True, dynamic=False)
-        compiled(local, grad, (state[STEP], *held), numbers, rows, width, key)
+        compiled(local, grad, (step, *held), numbers, rows, width, key)
         return
-    lead, span, mine = place.shared.lead, place.shared.span, edges[id(param)]
+    lead, span, mine = place.shared.lead, place.shared.span, edges[id(place.param)]
     compiled = torch.compile(kernel_around(), fullgraph=True, dynamic=False)
     compiled(
         local, around(local, lead, span, mine.weights), around(grad, lead, span, mine.grads),
-        (state[STEP], *(None if one is None else _rewrapped(one.blocks) for one in held)), numbers, (rows, width, lead), key,
+        (step, *(None if one is None else _rewrapped(one.blocks) for one in held)), numbers, (rows, width, lead), key,
     )  # fmt: skip
 
 
@@ -236,10 +257,11 @@ def _placed(param: torch.Tensor, fqn: str, facts: tuple[object, ...], block: flo
         )  # fmt: skip
     grid = grid_of(param, block)
     shared = shared_blocks(param, int(block)) if grid == AROUND else None
+    cut = cut_blocks(param, int(block)) if grid == CUT else None
     at, boxes = None, boxes_of(param)
     if param.dtype == torch.bfloat16 and boxes:
         at = positions(tuple(param.shape), boxes, tuple(local.shape), local.device)
-    return ParamPlace(param, fqn, facts, at, grid, shared)
+    return ParamPlace(param, fqn, facts, at, grid, shared, cut)
 
 
 def _unknown(fqn: str, what: str, hint: str) -> LoadError:

@@ -13,7 +13,8 @@ from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import RunError
 from ckptmap.live.optimizer.local_state import LocalCodes, LocalState, LocalTensor
 from ckptmap.live.save.replica_digests import Digest, differ, digests_of
-from ckptmap.optim.lowbit import QMAP, LowBit, LowBitCell, flat_span, join_cells
+from ckptmap.optim.block_segments import flat_span
+from ckptmap.optim.lowbit import QMAP, LowBit, LowBitCell, join_cells
 from ckptmap.protocols import OutState, OutTensor, Refusal
 from ckptmap.tensors import Box, Path, TensorInfo
 
@@ -29,6 +30,7 @@ class Offer:
 
     coded  scheme, block size and sign of a moment's codes
     span   flat positions of its blocks, where they are no box because a shard ends inside a block
+    cuts_blocks  is its box one that cuts blocks of the whole tensor?
     """
 
     path: Path
@@ -40,6 +42,7 @@ class Offer:
     coded: tuple[str, int, bool] | None = None
     span: tuple[int, int] | None = None
     is_buffer: bool = False
+    cuts_blocks: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -76,13 +79,15 @@ def with_digests(offers: Sequence[Offer], digests: Sequence[Digest]) -> list[Off
 def _offer(holding: LocalTensor) -> Offer:
     first = holding.pieces[0] if holding.pieces else None
     coded = span = None
+    cuts_blocks = False
     if isinstance(first, LocalCodes):
         codes = first.codes
         coded, span = (codes.scheme, codes.block_size, codes.signed), codes.span
+        cuts_blocks = codes.segments is not None
     boxes = tuple(piece.box for piece in holding.pieces)
     return Offer(
         holding.path, holding.info, boxes, holding.primary, holding.checked,
-        (), coded, span, holding.is_buffer,
+        (), coded, span, holding.is_buffer, cuts_blocks,
     )  # fmt: skip
 
 
@@ -236,8 +241,9 @@ class Assigner:
             for box in () if spans else one.boxes:
                 cells.setdefault(LowBitCell(box, one.coded is not None), rank)
         plain = next((one.info.dtype for _, one in owned if not one.coded), "float32")
-        together = join_cells(list(cells), info.shape, block)
-        encoding = LowBit(scheme, block, signed, together, plain)
+        whole = info.shape if any(one.cuts_blocks for _, one in owned) else ()
+        together = join_cells(list(cells), info.shape, 0 if whole else block)
+        encoding = LowBit(scheme, block, signed, together, plain, whole)
         parts = encoding.parts(info)
         assert not isinstance(parts, Refusal)
         chunks: dict[str, Boxes] = {part: [] for part in parts}

@@ -10,10 +10,9 @@ from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import form_of
 from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
 from ckptmap.live.model.tensor_reader import TensorReader
-from ckptmap.live.optimizer.code_blocks import code_places, encode, values_of_span
+from ckptmap.live.optimizer.code_blocks import copy_codes, encode, encode_cut, values_of_span
 from ckptmap.live.optimizer.family import codes_of
 from ckptmap.live.quantized import dense
-from ckptmap.optim.lowbit import CODES, SCALE
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 
@@ -45,11 +44,8 @@ def _codes(reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None
 
     codes = codes_of(target.tensor)
     assert codes is not None
-    places = code_places(source, codes, local_boxes(target))
-    if places is not None:
-        for part, live in ((CODES, codes.codes), (SCALE, codes.scale)):
-            found = reader.part(source, part, places[part], codes.codes.device)
-            live.view(-1).copy_(found.view(-1))
+    boxes = local_boxes(target)
+    if copy_codes(reader, source, codes, boxes):
         return
     if codes.span is not None:
         encode(target.tensor, codes, values_of_span(reader, source, codes.span, codes.codes.device))
@@ -57,4 +53,7 @@ def _codes(reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None
     values = torch.zeros(codes.shape, dtype=torch.float32, device=codes.codes.device)
     for box, view in target.windows(values):
         reader.decoded(source, box, view)
-    encode(target.tensor, codes, values)
+    if codes.segments is None:
+        encode(target.tensor, codes, values)
+    else:
+        encode_cut(reader, source, codes, values)
