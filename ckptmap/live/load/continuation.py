@@ -61,6 +61,7 @@ class Continuation:
         objects: Mapping[str, Stateful] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
+        self._model = model
         self._objects = objects
         self._targets = targets
         taken = () if objects is None else objects.values()
@@ -162,7 +163,8 @@ class Continuation:
             yield f"each rank had its own of {counted(len(drifted), 'buffer')}, one was saved"
         if self._saved.get("world_size") == self._live["world_size"]:
             was = unsaved_buffers.of_rank(self._saved.get(unsaved_buffers.KEY), self._rank)
-            yield from unsaved_buffers.changed(was, self._live.get(unsaved_buffers.KEY) or {})
+            if was:
+                yield from unsaved_buffers.changed(was, unsaved_buffers.described(self._model, was))
         if text := self._saved.get(run_settings.WITHOUT):
             yield f"gradients of an accumulation were left out when it was saved ({text})"
         yield from (f"gradient of {name}" for name in self.gradients.left)

@@ -19,6 +19,7 @@ from ckptmap.live.model import (
     rng_state,
     stateful,
     tuples,
+    unsaved_buffers,
 )
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.plain_values import simplified
@@ -91,6 +92,8 @@ def collect(
     optimizer = None if optimizer is None else unwrapped(optimizer)
     mine = [] if optimizer is None else owners(optimizer, targets)
     held.settings = run_settings.describe(model, optimizer, targets, peers.world)
+    if unsaved := unsaved_buffers.described(model):
+        held.settings[unsaved_buffers.KEY] = unsaved
     if options.only is not None:
         _hold_part(held, part, model, peers)
         targets = part.kept
