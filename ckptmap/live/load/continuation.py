@@ -14,6 +14,7 @@ from ckptmap.core.state_paths import nest
 from ckptmap.errors import LoadError
 from ckptmap.live.load import pending_gradients
 from ckptmap.live.load.load_plan import LoadPlan
+from ckptmap.live.load.scheduler_state import SchedulerState, pop_dict
 from ckptmap.live.model import (
     dropout,
     integer_keys,
@@ -32,10 +33,9 @@ from ckptmap.live.optimizer import (
     gradient_hooks,
     gradients,
     lbfgs,
+    rank_settings,
     run_settings,
 )
-from ckptmap.live.optimizer.param_groups import load_scheduler, not_in_both, refuse_other_scheduler
-from ckptmap.live.optimizer.several_optimizers import SeveralSchedulers, scheduler_classes
 from ckptmap.live.optimizer.state_matcher import StatePlan
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.rounding.continuing import RoundingContinuation
@@ -45,11 +45,6 @@ if TYPE_CHECKING:
     import torch
 
     from ckptmap.live.optimizer.optimizer_types import Scheduler
-
-SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
-"""Keys under which programs save a scheduler's state, that of `ckptmap.save` first."""
-LISTED = "lr_schedulers"
-"""Lightning's key, which holds a list of scheduler states; a list of one is loaded."""
 
 
 class Continuation:
@@ -66,8 +61,8 @@ class Continuation:
         objects: Mapping[str, Stateful] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
+        self._model = model
         self._objects = objects
-        self._scheduler = scheduler
         self._targets = targets
         taken = () if objects is None else objects.values()
         self._unsaved = [] if optimizer is None else beside_params.unsaved(optimizer, taken)
@@ -81,26 +76,26 @@ class Continuation:
         self._live = run_settings.describe(model, self._optimizer, targets, world)
         values = {**checkpoint.plain, **checkpoint.other}
         everything = nest(module_extra_state.without(values, checkpoint))
-        self._saved = _pop_dict(everything, run_settings.KEY)
-        saved_scheduler = _pop_scheduler_state(everything, scheduler)
-        self._scheduler_state = integer_keys.restored_below(saved_scheduler)
+        saved = pop_dict(everything, run_settings.KEY)
+        as_many = saved.get("world_size") == world
+        self._saved = rank_settings.of_rank(saved, self._rank) if as_many else saved
+        own = f"rank{self._rank}" if as_many else ""
+        self._scheduler = SchedulerState.of(everything, scheduler, self._saved, own)
         self._rounding = RoundingContinuation()
         self._rounding_note = ""
         self._takers = module_extra_state.setters(model)
         self._states = module_extra_state.recorded(checkpoint)
         for key in (rng_state.KEY, flat_lowbit.KEY, lbfgs.KEY, beside_params.KEY):
             everything.pop(key, None)
-        self._per_rank = self._own_extra(_pop_dict(everything, run_settings.PER_RANK))
+        self._per_rank = self._own_extra(pop_dict(everything, run_settings.PER_RANK))
         everything.pop(gradients.PENDING, None)
-        as_many = self._saved.get("world_size") == self._live["world_size"]
         self._stateful = SavedStates(
-            _pop_dict(everything, stateful.KEY) if self._saved else {},
-            f"rank{self._rank}" if as_many else "",
+            pop_dict(everything, stateful.KEY) if self._saved else {},
+            own,
             [everything, self._per_rank],
         )
         self._extra: dict[str, object] = everything
-        same_world = self._saved.get("world_size") == world
-        self.gradients = pending_gradients.plan(checkpoint, targets, self._rank, same_world)
+        self.gradients = pending_gradients.plan(checkpoint, targets, self._rank, as_many)
         self.inexact: list[str] = []
         self._notes = [
             *run_settings.mode_note(self._saved, self._live),
@@ -123,8 +118,7 @@ class Continuation:
     def refuse(self, strict: bool) -> None:
         """Raise for an object of the caller's whose state is not in the checkpoint, or another's."""
         self._stateful.refuse(self._objects, self._checkpoint.path, strict)
-        if self._scheduler is not None and self._scheduler_state:
-            refuse_other_scheduler(self._scheduler, self._scheduler_state)
+        self._scheduler.refuse()
 
     def judge(self, plan: LoadPlan, state: StatePlan | None, precision: str) -> None:
         """Collect the reasons why training would not go on bit for bit."""
@@ -142,16 +136,7 @@ class Continuation:
             self.inexact += _changed_state(state, precision)
         elif self._checkpoint.optimizer_groups:
             self.inexact.append("the optimizer state is not loaded: no optimizer was given")
-        if self._scheduler_state and self._scheduler is None:
-            self.inexact.append("there is a scheduler in the checkpoint, and none was given")
-        elif not self._scheduler_state and self._scheduler is not None:
-            self.inexact.append("there is no scheduler in the checkpoint")
-        elif self._scheduler is not None:
-            self.inexact += not_in_both("scheduler", self._scheduler, self._scheduler_state)
-            was = self._saved.get(run_settings.SCHEDULER)
-            now = scheduler_classes(self._scheduler)
-            if was is not None and repr(was) != repr(now):
-                self.inexact.append(f"scheduler: was {was}, is {now}")
+        self.inexact += self._scheduler.reasons()
         self.inexact += [f"no {name}" for name in self._takers if name not in self._states]
         self.inexact += [f"nobody takes {n}" for n in self._states if n not in self._takers]
         self.inexact += [
@@ -178,7 +163,8 @@ class Continuation:
             yield f"each rank had its own of {counted(len(drifted), 'buffer')}, one was saved"
         if self._saved.get("world_size") == self._live["world_size"]:
             was = unsaved_buffers.of_rank(self._saved.get(unsaved_buffers.KEY), self._rank)
-            yield from unsaved_buffers.changed(was, self._live.get(unsaved_buffers.KEY) or {})
+            if was:
+                yield from unsaved_buffers.changed(was, unsaved_buffers.described(self._model, was))
         if text := self._saved.get(run_settings.WITHOUT):
             yield f"gradients of an accumulation were left out when it was saved ({text})"
         yield from (f"gradient of {name}" for name in self.gradients.left)
@@ -261,8 +247,7 @@ class Continuation:
         for name, module in self._takers.items():
             if name in self._states:
                 module.set_extra_state(_read(self._states[name]))
-        if self._scheduler is not None and self._scheduler_state:
-            load_scheduler(self._scheduler, self._scheduler_state)
+        self._scheduler.load()
         self._stateful.load(self._objects, _read, self._is_exact)
         if self._streams:
             rng_state.restore(self._streams)
@@ -331,56 +316,6 @@ def _changed_state(state: StatePlan, precision: str) -> Iterator[str]:
     yield from (f"state of {name} is not loaded" for name in state.unexpected)
     if precision != "keep":
         yield f"precision={precision!r} may change moments"
-
-
-def _pop_dict(everything: dict[str, object], name: str) -> Mapping[str, object]:
-    """Remove and return the dict `name`; another value of that name stays, and {} is returned."""
-    found = everything.get(name)
-    if not isinstance(found, Mapping):
-        return {}
-    del everything[name]
-    return found
-
-
-def _pop_scheduler_state(
-    everything: dict[str, object], scheduler: Scheduler | None
-) -> Mapping[str, object]:
-    """Remove and return the scheduler's state: at the root, the one of a list, those of a list where as many
-    schedulers are given, or inside of the only dict that has such a key, as verl's `extra_state`."""
-    found = next((name for name in SCHEDULERS if name in everything), SCHEDULERS[0])
-    several = [*scheduler.by_name] if isinstance(scheduler, SeveralSchedulers) else []
-    state = _pop_dict(everything, found) or _pop_list(everything, LISTED, several)
-    inside = [
-        (key, value, name)
-        for key, value in everything.items()
-        if isinstance(value, Mapping)
-        for name in SCHEDULERS
-        if isinstance(value.get(name), Mapping)
-    ]
-    if state or len(inside) != 1:
-        return state
-    ((key, outer, name),) = inside
-    rest: dict[str, Mapping[str, object]] = dict(outer)
-    state = rest.pop(name)
-    del everything[key]
-    if rest:
-        everything[key] = rest
-    return state
-
-
-def _pop_list(
-    everything: dict[str, object], name: str, several: Sequence[str]
-) -> Mapping[str, object]:
-    """Remove the list `name` and return the one dict that it holds, or the dicts by the names of `several`, of
-    which there are as many; any other list stays, and {} is returned."""
-    match everything.get(name):
-        case [Mapping() as found] if not several:
-            del everything[name]
-            return found
-        case [*states] if several and len(states) == len(several):
-            del everything[name]
-            return dict(zip(several, states, strict=True))
-    return {}
 
 
 def _read(value: object) -> object:

@@ -40,7 +40,7 @@ from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.loaded_bases import LoadedBase
 from ckptmap.live.model.rank_group import said_if_lost
 from ckptmap.live.model.tensor_reader import TensorReader
-from ckptmap.live.optimizer import listed_states
+from ckptmap.live.optimizer import listed_states, rank_settings
 from ckptmap.live.optimizer.several_optimizers import check_scheduler, one_scheduler
 from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
 from ckptmap.live.options import LoadOptions
@@ -73,6 +73,7 @@ def load(
 
     Several models, optimizers and schedulers are dicts of them by name, as in `ckptmap.save`, or lists, as in a
     Lightning checkpoint. One of several models is opened by its name: `ckptmap.open(path, root="policy")`.
+    A stage of a pipeline, or a list of a rank's stages, takes its part; other stages than saved it with `strict=False`.
 
     Every rank of the model calls it; each reads the bytes of its own shards only. Dense weights are
     filled in place (created, where they are on meta) in the model's dtype. An NF4 weight of the
@@ -86,7 +87,6 @@ def load(
 
     Where a prefix is all that keeps names from matching, CKM501 says which argument mends it. Names of
     another scheme become the model's where a mapping file knows both; the report's `names` says so.
-
     Optimizer state is matched by FQN, whatever optimizer wrote it, and put into the classes of the
     live one: moments are copied, codes too where scheme and block boundaries agree, else decoded
     and encoded anew, with the error in the report. Hyper-parameters become the checkpoint's; the
@@ -236,6 +236,7 @@ def _plan(
     reader.prepare(target.local.nbytes for target in targets)
     weights = TensorMatcher(checkpoint, reader, targets, options).plan()
     _leave_to_modules(weights, model, named.unmapped)
+    of_others = _of_other_ranks(weights, checkpoint, targets)
     weights.refuse(
         checkpoint.path, options.strict, options.strict_encoding, buffers_on_meta,
         lambda: (
@@ -244,7 +245,7 @@ def _plan(
         ),
     )  # fmt: skip
     checkpoint = listed_states.of_all(checkpoint, model, optimizer, targets)
-    state = _plan_state(checkpoint, targets, optimizer, options)
+    state = _plan_state(checkpoint, targets, optimizer, options, of_others)
     continuation = Continuation(
         checkpoint, model, optimizer, one_scheduler(scheduler), targets, options.stateful
     )
@@ -297,14 +298,25 @@ def _leave_to_modules(weights: LoadPlan, model: torch.nn.Module, unmapped: Seque
     weights.unexpected = [name for name in (*weights.unexpected, *unmapped) if name not in taken]
 
 
+def _of_other_ranks(
+    weights: LoadPlan, checkpoint: Checkpoint, targets: Sequence[LiveTensor]
+) -> frozenset[str]:
+    """Remove the weights of other ranks, as the stages of a pipeline have, from the unexpected ones, and return their
+    names: a rank that has all that it had when it saved the checkpoint has no use for them."""
+    names = frozenset(weights.unexpected)
+    if not names or not rank_settings.is_same_layout(checkpoint, targets, weights.becomes):
+        return frozenset()
+    weights.unexpected = []
+    return names
+
+
 def _plan_state(
-    checkpoint: Checkpoint,
-    targets: Sequence[LiveTensor],
-    optimizer: Optimizers | None,
-    options: LoadOptions,
-) -> StatePlan | None:
+    checkpoint: Checkpoint, targets: Sequence[LiveTensor], optimizer: Optimizers | None,
+    options: LoadOptions, of_others: frozenset[str],
+) -> StatePlan | None:  # fmt: skip
     if optimizer is None:
         return None
     state = StateMatcher(checkpoint, targets, optimizer, options.precision).plan()
+    state.unexpected = [name for name in state.unexpected if name not in of_others]
     state.refuse(checkpoint.path, options.strict)
     return state

@@ -6,7 +6,7 @@ live parameters names the numbers, as the framework's own load takes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def named_by_live(
     names the numbers, the opened checkpoint with names in the live optimizer's order.
 
     Raises SourceError CKM207 where shapes refute the order."""
-    if optimizer is None or isinstance(model, Mapping) or isinstance(optimizer, Mapping):
+    if optimizer is None or isinstance(model, Mapping | Sequence) or isinstance(optimizer, Mapping):
         yield path
         return
     with open_checkpoint(path) as checkpoint:

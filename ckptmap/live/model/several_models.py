@@ -1,41 +1,48 @@
-"""Several models in one checkpoint: each is named, and its name is the first segment of its FQNs.
+"""Several models in one checkpoint: each is named, and its name is the first segment of its FQNs. Parts of one model,
+as a rank of a pipeline with interleaved stages has, keep their FQNs.
 
 {"policy": m, "value": v}  ->  policy.layers.0.weight, value.layers.0.weight
+[part0, part2]             ->  layers.0.weight, layers.2.weight
 
 They become one module for the length of a call. It has no forward, and the models do not notice it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from ckptmap.core import argument_checks
-from ckptmap.errors import ArgumentError
+from ckptmap.errors import ArgumentError, LoadError
 from ckptmap.mapping.wrappers import SEGMENTS, strip_wrappers
 
 if TYPE_CHECKING:
     import torch
 
-Models: TypeAlias = "torch.nn.Module | Mapping[str, torch.nn.Module]"
-"""A model, or several by name."""
+Models: TypeAlias = "torch.nn.Module | Mapping[str, torch.nn.Module] | Sequence[torch.nn.Module]"
+"""A model, several by name, or the parts of one."""
 
 KEY = "models"
 """Key of the names among the settings of a run."""
 _MARK = "_ckptmap_models"
 """Attribute of the one module: the names of its models."""
+_PARTS = "_ckptmap_parts"
+"""Attribute of the one module: the names of its parts, which are in no FQN."""
 
 
 def as_one(model: Models) -> torch.nn.Module:
-    """Return one module of several models by name. Anything else is returned as it is, and `check`
-    refuses what is none."""
+    """Return one module of several models by name, or of the parts of one. Anything else is returned as it
+    is, and `check` refuses what is none."""
     import torch
 
-    if not isinstance(model, Mapping) or not _is_several(model):
+    by_name, mark = model, _MARK
+    if isinstance(model, list | tuple):
+        by_name, mark = {f"part{number}": part for number, part in enumerate(model)}, _PARTS
+    if not isinstance(by_name, Mapping) or not _is_several(by_name):
         return cast(torch.nn.Module, model)
     one = torch.nn.Module()
-    one._modules.update(model)
-    setattr(one, _MARK, tuple(model))
+    one._modules.update(by_name)
+    setattr(one, mark, tuple(by_name))
     return one
 
 
@@ -61,7 +68,11 @@ def _is_state_dict(values: Mapping[object, object]) -> bool:
 
 
 def check(name: str, model: object) -> None:
-    """Raise ArgumentError CKM516 for what is neither a model nor several by name."""
+    """Raise ArgumentError CKM516 for what is neither a model, nor several by name, nor parts of one."""
+    if isinstance(model, list | tuple) and model:
+        for number, part in enumerate(model):
+            argument_checks.module(f"{name}[{number}]", part)
+        return
     if not isinstance(model, Mapping) or _is_state_dict(model):
         argument_checks.module(name, model)
         return
@@ -88,8 +99,9 @@ def names_of(model: object) -> tuple[str, ...]:
 
 def plain_names(model: torch.nn.Module, keys: Collection[str]) -> dict[str, str]:
     """Return key -> plain FQN. Wrappers are stripped from the names of each model by itself: one may
-    be in DDP, another not. Raises SourceError CKM114 on a collision."""
-    names = names_of(model)
+    be in DDP, another not. Raises SourceError CKM114 on a collision, LoadError CKM505 on one of two parts."""
+    parts: tuple[str, ...] = getattr(model, _PARTS, ())
+    names = parts or names_of(model)
     if not names:
         return strip_wrappers(keys, "model")
     plain: dict[str, str] = {}
@@ -97,5 +109,20 @@ def plain_names(model: torch.nn.Module, keys: Collection[str]) -> dict[str, str]
         head = f"{name}."
         inner = {key.removeprefix(head): key for key in keys if key.startswith(head)}
         stripped = strip_wrappers(inner, name)
-        plain.update({inner[key]: head + fqn for key, fqn in stripped.items()})
+        plain.update({inner[key]: fqn if parts else head + fqn for key, fqn in stripped.items()})
+    if parts:
+        _refuse_two_of_a_name(plain)
     return {key: plain[key] for key in keys}
+
+
+def _refuse_two_of_a_name(plain: Mapping[str, str]) -> None:
+    """Raise LoadError CKM505 for a name that two parts of a model have."""
+    first: dict[str, str] = {}
+    for key, fqn in plain.items():
+        if first.setdefault(fqn, key) != key:
+            one, other = (k.partition(".")[0].removeprefix("part") for k in (first[fqn], key))
+            raise LoadError(
+                "CKM505",
+                f"model: {fqn} is in parts {one} and {other}, expected it in one",
+                'give models of their own by name: {"policy": model, "value": other}',
+            )

@@ -17,16 +17,22 @@ from ckptmap.live.model import fsdp1_buffers, module_walk, several_models
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.local_digest import blocks_of
 from ckptmap.live.model.values_in_memory import odd_layout
+from ckptmap.live.save.replica_digests import checksums
 
 if TYPE_CHECKING:
     import torch
 
+SUM = "sum64 "
+"""What the checksum that a device computes begins with; the digest of bytes is of hexadecimal digits."""
 KEY = "unsaved_buffers"
 """Setting that has their forms and digests by name, of every rank."""
 
 
-def described(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Return FQN -> [shape and dtype, digest] of the buffers of this rank that are not saved."""
+def described(
+    model: torch.nn.Module, saved: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, list[str]]:
+    """Return FQN -> [shape and dtype, digest] of the buffers of this rank that are not saved. saved: what was
+    returned before, so that digests are of the same kind."""
     import torch
 
     found: dict[str, torch.Tensor] = {}
@@ -42,10 +48,8 @@ def described(model: torch.nn.Module) -> dict[str, list[str]]:
         return {}
     plain = several_models.plain_names(model, found)
     dtypes = fsdp1_buffers.forward_dtypes(model)
-    return {
-        plain[key]: _form_and_digest(buffer, dtypes.get(id(buffer)))
-        for key, buffer in found.items()
-    }
+    forward = {plain[key]: _in_forward(one, dtypes.get(id(one))) for key, one in found.items()}
+    return forms_and_digests(forward, saved or {})
 
 
 def _is_default(generator: torch.Generator) -> bool:
@@ -56,18 +60,39 @@ def _is_default(generator: torch.Generator) -> bool:
     return any(generator is one for one in known)
 
 
-def _form_and_digest(buffer: torch.Tensor, forward_dtype: str | None) -> list[str]:
-    """Describe a buffer, in the dtype in which FSDP1 computes with it."""
+def _in_forward(buffer: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    """Return a buffer in the dtype in which FSDP1 computes with it."""
     import torch
-    import xxhash
 
     values = buffer.detach()
-    if forward_dtype is not None:
-        values = values.to(getattr(torch, forward_dtype))
+    return values if dtype is None else values.to(getattr(torch, dtype))
+
+
+def forms_and_digests(
+    values: Mapping[str, torch.Tensor], saved: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Return [shape and dtype, digest] of each tensor: of one on a device a checksum that it computes, so that the
+    host waits once for each device; of one on the CPU that of its bytes. saved: as for `described`."""
+    kinds = {name: digest[:6] for name, (_, digest) in saved.items()}
+    summed = [
+        one
+        for name, one in values.items()
+        if (kinds[name] == SUM if name in kinds else one.device.type != "cpu")
+    ]
+    known = checksums(summed)
+    return {
+        name: [f"{tuple(one.shape)} {one.dtype}", known.get(id(one)) or _digest(one)]
+        for name, one in values.items()
+    }
+
+
+def _digest(values: torch.Tensor) -> str:
+    import xxhash
+
     digest = xxhash.xxh3_128()
     for block in blocks_of(values):
         digest.update(block)
-    return [f"{tuple(values.shape)} {values.dtype}", digest.hexdigest()]
+    return digest.hexdigest()
 
 
 def of_all_ranks(by_rank: Sequence[object]) -> dict[str, object]:

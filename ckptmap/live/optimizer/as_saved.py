@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.state_paths import nest
 from ckptmap.live.optimizer import beside_params, run_settings
 from ckptmap.live.optimizer.family import STEP, OptimizerFamily, OptimizerParam
 from ckptmap.live.optimizer.local_state import ParamOwner
@@ -71,8 +70,7 @@ class SavedClasses:
         self._keys = beside_params.recorded(checkpoint)
         self._settings: dict[int, Mapping[str, object]] = {}
         self._named: dict[str, LiveOptimizer] = {}
-        found = nest(checkpoint.plain).get(run_settings.KEY)
-        saved = found if isinstance(found, Mapping) else {}
+        saved = run_settings.recorded(checkpoint)
         version = saved.get("version")
         if not isinstance(version, int) or version < run_settings.ALL_ENTRIES:
             return

@@ -17,10 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptmap.core.state_paths import nest
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.tensor_reader import TensorReader
-from ckptmap.live.optimizer import run_settings
+from ckptmap.live.optimizer import rank_settings
 from ckptmap.live.optimizer.family import Codes, Moment, OptimizerParam, codes_of, local_of
 from ckptmap.live.optimizer.local_state import ParamOwner, is_decoded
 from ckptmap.optim.lowbit import PLAIN, QMAP
@@ -80,13 +79,13 @@ def _plain_form(value: torch.Tensor) -> list[object]:
 
 
 def saved_entries(
-    checkpoint: Checkpoint, targets: Sequence[LiveTensor], rank: int, world: int
+    checkpoint: Checkpoint, targets: Sequence[LiveTensor], rank: int
 ) -> dict[str, dict[str, FlatCodes]] | None:
     """Return {FQN: {entry: FlatCodes}} of this rank in the checkpoint; None: no rank has any, or this
     rank holds other elements than it did."""
     if not any(path[0] == KEY for path in checkpoint.plain):
         return None
-    if not _same_layout(checkpoint, targets, rank, world):
+    if not rank_settings.is_same_layout(checkpoint, targets):
         return None
     head = (KEY, f"rank{rank}")
     parts: dict[Path, dict[str, LazyTensor]] = {}
@@ -99,18 +98,6 @@ def saved_entries(
             entries = entries_by_fqn.setdefault(str(path[2]), {})
             entries[str(path[3])] = FlatCodes(list(form), parts.get(path[2:4], {}))
     return entries_by_fqn
-
-
-def _same_layout(
-    checkpoint: Checkpoint, targets: Sequence[LiveTensor], rank: int, world: int
-) -> bool:
-    saved = nest(checkpoint.plain).get(run_settings.KEY)
-    if not isinstance(saved, Mapping) or saved.get("world_size") != world:
-        return False
-    layouts = saved.get("layout")
-    if not isinstance(layouts, list | tuple) or rank >= len(layouts):
-        return False
-    return bool(layouts[rank] == run_settings.layout_digest(targets))
 
 
 def fits(saved: Mapping[str, FlatCodes], part: OptimizerParam) -> bool:

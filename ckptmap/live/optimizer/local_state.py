@@ -69,6 +69,23 @@ class LocalTensor:
     is_buffer: bool = False
 
 
+@dataclass(frozen=True)
+class HeldGroup:
+    """A parameter group of this rank, as values that nobody changes: tensors are copies on the CPU.
+
+    optimizer  the class, after the name where it is one of several by name
+    part, at   number of the optimizer of several, and of the group in it
+    values     hyper-parameters by name
+    params     FQNs
+    """
+
+    optimizer: str
+    part: int
+    at: int
+    values: Mapping[str, object]
+    params: Sequence[str]
+
+
 @dataclass
 class LocalState:
     """Everything that this rank holds."""
@@ -87,6 +104,8 @@ class LocalState:
     """Plain values of optimizer state that are stored as values of a simpler class."""
     placements: dict[str, dict[str, object]] = field(default_factory=dict)
     """How optimizer state is placed (see `state_placement`)."""
+    groups: list[HeldGroup] = field(default_factory=list)
+    """The parameter groups, which become one list with those of other ranks."""
 
 
 def info_of(shape: Sequence[int], values: torch.Tensor) -> TensorInfo:

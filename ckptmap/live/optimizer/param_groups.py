@@ -1,4 +1,4 @@
-"""Set the hyper-parameters of a live optimizer and its scheduler to those of the checkpoint.
+"""Set the hyper-parameters of a live optimizer to those of the checkpoint.
 
 A value keeps the type of the live one: `lr` stays a tensor for torchao, a number for bitsandbytes.
 Choices of implementation (foreach, fused, ...) are not loaded.
@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckptmap.errors import LoadError
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.optimizer.algorithms import algorithm, by_live_names, settings_without_live_name
 from ckptmap.live.optimizer.family import OptimizerParam
 from ckptmap.live.optimizer.group_objects import is_object
 from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.live.optimizer.setting_values import as_read, form_of, in_live_type, is_same, plain
-from ckptmap.live.optimizer.several_optimizers import SeveralSchedulers
 
 if TYPE_CHECKING:
-    from ckptmap.live.optimizer.optimizer_types import ParamGroup, Scheduler
+    from ckptmap.live.optimizer.optimizer_types import ParamGroup
 
 CHOICES = (
     "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "amsgrad",
@@ -44,11 +42,11 @@ class ParamGroups:
         owners: Sequence[ParamOwner],
         stored: Sequence[StoredGroup],
         state: Mapping[str, Mapping[str, object]],
-        empty: Sequence[ParamGroup] = (),
+        empty: tuple[Sequence[ParamGroup], Sequence[StoredGroup]] = ((), ()),
         of_same_class: Callable[[OptimizerParam], bool] = lambda part: False,
     ) -> None:
         """`state` is the checkpoint's by FQN: its entries identify the algorithm of a group. `empty` are
-        the live groups without parameters. `of_same_class` tells whether the class of a parameter's
+        the live groups without parameters, and the checkpoint's for them. `of_same_class` tells whether the class of a parameter's
         optimizer saved it."""
         self._of_same_class = of_same_class
         self._state = state
@@ -61,10 +59,10 @@ class ParamGroups:
         live: dict[int, list[ParamOwner]] = {}
         for owner in owners:
             live.setdefault(id(owner.part.group), []).append(owner)
-        self._groups = [*(members[0].part.group for members in live.values()), *empty]
+        self._groups = [*(members[0].part.group for members in live.values()), *empty[0]]
         for number, members in enumerate(live.values()):
             self._match(number, members)
-        self._match_empty(len(live), empty, [group for group in stored if not group["params"]])
+        self._match_empty(len(live), *empty)
 
     def betas(self, owner: ParamOwner) -> Sequence[float]:
         """Return the betas of the checkpoint's group that has the parameter; () where it has none."""
@@ -237,53 +235,3 @@ def _forms(
             was, now = form_of(group[key]), form_of(live[key])
             if was != now:
                 yield f"group {number} {key}: was {was}, is {now}"
-
-
-def not_in_both(title: str, scheduler: Scheduler, state: Mapping[str, object]) -> list[str]:
-    """Return a phrase for every scheduler whose state has other names than the saved one: it is another."""
-    if isinstance(scheduler, SeveralSchedulers):
-        return [
-            phrase
-            for name, one in scheduler.by_name.items()
-            if isinstance(saved := state.get(name), Mapping)
-            for phrase in not_in_both(f"{title} {name!r}", one, saved)
-        ]
-    names = _not_in_both(scheduler, state)
-    return [f"{title}: not in both states: {', '.join(names)}"] if names else []
-
-
-def _not_in_both(scheduler: Scheduler, state: Mapping[str, object]) -> list[str]:
-    return sorted(map(str, state.keys() ^ scheduler.state_dict().keys()))
-
-
-def refuse_other_scheduler(scheduler: Scheduler, state: Mapping[str, object]) -> None:
-    """Raise LoadError CKM508 for a state that is another's: one of several, or of others by name. torch
-    would take it, and not look at it."""
-    names = scheduler.state_dict().keys()
-    is_one = not isinstance(scheduler, SeveralSchedulers)
-    if (names & state.keys() or not names) if is_one else names == state.keys():
-        return
-    raise LoadError(
-        "CKM508",
-        f"scheduler: the saved state has {listed(sorted(map(str, state)))}, expected"
-        f" {listed(sorted(map(str, names)))}",
-        "give the schedulers that were saved, by the same names, or load without one",
-    )
-
-
-def load_scheduler(scheduler: Scheduler, state: Mapping[str, object]) -> None:
-    """Set a scheduler to its saved state, each value in the type of the live one.
-
-    Raises LoadError CKM508 where it is another scheduler's."""
-    live = scheduler.state_dict()
-    new_state = {k: in_live_type(live.get(k), value, padded=False) for k, value in state.items()}
-    strange = _not_in_both(scheduler, state)
-    try:
-        scheduler.load_state_dict(new_state)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise LoadError(
-            "CKM508",
-            f"{type(scheduler).__name__} cannot take the saved scheduler's state: {error!r}"
-            f" (not in both: {', '.join(strange) or 'nothing'})",
-            "build the scheduler that was saved, or load without one",
-        ) from error

@@ -11,7 +11,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckptmap.live.model import dropout, module_walk, several_models, unsaved_buffers
+from ckptmap.core.state_paths import nest
+from ckptmap.live.model import dropout, module_walk, several_models
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import live_forms, logical_info
 from ckptmap.live.model.live_tensor import (
@@ -29,6 +30,7 @@ from ckptmap.live.rounding import record as rounding
 if TYPE_CHECKING:
     import torch
 
+    from ckptmap.checkpoint.checkpoint import Checkpoint
     from ckptmap.live.optimizer.optimizer_types import LiveOptimizer
 
 Settings: TypeAlias = dict[str, Any]
@@ -49,6 +51,8 @@ STATE_ON_CPU = "state_on_cpu"
 """Setting of an optimizer: names of its entries on the CPU beside parameters on another device."""
 SCHEDULER = "scheduler"
 """Setting that has the class of the scheduler, and of those inside of it."""
+SCHEDULERS = "ckptmap.schedulers"
+"""Key of the states of each rank's scheduler among the extra values, where they differ."""
 UNSAVED = "optimizer_state_left_out"
 """Setting that says what an optimizer keeps that is not saved."""
 UNLIKE = "unlike_values"
@@ -63,6 +67,12 @@ MODE_ADVICE = "see that model.train() or model.eval() comes before the next step
 """End of the note on it; a trainer that sets the mode before each step has no use for it."""
 PER_RANK = "per_rank"
 """Key of the caller's values of each rank among the extra values."""
+
+
+def recorded(checkpoint: Checkpoint) -> Mapping[str, object]:
+    """Return the settings that a checkpoint records; empty: ckptmap did not save it."""
+    found = nest(checkpoint.plain).get(KEY)
+    return found if isinstance(found, Mapping) else {}
 
 
 def describe(
@@ -87,8 +97,6 @@ def describe(
         EVALUATING: evaluating(model),
         "dropout": dropout.described(model),
     }
-    if unsaved := unsaved_buffers.described(model):
-        settings[unsaved_buffers.KEY] = unsaved
     if devices == ["cpu"]:
         settings["threads"] = torch.get_num_threads()
     if any(form.has_rounded_scales(target) for form in live_forms() for target in targets):

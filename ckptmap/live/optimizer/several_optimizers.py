@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,10 @@ def scheduler_classes(scheduler: object) -> dict[str, object] | list[object]:
     have the same names. Of several by name, return those of each."""
     if isinstance(scheduler, SeveralSchedulers):
         return {name: scheduler_classes(one) for name, one in scheduler.by_name.items()}
+    return [type(scheduler).__name__, *map(scheduler_classes, inside(scheduler))]
+
+
+def inside(scheduler: object) -> Sequence[object]:
+    """Return the schedulers that one of torch's steps."""
     inner = getattr(scheduler, "_schedulers", None)
-    inside = inner if isinstance(inner, list | tuple) else ()
-    return [type(scheduler).__name__, *map(scheduler_classes, inside)]
+    return inner if isinstance(inner, list | tuple) else ()

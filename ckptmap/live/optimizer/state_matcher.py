@@ -15,7 +15,7 @@ from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
 from ckptmap.live.model.load_report import StateReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.tensor_reader import TensorReader
-from ckptmap.live.optimizer import flat_lowbit, lbfgs, state_placement
+from ckptmap.live.optimizer import flat_lowbit, lbfgs, rank_settings, state_placement
 from ckptmap.live.optimizer.as_saved import AsSaved, SavedClasses
 from ckptmap.live.optimizer.family import STEP
 from ckptmap.live.optimizer.local_state import ParamOwner, owners
@@ -121,8 +121,8 @@ class StateMatcher:
         self._targets = targets
         self._policy = Policy(precision, schemes)
         flat = precision == "keep" and any(owner.is_flat for owner in self._owners)
-        place = rank_and_world()
-        self._exact = flat_lowbit.saved_entries(checkpoint, targets, *place) if flat else None
+        rank, _ = rank_and_world()
+        self._exact = flat_lowbit.saved_entries(checkpoint, targets, rank) if flat else None
         self._used_exact: set[str] = set()
         self._placements = state_placement.recorded(checkpoint)
         self._classes = SavedClasses(checkpoint, self._optimizer)
@@ -134,7 +134,7 @@ class StateMatcher:
         self._refuse_unnamed()
         refuse_other_order(self._checkpoint, self._owners, self._targets)
         stored = self._checkpoint.optimizer_groups
-        empty = [group for group in groups_of(self._optimizer) if not group["params"]]
+        empty = rank_settings.without_params(self._checkpoint, [*groups_of(self._optimizer)])
         groups = ParamGroups(self._owners, stored, self._tensors, empty, self._classes.is_same)
         grouped_fqns = {fqn for group in stored for fqn in group["params"]}
         used: set[str] = set()

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from ckptmap.core.state_paths import nest
 from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.optimizer import run_settings
 from ckptmap.live.optimizer.family import STEP
@@ -58,8 +57,7 @@ def described(owners: Sequence[ParamOwner]) -> dict[str, dict[str, object]]:
 
 def recorded(checkpoint: Checkpoint) -> Placements:
     """Return the placements that a checkpoint records; {}: an older one does not."""
-    settings = nest(checkpoint.plain).get(run_settings.KEY)
-    found = settings.get(run_settings.PLACEMENTS) if isinstance(settings, Mapping) else None
+    found = run_settings.recorded(checkpoint).get(run_settings.PLACEMENTS)
     return found if isinstance(found, Mapping) else {}
 
 

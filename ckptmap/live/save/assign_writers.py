@@ -134,8 +134,10 @@ class Assignment:
     mine: dict[tuple[Path, Box], torch.Tensor] = field(default_factory=dict)
     places: dict[tuple[Path, Box], ValuesPlace] = field(default_factory=dict)
 
-    def state(self, values: Mapping[Path, object], world: int) -> OutState:
-        return OutState(self.tensors, values, self.records, world)
+    def state(
+        self, values: Mapping[Path, object], world: int, beside: Sequence[OutTensor] = ()
+    ) -> OutState:
+        return OutState([*self.tensors, *beside], values, self.records, world)
 
 
 class Assigner:

@@ -19,6 +19,7 @@ from ckptmap.live.model import (
     rng_state,
     stateful,
     tuples,
+    unsaved_buffers,
 )
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.plain_values import simplified
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 OWN_NAMES = frozenset(
     {
         run_settings.KEY, rng_state.KEY, flat_lowbit.KEY, module_extra_state.KEY, "scheduler",
+        run_settings.SCHEDULERS,
         run_settings.PER_RANK, gradients.PENDING, stateful.KEY,
         lbfgs.KEY, tuples.KEY, integer_keys.KEY, beside_params.KEY,
     }
@@ -72,12 +74,14 @@ def collect(
     scheduler: Schedulers | None,
     peers: RankGroup,
     random_state: Mapping[str, object],
+    state_of: Mapping[str, object],
     options: SaveOptions,
 ) -> LocalState:
     """Return everything that this rank holds.
 
     targets       the model's tensors; of a save of a part of the weights, `part` has those that are saved
     random_state  the random streams, as they were when `save` was called
+    state_of      the states of the caller's objects and of the scheduler by name
 
     Raises as `save` does for what cannot be saved."""
     held = LocalState()
@@ -88,6 +92,8 @@ def collect(
     optimizer = None if optimizer is None else unwrapped(optimizer)
     mine = [] if optimizer is None else owners(optimizer, targets)
     held.settings = run_settings.describe(model, optimizer, targets, peers.world)
+    if unsaved := unsaved_buffers.described(model):
+        held.settings[unsaved_buffers.KEY] = unsaved
     if options.only is not None:
         _hold_part(held, part, model, peers)
         targets = part.kept
@@ -99,12 +105,13 @@ def collect(
     put(held, _rank_path(rng_state.KEY, peers), random_state, private=True)
     put(held, _rank_path(run_settings.PER_RANK, peers), per_rank, private=True)
     states = {k: m.get_extra_state() for k, m in module_extra_state.getters(model).items()}
+    if run_scheduler is not None:
+        held.settings[run_settings.SCHEDULER] = scheduler_classes(run_scheduler)
     if peers.rank == 0:
         for key, value in states.items():
             put(held, ("extra", module_extra_state.KEY, key), value)
         if run_scheduler is not None:
-            held.settings[run_settings.SCHEDULER] = scheduler_classes(run_scheduler)
-            put(held, ("extra", "scheduler"), run_scheduler.state_dict())
+            put(held, ("extra", "scheduler"), state_of[run_settings.SCHEDULERS])
         for key, value in extra.items():
             put(held, ("extra", key), value)
         if places := tuples.of(extra):
@@ -129,8 +136,8 @@ def _hold_optimizer(
     if keys := beside_params.held(optimizer):
         put(held, _rank_path(beside_params.KEY, peers), keys, private=True)
     vectors = lbfgs.held(mine)
+    held.groups = group_values.groups(mine, optimizer)
     if peers.rank == 0:
-        put(held, ("optimizer", "param_groups"), group_values.groups(mine, optimizer))
         held.notes += group_values.notes(mine)
         held.notes += [
             f"optimizer: {text}, which is not saved; save it as stateful={{NAME: optimizer}}"
@@ -152,9 +159,13 @@ def _hold_part(held: LocalState, part: SavedPart, model: torch.nn.Module, peers:
 def collect_states(
     held: LocalState, states: Mapping[str, object], shared: Collection[str], peers: RankGroup
 ) -> None:
-    """Add the states of the caller's objects: those that are the same on all ranks, and the rest."""
+    """Add the states of the caller's objects: those that are the same on all ranks, and the rest. The scheduler of
+    rank 0 is there before."""
     for name, state in states.items():
-        if name not in shared:
+        if name == run_settings.SCHEDULERS:
+            if name not in shared:
+                put(held, _rank_path(name, peers), state, private=True)
+        elif name not in shared:
             put(held, (*_rank_path(stateful.KEY, peers), name), state, private=True)
         elif peers.rank == 0:
             put(held, ("extra", stateful.KEY, stateful.SHARED, name), state)

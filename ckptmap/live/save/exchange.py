@@ -11,20 +11,21 @@ from dataclasses import asdict, dataclass, field
 from operator import index
 from typing import TYPE_CHECKING
 
-from ckptmap.checkpoint import base_record
 from ckptmap.errors import ArgumentError
 from ckptmap.live.model import module_walk, unsaved_buffers
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import RankGroup
-from ckptmap.live.optimizer import run_settings
-from ckptmap.live.optimizer.local_state import STATE, LocalState
+from ckptmap.live.optimizer import rank_settings, run_settings
+from ckptmap.live.optimizer.local_state import STATE, HeldGroup, LocalState
 from ckptmap.live.options import SaveOptions
 from ckptmap.live.rounding import record as rounding
-from ckptmap.live.save import extra_values, pending_gradients
+from ckptmap.live.save import extra_values, group_values, merged_groups, pending_gradients
 from ckptmap.live.save.collect import put
-from ckptmap.live.save.replica_digests import Digest
+from ckptmap.live.save.merged_groups import MergedGroups
+from ckptmap.live.save.replica_digests import Digest, tensors_of
 from ckptmap.operations.step_directories import MANAGER
-from ckptmap.tensors import Path
+from ckptmap.protocols import OutTensor
+from ckptmap.tensors import Box, Path
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,7 @@ class Told:
     plans          tokens of the plans that this rank knows for what it holds
     managed        the metrics of a manager, which all ranks have
     unmatched      patterns of `only` that match nothing on this rank, each with what may be meant
+    groups         digest of which parameters are in which group of the optimizer
     """
 
     only: Sequence[str] = ()
@@ -56,6 +58,7 @@ class Told:
     plans: Sequence[str] = ()
     managed: str = ""
     unmatched: Mapping[str, str] = field(default_factory=dict)
+    groups: str = ""
 
     @classmethod
     def of(
@@ -70,6 +73,7 @@ class Told:
             (), None if options.step is None else index(options.step), [*extra.items()], [*extra_values.digests(states).items()],
             (found.text, found.digest), options.gradients is not None,
             rounding.seeds(held.settings), one_digest(digests), plans, managed or "",
+            groups=merged_groups.told(held.groups),
         )  # fmt: skip
 
     @property
@@ -111,15 +115,12 @@ def require_same_values(held: LocalState, told: Sequence[Told], with_gradients: 
     rounding.require_one_seed([tuple(one.seeds) for one in told])
 
 
-OF_EACH_RANK = ("layout", base_record.KEY, unsaved_buffers.KEY)
-"""Settings that ranks may have unlike ones of."""
-
-
 @dataclass(frozen=True)
 class Shared:
     """What each rank holds that all must know before a save is written. Nothing of it is live.
 
-    token  of the plan that is made of it
+    groups  of the optimizer, on other ranks than 0 without their parameters where these are the same on all
+    token   of the plan that is made of it
     """
 
     values: Mapping[Path, object]
@@ -128,38 +129,71 @@ class Shared:
     is_decoded: bool
     placements: Mapping[str, Mapping[str, object]]
     simplified: Sequence[str]
+    groups: Sequence[HeldGroup]
     replicas: str
     token: str = field(default_factory=lambda: os.urandom(16).hex())
 
     @classmethod
-    def of(cls, held: LocalState, replicas: str) -> Shared:
-        settings = {key: held.settings.get(key) for key in OF_EACH_RANK}
+    def of(cls, held: LocalState, replicas: str, has_params: bool) -> Shared:
+        groups = held.groups if has_params else merged_groups.without_params(held.groups)
         return cls(
-            dict(held.values), dict(held.records), settings, bool(held.decoded),
-            held.placements, held.simplified, replicas,
+            dict(held.values), dict(held.records), dict(held.settings), bool(held.decoded),
+            held.placements, held.simplified, groups, replicas,
         )  # fmt: skip
 
 
-def merge(held: LocalState, everything: Sequence[Shared], drifted: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class FoundTogether:
+    """What no rank holds before all have told what they do: tensors that rank 0 writes, and their values."""
+
+    tensors: Sequence[OutTensor]
+    values: Mapping[tuple[Path, Box], torch.Tensor]
+
+
+def merge(
+    held: LocalState, everything: Sequence[Shared], drifted: Sequence[str], same_groups: bool
+) -> FoundTogether:
     """Give this rank the plain values, records and settings of all ranks; those of the lowest go first.
 
-    drifted  names of the buffers that differ between ranks"""
-    if bases := everything[0].settings[base_record.KEY]:  # rank 0 has taken the digests
-        held.settings[base_record.KEY] = bases
+    drifted      names of the buffers that differ between ranks
+    same_groups  are the same parameters in the same groups of each rank's optimizer?"""
+    settings = [one.settings for one in everything]
+    groups = _groups([one.groups for one in everything], same_groups)
     described = {
-        **held.settings,
-        "layout": [one.settings["layout"] for one in everything],
-        **unsaved_buffers.of_all_ranks([one.settings[unsaved_buffers.KEY] for one in everything]),
+        **settings[0],
+        "layout": [one["layout"] for one in settings],
+        **unsaved_buffers.of_all_ranks([one.get(unsaved_buffers.KEY) for one in settings]),
+        **rank_settings.of_all_ranks(settings),
+        **({rank_settings.GROUPS: groups.numbers} if groups.numbers else {}),
         "decoded": any(one.is_decoded for one in everything),
         run_settings.PLACEMENTS: {k: v for one in everything for k, v in one.placements.items()},
         run_settings.FORMS: list(dict.fromkeys(n for one in everything for n in one.simplified)),
         "buffers": list(drifted),
-        run_settings.UNLIKE: _unlike([one.values for one in everything]),
+        run_settings.UNLIKE: [*_unlike([one.values for one in everything]), *groups.unlike],
     }
     put(held, ("extra", run_settings.KEY), described)
     for one in reversed(everything):
         held.records.update(one.records)
         held.values |= one.values
+    return _with_groups(held, groups)
+
+
+def _groups(by_rank: Sequence[Sequence[HeldGroup]], are_same: bool) -> MergedGroups:
+    of_all = merged_groups.of_same_params if are_same else merged_groups.of_other_params
+    return of_all(by_rank)
+
+
+def _with_groups(held: LocalState, merged: MergedGroups) -> FoundTogether:
+    """Add the groups to what is stored, and return the tensors in them."""
+    found = LocalState()
+    if merged.groups:
+        put(found, group_values.GROUPS, merged.groups)
+    held.values |= found.values
+    pieces = [(one, piece) for one in found.holdings for piece in one.pieces]
+    return FoundTogether(
+        [OutTensor(one.path, one.info, [(0, piece.box)]) for one, piece in pieces],
+        {(one.path, piece.box): tensor for one, piece in pieces for tensor in tensors_of(piece)},
+    )
 
 
 def told_of(drifted: Sequence[str], model: torch.nn.Module) -> list[str]:

@@ -8,34 +8,70 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import LoadError
+from ckptmap.live.model.plain_values import simplified
 from ckptmap.live.model.tuples import holds_tensor
 from ckptmap.live.optimizer.group_objects import is_object, python_numbers
-from ckptmap.live.optimizer.local_state import ParamOwner
-from ckptmap.live.optimizer.optimizer_types import ParamGroup
-from ckptmap.live.optimizer.unwrap import groups_of
+from ckptmap.live.optimizer.local_state import HeldGroup, ParamOwner
+from ckptmap.live.optimizer.unwrap import groups_of, several_of
+from ckptmap.live.save.extra_values import require_plain
 
+GROUPS = ("optimizer", "param_groups")
+"""Where groups are stored."""
 LEFT_OUT = ("params", "param_names")
 
 
-def groups(owners: Sequence[ParamOwner], optimizer: object) -> list[ParamGroup]:
+def groups(owners: Sequence[ParamOwner], optimizer: object) -> list[HeldGroup]:
     """Return the parameter groups in order: hyper-parameters, and `params` by FQN. A group may have no
     parameters: those that a run adds later go into it.
 
     optimizer  `unwrapped`, whose parameters the owners are
 
-    Raises LoadError CKM508 for tensors that are kept by parameter."""
-    found: dict[int, ParamGroup] = {}
+    Raises LoadError CKM508 for tensors that are kept by parameter, ArgumentError CKM516 for one that is no plain
+    tensor."""
     for owner in _one_of_each_group(owners):
         _refuse_unnamed(owner, owner.part.group)
-    for group in groups_of(optimizer):
-        values = {
-            k: python_numbers(v) for k, v in group.items() if k not in LEFT_OUT and not is_object(v)
-        }
-        found[id(group)] = {**values, "params": []}
+    named: dict[int, list[str]] = {}
     for owner in owners:
-        found[id(owner.part.group)]["params"] += [target.fqn for target, _ in owner.members]
-    return list(found.values())
+        names = named.setdefault(id(owner.part.group), [])
+        names += [target.fqn for target, _ in owner.members]
+    found = []
+    for part, (name, one) in enumerate(_each_by_name(optimizer)):
+        title = f"{name} {type(one).__name__}"
+        for at, group in enumerate(groups_of(one)):
+            values = {k: _kept(at, k, v) for k, v in group.items() if _is_kept(k, v)}
+            found.append(HeldGroup(title, part, at, values, named.get(id(group), [])))
+    return found
+
+
+def _each_by_name(optimizer: object) -> list[tuple[str, object]]:
+    """Return an optimizer, or each of several, with its name. Those of a list have none: another rank, with other
+    parts of the model, may have others at the same place."""
+    several = several_of(optimizer)
+    if not several:
+        return [("", optimizer)]
+    return [("" if name.isdecimal() else name, one) for name, one in several.items()]
+
+
+def _is_kept(name: str, value: object) -> bool:
+    return name not in LEFT_OUT and not is_object(value)
+
+
+def _kept(at: int, name: str, value: object) -> object:
+    """Return a value of a group as it is now: nothing that happens to the live one reaches it."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        require_plain((*GROUPS, ListIndex(at), name), value)
+        return value.detach().clone() if value.device.type == "cpu" else value.detach().cpu()
+    if not holds_tensor(value):
+        return simplified(python_numbers(value))
+    if isinstance(value, Mapping):
+        return {key: _kept(at, f"{name}.{key}", item) for key, item in value.items()}
+    assert isinstance(value, list | tuple), "a tensor is held by one of them"
+    items = [_kept(at, f"{name}.{number}", item) for number, item in enumerate(value)]
+    return items if isinstance(value, list) else tuple(items)
 
 
 def notes(owners: Sequence[ParamOwner]) -> list[str]:

@@ -38,12 +38,18 @@ _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 def digests_of(held: Sequence[Iterable[Piece]]) -> list[Digest]:
     """Return the digest of each of these collections of shards; waits once for each device."""
     tensors = [[one for piece in pieces for one in tensors_of(piece)] for pieces in held]
-    sums = _Checksums()
-    for values in (one for some in tensors for one in some):
-        if values.device.type != "cpu":
-            sums.add(values)
-    known = sums.by_tensor()
+    flat = [one for some in tensors for one in some]
+    known = checksums([one for one in flat if one.device.type != "cpu"])
     return [tuple(known.get(id(one)) or _xxh3(one) for one in some) for some in tensors]
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> dict[int, str]:
+    """Return the digest of each tensor by its id, `sum64 -1234`, which its device computes; waits once for each
+    device."""
+    sums = _Checksums()
+    for values in tensors:
+        sums.add(values)
+    return sums.by_tensor()
 
 
 def differ(one: Digest, other: Digest) -> bool:

@@ -52,6 +52,8 @@ def save(
     tensors with a record. `ckptmap.live.options.SaveOptions` describes the keywords.
     Several models are a dict by name, which their FQNs begin with, and so are several optimizers:
     `save(path, {"policy": m, "value": v}, {"policy": o1, "value": o2})`.
+    Stages of a pipeline, of which each rank has others, are saved with each rank's own optimizer and scheduler. A rank
+    with several gives lists: `save(path, [part0, part2], [o0, o2])`; parts keep the FQNs of the whole model.
 
     Buffers may differ between ranks, as statistics of BatchNorm do under FSDP: those of the lowest
     rank are saved, and a note of `wait()` says so. Under DDP rank 0's buffers are broadcast.

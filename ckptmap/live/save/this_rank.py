@@ -19,7 +19,9 @@ from ckptmap.live.model import rng_state, stateful
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import LiveTensor, SettledTensor
 from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.optimizer import run_settings
 from ckptmap.live.optimizer.local_state import LocalState
+from ckptmap.live.optimizer.several_optimizers import one_scheduler
 from ckptmap.live.options import SaveOptions
 from ckptmap.live.save import known_plan, only_trained, pending_gradients
 from ckptmap.live.save.assign_writers import (
@@ -85,16 +87,22 @@ class Mine:
     managed: Managed | None = None
     targets: Sequence[LiveTensor] = ()
     states: Mapping[str, object] = field(default_factory=dict)
+    """Of the caller's objects, and the scheduler's."""
     random_state: Mapping[str, object] = field(default_factory=dict)
     held: LocalState = field(default_factory=LocalState)
     digests: Sequence[Digest] = ()
     """Of the tensors that ranks compare."""
     structure: Structure | None = None
     plans: Sequence[KnownPlan] = ()
+    same_groups: bool = True
+    """Are the same parameters in the same groups of each rank's optimizer?"""
 
     def told(self) -> Told:
         """Collect what this rank holds, and return what it tells the others. Raises as `save` does."""
         self.states = stateful.states_of(self.options.stateful)
+        run_scheduler = one_scheduler(self.scheduler)
+        if run_scheduler is not None:
+            self.states = {**self.states, run_settings.SCHEDULERS: run_scheduler.state_dict()}
         self.random_state = rng_state.captured(self.model)  # a loader's first state draws its seed
         self.targets = [*map(SettledTensor.of, find_targets(self.model)[0])]
         if self.managed is not None:
@@ -116,7 +124,7 @@ class Mine:
         options, peers = self.options, self.peers
         self.held = collect(
             self.model, self.targets, part, self.optimizer, self.scheduler, peers,
-            self.random_state, options,
+            self.random_state, self.states, options,
         )  # fmt: skip
         only_trained.refuse_to_replace(self.held.settings.get(base_record.KEY), self.path)
         states = LocalState()
@@ -137,6 +145,7 @@ class Mine:
     def planned(self, told: Sequence[Told]) -> Ready:
         """Return the save, ready to be written. Raises on all ranks RunError CKM509 where replicas differ, CKM510
         where the ranks' parts do not make whole tensors, and what else one rank raises."""
+        self.same_groups = all(one.groups == told[0].groups for one in told)
         shared = stateful.shared_names([dict(one.states) for one in told])
         collect_states(self.held, self.states, shared, self.peers)
         plan = known_plan.agreed(self.plans, [one.plans for one in told])
@@ -160,37 +169,42 @@ class Mine:
             copies = snapshot(mine, copied=self.options.background)
         except Exception as caught:
             error = caught
-        held, told, name = self.held, Shared.of(self.held, ""), FilePath(self.path).name
+        held, told, name = self.held, self._shared(""), FilePath(self.path).name
+        same_groups = self.same_groups
 
         def layout(writers: RankGroup) -> FileLayout:
             everything = writers.all(told)
             with writers.together():
                 if error is not None:
                     raise error
-                merge(held, everything, drifted)
+                merged = merge(held, everything, drifted, same_groups)
                 records = {**held.records, **plan.records}
-                state = OutState(plan.tensors, _ordered(held.values), records, writers.world)
-                return FileLayout.of(state, name)
+                tensors = [*plan.tensors, *merged.tensors]
+                state = OutState(tensors, _ordered(held.values), records, writers.world)
+                return FileLayout.of(state, name, merged.values)
 
         return Ready(layout, copies, drifted)
+
+    def _shared(self, replicas: str) -> Shared:
+        return Shared.of(self.held, replicas, self.peers.rank == 0 or not self.same_groups)
 
     def _anew(self, shared: frozenset[str]) -> Ready:
         """Plan a save of a new structure, and keep the plan for later ones."""
         held, peers, structure = self.held, self.peers, self.structure
         assert structure is not None, "it was collected"
         offered = with_digests(bare_offers(held.holdings), self.digests)
-        answers = peers.all((offered, Shared.of(held, self.options.replicas)))
+        answers = peers.all((offered, self._shared(self.options.replicas)))
         offers, everything = [one for one, _ in answers], [one for _, one in answers]
         is_checked = any(one.replicas == "check" for one in everything)
         overlaps = is_checked and require_alike(held, offers, peers)
         with peers.together(), argument_checks.hints_for_python():
             drifted = told_of(drifted_buffers(offers), self.model)
-            merge(held, everything, drifted)
+            merged = merge(held, everything, drifted, self.same_groups)
             if self.options.replicas != "check":
                 offers = _unchecked(offers)
             assignment = Assigner(peers.rank, peers.world, held).assign(offers)
-            state = assignment.state(_ordered(held.values), peers.world)
-            layout = FileLayout.of(state, FilePath(self.path).name)
+            state = assignment.state(_ordered(held.values), peers.world, merged.tensors)
+            layout = FileLayout.of(state, FilePath(self.path).name, merged.values)
             copies = snapshot(assignment.mine, copied=self.options.background)
             plan = KnownPlan.of(
                 everything[0].token, peers.group, structure, shared, offers, assignment, held

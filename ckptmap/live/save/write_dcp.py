@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from ckptmap.execution import manifest
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
 from ckptmap.live.model.tensor_reader import as_bytes
 from ckptmap.live.save.pace import Pace
-from ckptmap.live.save.staged_values import Snapshot
+from ckptmap.live.save.staged_values import Snapshot, ValuesKey
 from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.protocols import OutFile, OutState
@@ -49,18 +50,24 @@ IS_PUBLISHED, PUBLISHED = "{0} is complete and published", "published"
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The files of all ranks: every rank computes the same."""
+    """The files of all ranks: every rank computes the same.
+
+    values  of tensors that are no copies of what a rank holds: rank 0 writes them
+    """
 
     state: OutState
     files: Sequence[OutFile]
     digest: str
+    values: Mapping[ValuesKey, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: OutState, name: str) -> FileLayout:
+    def of(
+        cls, state: OutState, name: str, values: Mapping[ValuesKey, torch.Tensor] | None = None
+    ) -> FileLayout:
         files = registry.writer(WRITER).files(state, name)
         said = [(f.name, f.nbytes, [(s.path, s.box, s.offset) for s in f.slots]) for f in files]
         digest = hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
-        return cls(state, files, digest)
+        return cls(state, files, digest, values or {})
 
     @property
     def nbytes(self) -> int:
@@ -119,8 +126,9 @@ def _write_mine(
     written: list[WrittenFile] = []
     with peers.together():
         copies.wait()
+        values = ChainMap({**layout.values}, copies.values)  # type: ignore[arg-type]
         for file in _mine(layout.files, peers.rank):
-            written.append(_write_file(out_dir / file.name, file, copies.values, pace))
+            written.append(_write_file(out_dir / file.name, file, values, pace))
         copies.release()
     return [one for some in peers.all(written) for one in some]
 

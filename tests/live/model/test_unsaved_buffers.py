@@ -12,6 +12,10 @@ from torch import nn
 import ckptmap
 from ckptmap.errors import LoadError
 from ckptmap.live.model import unsaved_buffers
+from ckptmap.live.save import replica_digests
+from ckptmap.live.save.replica_digests import weights
+from tests.support.dispatched import NeverWaits, Waited
+from tests.support.stand_in_device import OnDevice, on_device
 
 
 class Scaled(nn.Module):
@@ -159,3 +163,45 @@ def test_every_rank_has_its_own() -> None:
     assert text.startswith("1 buffer or generator is not in the state dict of the model")
     for damaged in (None, "text", [], [7], [{"a": 3}], [{"a": ["x"]}]):
         assert unsaved_buffers.of_rank(damaged, 0) == {}
+
+
+def test_digests_of_a_device_wait_for_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each buffer was copied to the host by itself: a wait for all that the device had to do."""
+    lists = []
+    tolist = torch.Tensor.tolist
+
+    def spy(values: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            lists.append(values.numel())
+            return tolist(values)
+
+    def no_copy(*_: object) -> Any:
+        raise AssertionError("a buffer is copied to the host by itself")
+
+    monkeypatch.setattr(replica_digests, "weights", on_cpu_weights)
+    monkeypatch.setattr(torch.Tensor, "tolist", spy)
+    monkeypatch.setattr(OnDevice, "cpu", no_copy)
+    values = {f"layers.{n}.mask": torch.full((5, 3), float(n)) for n in range(7)}
+    there = {name: on_device(one, "cuda:0") for name, one in values.items()}
+    found = unsaved_buffers.forms_and_digests({**there, "own": torch.ones(2)}, {})
+    assert lists == [7]
+    assert all(found[name][1].startswith("sum64 ") for name in there)
+    assert not found["own"][1].startswith("sum64 ")
+    again = unsaved_buffers.forms_and_digests({**values, "own": torch.ones(2)}, found)
+    assert [*unsaved_buffers.changed(found, again)] == [], "loaded on the CPU"
+    values["layers.3.mask"][1, 1] += 1e-3
+    (text,) = unsaved_buffers.changed(found, unsaved_buffers.forms_and_digests(values, found))
+    assert "saved: layers.3.mask (" in text
+
+
+def test_the_checksums_are_computed_on_the_device() -> None:
+    """Of all buffers before the first is asked for: on meta, which has no values, no op waits."""
+    tables = [torch.empty(n, 2, device="meta") for n in range(1, 9)]
+    with NeverWaits(), pytest.raises(Waited, match="copied from meta to cpu") as waited:
+        unsaved_buffers.forms_and_digests({str(n): t for n, t in enumerate(tables)}, {})
+    frames = [entry.name for entry in waited.traceback]
+    assert "by_tensor" in frames, "the one copy of all checksums"
+
+
+def on_cpu_weights(start: int, count: int, device: torch.device) -> torch.Tensor:
+    return weights(start, count, torch.device("cpu"))
