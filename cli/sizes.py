@@ -6,9 +6,6 @@ import typer
 
 from ckptmap.core import sizes
 
-MIN_MEMORY = 2 << 20
-"""Bytes of buffers that one thread holds whatever the bound. A bound below it could not be kept."""
-
 
 def parse_nbytes(text: str) -> int:
     """Return bytes: `"64MiB"` -> 67108864, `"2GB"` -> 2000000000, `"4096"` -> 4096."""
@@ -21,7 +18,7 @@ def parse_nbytes(text: str) -> int:
 def parse_memory(text: str) -> int:
     """Return the bytes of a bound for buffers, which is 2 MiB or more."""
     nbytes = parse_nbytes(text)
-    if nbytes < MIN_MEMORY:
+    if nbytes < sizes.MIN_MEMORY:
         raise typer.BadParameter(
             f"--max-memory {text}: expected 2MiB or more, what one thread holds"
         )

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from operator import index
 from typing import Any, TypeGuard
 
-from ckptmap.core.sizes import parse_nbytes
+from ckptmap.core.sizes import MIN_MEMORY, parse_nbytes
+from ckptmap.core.typed_options import in_call
 from ckptmap.errors import ArgumentError, CkptmapError
 
 MAX_DEPTH = 100
@@ -27,7 +28,7 @@ def _refusal(name: str, value: object, expected: str, hint: str = SEE_HELP) -> A
     text = repr(value)
     if len(text) > MAX_SHOWN:
         text = f"a {type(value).__name__}"
-    return ArgumentError("CKM516", f"{name}={text}, expected {expected}", hint)
+    return ArgumentError("CKM516", f"{in_call(name)}={text}, expected {expected}", hint)
 
 
 def known_keywords(names: Iterable[str], known: Sequence[str], call: str) -> None:
@@ -79,6 +80,14 @@ def nbytes(name: str, value: object) -> int:
         return parse_nbytes(value)
     except ValueError:
         raise _refusal(name, value, "a size: 64MiB, 2GB or 4096") from None
+
+
+def memory_of_conversion(name: str, value: object) -> int:
+    """Return a bound for the buffers of a conversion in bytes."""
+    bound = nbytes(name, value)
+    if bound < MIN_MEMORY:
+        raise _refusal(name, value, "2MiB or more, what one thread holds")
+    return bound
 
 
 def patterns(name: str, value: object) -> tuple[str, ...]:

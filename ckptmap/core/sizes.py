@@ -8,6 +8,9 @@ from typing import TypeAlias
 Size: TypeAlias = int | str
 """Bytes, or text: `"64MiB"`."""
 
+MIN_MEMORY = 2 << 20
+"""Bytes of buffers that one thread of a conversion holds whatever the bound. A bound below it could not be kept."""
+
 UNITS = {
     "": 1, "b": 1,
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "tb": 10**12,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from shlex import quote
 
 _TYPED: ContextVar[bool] = ContextVar("options were typed", default=False)
+_SPELLED: ContextVar[Mapping[str, str] | None] = ContextVar("other names", default=None)
 
 
 @contextmanager
@@ -18,6 +19,21 @@ def typed_options() -> Iterator[None]:
         yield
     finally:
         _TYPED.reset(token)
+
+
+@contextmanager
+def spelled(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name arguments as the caller spelled them: name of the library -> name in the call."""
+    token = _SPELLED.set(names)
+    try:
+        yield
+    finally:
+        _SPELLED.reset(token)
+
+
+def in_call(name: str) -> str:
+    """Return the name of an argument as the caller spelled it."""
+    return (_SPELLED.get() or {}).get(name, name)
 
 
 def given(name: str, value: str) -> str:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.quantized_codes import CoarseScales
+from ckptmap.core.sizes import MIN_MEMORY
 from ckptmap.errors import Interrupted, RunError, SourceError
 from ckptmap.execution.check_source import named, settle, tensors_read
 from ckptmap.execution.copy import Context, buffer_nbytes, copy_span, copy_stream, key_of
@@ -86,7 +87,7 @@ def execute(
     the same call continues where the journal ends.
     """
     threads = how.threads or min(4, (os.cpu_count() or 1) // ranks.local_world_size)
-    threads = max(1, min(threads, how.memory // (2 << 20)))
+    threads = max(1, min(threads, how.memory // MIN_MEMORY))
     digests = how.digest != "none"
     share = split(plan, encodes, compares, ranks.world_size)[ranks.rank]
     paths = [out_dir / item.out.name for item in plan]

@@ -16,6 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckptmap.core.json_text import parse_json
+from ckptmap.core.sizes import MIN_MEMORY
 from ckptmap.errors import Interrupted
 from ckptmap.execution.phases import Phases
 from ckptmap.execution.ranks import Ranks
@@ -46,7 +47,7 @@ def unchanged_weights(plan: Plan, how: RunOptions, ranks: Ranks) -> frozenset[st
     assert reference is not None, "the plan was made with --as"
     fqns = [fqn for fqn in plan.steps.weights() if fqn in reference.ckpt]
     mine = fqns[ranks.rank :: ranks.world_size]
-    threads = max(1, min(how.threads or 4, how.memory // (2 << 20)))
+    threads = max(1, min(how.threads or 4, how.memory // MIN_MEMORY))
     limit = min(MOST, how.memory // threads // VALUE_NBYTES)
     phases, stop = Phases.of(how.progress), threading.Event()
     phases.begin(COMPARING, sum(plan.ckpt[fqn].nbytes for fqn in mine))

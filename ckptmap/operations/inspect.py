@@ -29,6 +29,8 @@ from ckptmap.tensors import TensorInfo
 
 SHOWN = 8
 """Entries of `extra`, wrappers and ties that the text lists; JSON has all."""
+EQUAL_SHOWN = 4
+"""Names of one tensor that the text lists: a mask may have one for each layer."""
 
 
 class Look(NamedTuple):
@@ -225,7 +227,7 @@ class InspectReport:
         yield "weights", f"{counted(len(self.looks), 'tensor')}, {numel:,} parameters, {size}"
         yield "dtypes", _histogram(self._count_by("dtype"))
         yield "encodings", _histogram(self._count_by("encoding"))
-        yield "tied", _first_items([" = ".join(names) for names in self.ckpt.sharing()])
+        yield "tied", _first_items([_as_equal(names) for names in self.ckpt.sharing()])
         yield "optimizer", self.optimizer_line()
         yield "other", counted(len(self.other), "tensor") if self.other else ""
         extra = [f"{join(path)} = {_short_text(value)}" for path, value in ckpt.plain.items()]
@@ -304,6 +306,12 @@ def _histogram(counts: Counter[str]) -> str:
 def _first_items(items: list[str]) -> str:
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more
+
+
+def _as_equal(names: Sequence[str]) -> str:
+    """Return the names of one tensor: "a = b = c", of many the first and their number."""
+    more = f" and {len(names) - EQUAL_SHOWN} more" if len(names) > EQUAL_SHOWN else ""
+    return " = ".join(names[:EQUAL_SHOWN]) + more
 
 
 def _short_text(value: object) -> str:

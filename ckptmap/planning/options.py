@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypedDict
 
 from ckptmap.core import argument_checks
 from ckptmap.core.sizes import Size
+from ckptmap.core.typed_options import spelled
 from ckptmap.errors import ArgumentError
 from ckptmap.mapping.renaming import Patterns as RenamePatterns
 from ckptmap.mapping.renaming import Renaming
@@ -304,23 +305,26 @@ def options_from(to: str, keywords: Mapping[str, object], call: str) -> Options:
 
     Raises ArgumentError CKM516 with the nearest name where a keyword is unknown.
     """
-    keywords = _by_field(keywords)
-    argument_checks.known_keywords(keywords, OPTION_NAMES, call)
-    given: dict[str, Any] = dict(keywords)  # of types that `Options` turns into those it stores
-    return Options(to=to, **given)
+    given: dict[str, Any] = _by_field(
+        keywords
+    )  # of types that `Options` turns into those it stores
+    argument_checks.known_keywords(given, OPTION_NAMES, call)
+    with spelled({ALIASES[name]: name for name in keywords if name in ALIASES}):
+        return Options(to=to, **given)
 
 
 def run_options_from(keywords: Mapping[str, object], call: str) -> RunOptions:
     """Return `RunOptions` of keyword arguments. Raises as `options_from` does."""
     argument_checks.known_keywords(keywords, RUN_OPTION_NAMES, call)
     given: dict[str, Any] = dict(keywords)
+    if given.get("max_memory") is not None:
+        argument_checks.memory_of_conversion("max_memory", given["max_memory"])
     return RunOptions(**given)
 
 
 def separated(to: str, keywords: Mapping[str, object], call: str) -> tuple[Options, RunOptions]:
     """Return both kinds of options of keyword arguments. Raises as `options_from` does."""
-    keywords = _by_field(keywords)
-    argument_checks.known_keywords(keywords, (*OPTION_NAMES, *RUN_OPTION_NAMES), call)
+    argument_checks.known_keywords(_by_field(keywords), (*OPTION_NAMES, *RUN_OPTION_NAMES), call)
     of_run = {name: value for name, value in keywords.items() if name in RUN_OPTION_NAMES}
     of_plan = {name: value for name, value in keywords.items() if name not in of_run}
     return options_from(to, of_plan, call), run_options_from(of_run, call)

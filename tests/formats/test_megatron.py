@@ -207,6 +207,16 @@ def test_layers_that_are_numbered_and_wrapped(tmp_path: Path) -> None:
     assert_holds(path, numbered)
 
 
+@pytest.mark.parametrize("prefix", ["language_model.", "model.", "vision_model.encoder."])
+def test_stacks_of_a_model_within_another(prefix: str, tmp_path: Path) -> None:
+    """Megatron core's LLaVA holds a language model and a vision model; others name their model."""
+    stack, number = torch.rand(2, 6, 3), f"{prefix}decoder.layers"
+    state = {f"{number}.mlp.linear_fc1.weight": stack, f"{prefix}norm.weight": torch.rand(3)}
+    expected = {f"{number}.{n}.mlp.linear_fc1.weight": stack[n] for n in (0, 1)}
+    norm = {f"{prefix}norm.weight": state[f"{prefix}norm.weight"]}
+    assert_holds(write_torch_dist(tmp_path / "in", state), {**expected, **norm})
+
+
 def test_another_backend_is_refused(tmp_path: Path) -> None:
     path = write_torch_dist(tmp_path / "in", whole("llama"))
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))

@@ -169,7 +169,8 @@ BAD_HEADERS: dict[str, tuple[object, bytes, str, str]] = {
     "negative dim": ({"w": entry("U8", [-1, -8], 0, 8)}, b"\0" * 8, "CKM107", "negative size"),
     "float dim": ({"w": entry("F32", [2.0], 0, 8)}, b"\0" * 8, "CKM107", "list of integers"),  # type: ignore[list-item]
     "shape text": ({"w": {**W, "shape": "2"}}, b"\0" * 8, "CKM107", "shape, expected a list"),
-    "dtype": ({"w": entry("F6_E2M3", [4], 0, 3)}, b"\0" * 3, "CKM107", "'F6_E2M3' is unknown"),
+    "dtype": ({"w": entry("F3_E1M1", [8], 0, 3)}, b"\0" * 3, "CKM107", "'F3_E1M1' is unknown"),
+    "F6": ({"w": entry("F6_E2M3", [4], 0, 3)}, b"\0" * 3, "CKM107", "F6_E2M3, 6 bits an element"),
     "dtype list": ({"w": {**W, "dtype": ["F32"]}}, b"\0" * 8, "CKM107", "dtype .* is unknown"),
     "F4 odd": ({"w": entry("F4", [3], 0, 2)}, b"\0" * 2, "CKM107", "F4 needs an even last dim"),
     "F4 scalar": ({"w": entry("F4", [], 0, 1)}, b"\0", "CKM107", "F4 needs an even last dim"),

@@ -221,6 +221,19 @@ def test_the_hint_for_a_value_that_cannot_be_written_works(setup: str, tmp_path:
         assert ckpt.extra == {"step": 7}
 
 
+@pytest.mark.parametrize("setup", ["full", "fsdp2", "fsdp2-ranks"])
+def test_all_values_that_cannot_be_written_are_named_at_once(setup: str, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(4, 2)}, "window": [range(3), range(4)], "step": 7}
+    torch.save({**state, "far": slice(3), "rows": {"a": range(5)}}, tmp_path / "src.pt")
+    with pytest.raises(
+        ckptmap.CkptmapError, match=r"window\.0: range.*; neither can .*window\.1, .*far, .*rows\.a"
+    ) as e:
+        ckptmap.convert(tmp_path / "src.pt", tmp_path / "out", to=setup)
+    assert e.value.hint == "leave them behind with --drop 'window' --drop 'far' --drop 'rows'"
+    drop = ("window", "far", "rows")
+    ckptmap.convert(tmp_path / "src.pt", tmp_path / "out", to=setup, drop=drop)
+
+
 def test_a_dict_that_was_not_flattened_is_read(tmp_path: Path) -> None:
     """`flatten_state_dict=False`: torch stores a nested dict, tensors and all, as one item."""
     model = {"w": torch.randn(3, 4), "b": torch.arange(3)}
@@ -230,6 +243,20 @@ def test_a_dict_that_was_not_flattened_is_read(tmp_path: Path) -> None:
     with ckptmap.open(tmp_path / "dcp") as ckpt:
         assert all(torch.equal(ckpt[name].read(), tensor) for name, tensor in model.items())
         assert list(ckpt) == ["w", "b"] and ckpt.extra == {"step": 3}
+
+
+@pytest.mark.parametrize("name", ["fsdp2_ranks_w2", "tp_ranks_w2"])
+def test_a_dict_that_was_not_flattened_lacks_the_parts_of_other_ranks(
+    name: str, corpus: Corpus, tmp_path: Path
+) -> None:
+    """torch saves such a dict once: what one rank held of each DTensor. No file holds the rest."""
+    (file,) = corpus[name].path.glob("*rank_0.pt")
+    held = torch.load(file, weights_only=False)
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save({"model": held}, checkpoint_id=tmp_path / "dcp", planner=planner, no_dist=True)
+    with pytest.raises(ckptmap.CkptmapError, match=r"model\..*has the part of one rank only") as e:
+        ckptmap.open(tmp_path / "dcp")
+    assert e.value.code == "CKM112" and "save it again" in e.value.hint
 
 
 @pytest.mark.parametrize("setup", ["hf", "full", "ddp", "compiled", "fsdp2"])

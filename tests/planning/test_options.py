@@ -143,6 +143,23 @@ def test_sizes_are_bytes_or_text() -> None:
             LoadOptions.of({"max_memory": wrong})
 
 
+@pytest.mark.parametrize("call", [ckptmap.convert, ckptmap.merge])
+def test_less_memory_than_one_thread_holds_is_refused_as_on_the_command_line(call: Any) -> None:
+    with pytest.raises(ArgumentError, match="max_memory='1MiB', expected 2MiB or more"):
+        call("a", "b", "c", max_memory="1MiB")
+
+
+@pytest.mark.parametrize("name, field", [*ALIASES.items(), ("drop", "drop")])
+def test_an_error_names_an_argument_as_it_was_given(name: str, field: str) -> None:
+    wrong: Any = {name: 0 if "shard" in name else 5}
+    with pytest.raises(ArgumentError, match=rf"^{name}="):
+        ckptmap.plan("a", to="hf", **wrong)
+    with pytest.raises(ArgumentError, match=rf"^{name}="):
+        ckptmap.convert("a", "b", to="hf", **wrong)
+    with pytest.raises(ArgumentError, match=rf"^{field}="):
+        ckptmap.convert("a", "b", to="hf", **{field: wrong[name]})
+
+
 def test_an_option_has_one_value_by_either_name() -> None:
     assert options_from(
         "hf", {"max_shard_size": "2GB", "quantize": "a", "keep": "b"}, "plan()"

@@ -20,9 +20,10 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap.core.row_chunks import RowChunks
-from ckptmap.core.state_tree import flatten, holds_tensor
+from ckptmap.core.state_tree import holds_tensor
 from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
+from ckptmap.formats.dcp.item_leaves import leaves_of_item
 from ckptmap.formats.dcp.item_reader import PLAIN_OVERHEAD, Items
 from ckptmap.formats.dcp.metadata_reader import read_metadata
 from ckptmap.formats.dcp.metadata_records import Item, Metadata, TensorEntry, Whole
@@ -231,8 +232,7 @@ class _Leaves:
                 records[key.removesuffix(RECORD_SUFFIX)] = _record(value, key)
             elif holds_tensor(value):  # a dict that flatten_state_dict=False has left whole
                 path = metadata.path(key)
-                inner = flatten(value, f"{self._where}: {key!r}", item.nbytes)
-                leaves.update({(*path, *below): leaf for below, leaf in inner.items()})
+                leaves.update(leaves_of_item(path, value, item.nbytes, self._where))
             else:
                 leaves[metadata.path(key)] = value
         return leaves, records

@@ -128,8 +128,8 @@ def _check_whole(
     if is_proven(rows.values(), ranks):
         return ()
     return (
-        f"the shards do not record how many ranks wrote them; the files of {ranks} ranks are here, and"
-        " a last rank could be missing, because all tensors are cut so that nothing would show it",
+        f"the shards do not record how many ranks wrote them; the files of {counted(ranks, 'rank')} are here,"
+        " and a last rank could be missing, because all tensors are cut so that nothing would show it",
     )
 
 

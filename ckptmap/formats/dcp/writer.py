@@ -17,7 +17,7 @@ from ckptmap.core.state_paths import ListIndex, counts
 from ckptmap.errors import PlanError
 from ckptmap.formats.dcp.metadata_records import Item, Metadata, TensorEntry
 from ckptmap.formats.dcp.metadata_writer import emit_metadata
-from ckptmap.formats.pickle.writer import StorageTensor, drop_hint, dump
+from ckptmap.formats.pickle.writer import StorageTensor, Unwritable, dump
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.protocols import OutFile, OutState, Setup, Slot
 from ckptmap.tensors import Box, Path, TensorInfo
@@ -111,6 +111,8 @@ class _Draft:
         self._tensors: dict[str, TensorEntry] = {}
         self._values: dict[str, Item] = {}
         self._paths: dict[str, Path] = {}
+        self._refusals: list[tuple[str, str]] = []
+        """The path and the reason of each value that no pickle of plain values holds."""
 
     def files(self, state: OutState) -> list[OutFile]:
         """Return the data files and `.metadata`. A draft is used once."""
@@ -125,6 +127,9 @@ class _Draft:
                 self._value(leaf, plain)
         for fqn, record in state.records.items():
             self._value((fqn + RECORD_SUFFIX,), _plain(record))
+        if self._refusals:
+            error = Unwritable(self._refusals)
+            raise PlanError("CKM203", str(error), error.hint)
         _require_leaves({*self._paths.values()})
         metadata = emit_metadata(Metadata(self._tensors, self._values, self._paths))
         data = [_out_file(self._ranks[rank]) for rank in sorted(self._ranks)]
@@ -163,8 +168,9 @@ class _Draft:
         key = self._key(path)
         try:
             raw = _archive(dump(value, name=key))
-        except TypeError as error:
-            raise PlanError("CKM203", str(error), drop_hint(error)) from error
+        except Unwritable as error:
+            self._refusals += error.refusals
+            return
         file = self._rank(0)
         item = self._values[key] = file.place(len(raw))
         file.values.append((item.offset, raw))

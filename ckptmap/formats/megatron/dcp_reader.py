@@ -33,7 +33,8 @@ from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import Cut, Leaf, Path, StoredTensor
 
 _COMMON, _BACKEND = "common.pt", "metadata.json"
-_STACKED = re.compile(r"((?:module\.)*(?:decoder|encoder)\.layers\.)(?!\d)(.+)")
+_STACKED = re.compile(r"((?:[^.\d][^.]*\.)*layers\.)(?!\d)(.+)")
+"""A key below `layers` without a number, whatever holds the stack: `decoder`, `language_model.decoder`."""
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..+")
 """Keys of the optimizer. They begin with `chained_0.` if there are several, as one for the experts."""
 _MAX_NBYTES = 1 << 20

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckptmap.core.formatting import some
 from ckptmap.formats.pickle.named_values import Call, Global, Instance
 from ckptmap.formats.pickle.reader import Device, DType, Size
 from ckptmap.tensors import ITEMSIZE
@@ -33,6 +34,7 @@ STORAGE_CLASS: Mapping[str, str] = {
 }
 
 MAX_INT_BITS = 255 * 8 - 1  # `torch.load` has no opcode for longer ones
+OPTIMIZER = "--optimizer drop"
 MAX_DEPTH = 200
 """Nesting depth of containers: far above any state dict, below Python's own recursion limit."""
 
@@ -60,26 +62,44 @@ class Numbered(NamedTuple):
     like: StorageTensor
 
 
+class Unwritable(TypeError):
+    """Values that cannot be written: the text of the path of each, and why not."""
+
+    def __init__(self, refusals: Sequence[tuple[str, str]]) -> None:
+        (path, why), *others = refusals
+        more = f"; neither can {some([path for path, _ in others])}" if others else ""
+        super().__init__(f"{path}: {why}{more}")
+        self.refusals = refusals
+
+    @property
+    def hint(self) -> str:
+        """The options that leave all of them behind. `--drop` takes keys of the source, so the prefix "extra"
+        is removed, under which a plan keeps values other than weights and optimizer state."""
+        options = list(dict.fromkeys(_option(path) for path, _ in self.refusals))
+        if options == [OPTIMIZER]:
+            return f"leave the optimizer behind with {OPTIMIZER}"
+        return f"leave {'them' if len(options) > 1 else 'it'} behind with {' '.join(options)}"
+
+
+def _option(path: str) -> str:
+    role, _, below = path.partition(".")
+    if role == "optimizer":
+        return OPTIMIZER
+    return f"--drop '{below.partition('.')[0] if role == 'extra' else role}'"
+
+
 def dump(value: object, *, name: str = "") -> bytes:
     """Return the pickle of a value. It may hold None, bool, int, float, complex, str, bytes, bytearray,
     list, tuple, set, frozenset, dict, OrderedDict, and the classes `StorageTensor`, `Numbered`,
     `DType`, `Device`, `Size`, `Global`, `Call`, `Instance`.
 
-    Raise TypeError for any other value. Its text begins with the path of that value, below `name`."""
+    Raise Unwritable with all other values. Its text begins with the path of the first, below `name`."""
     emitter = _Emitter()
     emitter.emit(value, (name,) if name else ())
+    if emitter.refusals:
+        raise Unwritable(emitter.refusals)
     emitter.out += b"."
     return bytes(emitter.out)
-
-
-def drop_hint(error: TypeError) -> str:
-    """Return the hint for a value that `dump` refused. `--drop` takes keys of the source, so the prefix
-    "extra" is removed, under which a plan keeps values other than weights and optimizer state."""
-    role, _, below = str(error).partition(": ")[0].partition(".")
-    if role == "optimizer":
-        return "leave the optimizer behind with --optimizer drop"
-    key = below.partition(".")[0] if role == "extra" else role
-    return f"leave it behind with --drop '{key}'"
 
 
 def _path_text(path: tuple[object, ...]) -> str:
@@ -89,6 +109,8 @@ def _path_text(path: tuple[object, ...]) -> str:
 class _Emitter:
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
+        self.refusals: list[tuple[str, str]] = []
+        """The path and the reason of each value that cannot be written; one error names them all."""
         self._add = self.out.extend
         self._memo: dict[object, int] = {}
         self._alike: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
@@ -114,8 +136,9 @@ class _Emitter:
         atom = _ATOMS.get(kind)
         if atom is not None:
             if kind is int and value.bit_length() > MAX_INT_BITS:
-                raise TypeError(f"{_path_text(path)}: so long an integer cannot be written")
-            self._add(atom(value))
+                self.refusals.append((_path_text(path), "so long an integer cannot be written"))
+            else:
+                self._add(atom(value))
         elif kind is str:
             self._str(value)
         elif kind is Global:
@@ -134,10 +157,12 @@ class _Emitter:
         if handler is None and isinstance(value, OrderedDict):
             handler = self._ordered_dict
         if handler is None:
-            raise TypeError(f"{_path_text(path)}: {value!r:.200} cannot be written")
-        if len(path) > MAX_DEPTH:
-            raise TypeError(f"{_path_text(path[:8])}...: nested deeper than {MAX_DEPTH} containers")
-        handler(value, path)
+            self.refusals.append((_path_text(path), f"{value!r:.200} cannot be written"))
+        elif len(path) > MAX_DEPTH:
+            where = f"{_path_text(path[:8])}..."
+            self.refusals.append((where, f"nested deeper than {MAX_DEPTH} containers"))
+        else:
+            handler(value, path)
 
     def _memoised(self, key: object) -> bool:
         """Emit a reference to the object written under `key`. Return False if there is none yet."""

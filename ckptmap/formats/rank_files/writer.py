@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_tree import nest
 from ckptmap.errors import PlanError
-from ckptmap.formats.pickle.writer import StorageTensor, drop_hint, dump
+from ckptmap.formats.pickle.writer import StorageTensor, Unwritable, dump
 from ckptmap.formats.rank_files.dtensor_pickle import RankMesh, dtensor
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.protocols import OutFile, OutState, OutTensor, Placement, Setup, Slot
@@ -87,8 +87,8 @@ def _file(state: OutState, rank: int, boxes: dict[Path, list[Box]]) -> OutFile:
     name = f"model_world_size_{state.world_size}_rank_{rank}.pt"
     try:
         pickle = dump(nest(leaves))
-    except TypeError as error:
-        raise PlanError("CKM202", str(error), drop_hint(error)) from error
+    except Unwritable as error:
+        raise PlanError("CKM202", str(error), error.hint) from error
     return _laid_out(name, pickle, list(stored.values()), state.world_size if meshes else 0)
 
 

@@ -39,6 +39,8 @@ TORCH_DTYPES: Mapping[str, str] = {
     "I32": "int32", "U32": "uint32", "F32": "float32",
     "I64": "int64", "U64": "uint64", "F64": "float64", "C64": "complex64",
 }  # fmt: skip
+NOT_OF_TORCH = ("F6_E2M3", "F6_E3M2")
+"""Dtypes of safetensors 0.6 and newer, of 6 bits an element, for which torch has none."""
 NAMES: Mapping[str, str] = {torch: name for name, torch in TORCH_DTYPES.items()}
 
 HINT = "download or save the file again; nothing is read from a damaged one"
@@ -245,6 +247,12 @@ def _fields(name: str, entry: Any, where: str) -> tuple[str, list[int], int, int
 
 def _info(name: str, dtype: object, shape: list[int], where: str) -> TensorInfo:
     torch_dtype = TORCH_DTYPES.get(dtype) if isinstance(dtype, str) else None
+    if dtype in NOT_OF_TORCH:
+        raise SourceError(
+            "CKM107",
+            f"{where}: tensor {name!r} has dtype {dtype}, 6 bits an element, expected one that torch has",
+            "no conversion can read such weights: save them in another dtype with the program that made them",
+        )
     if torch_dtype is None:
         raise _bad(
             where,

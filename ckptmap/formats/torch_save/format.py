@@ -21,7 +21,7 @@ from ckptmap.core.slot_columns import Form, OutTensors, Slots
 from ckptmap.core.state_tree import flatten, nest
 from ckptmap.core.tensor_columns import nbytes_of
 from ckptmap.errors import PlanError
-from ckptmap.formats.pickle.writer import Numbered, StorageTensor, drop_hint, dump
+from ckptmap.formats.pickle.writer import Numbered, StorageTensor, Unwritable, dump
 from ckptmap.formats.torch_save.flat_state_dict import plain_tensors
 from ckptmap.formats.torch_save.reader import open_zip, parse
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
@@ -136,8 +136,8 @@ class TorchZipWriter:
         tree, placed = _tree(state)
         try:
             pickle = dump(tree)
-        except TypeError as error:
-            raise PlanError("CKM202", str(error), drop_hint(error)) from error
+        except Unwritable as error:
+            raise PlanError("CKM202", str(error), error.hint) from error
         sizes = nbytes_of([form.info for form in placed.forms])
         layout = layout_zip(stem(name), pickle, list(zip(map(str, count()), sizes, strict=False)))
         boxes = [form.chunks[0][1] for form in placed.forms]
