@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from glob import escape
-from shlex import quote
 
+from ckptmap.core.printable import quote
 from ckptmap.mapping.name_patterns import skeletons
 from ckptmap.mapping.renaming import Renaming
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.formatting import counted
+from ckptmap.core.printable import quote
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.config_fit import Family, family_of, other_family, other_scheme
 from ckptmap.mapping.model_config import config_beside

@@ -7,10 +7,10 @@ no scheme here decodes keeps its entry, since nobody could read its parts withou
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from shlex import quote
 from typing import Protocol, runtime_checkable
 
 from ckptmap import registry
+from ckptmap.core.printable import quote
 from ckptmap.errors import PlanError
 from ckptmap.protocols.offers import offers
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from shlex import quote
 
+from ckptmap.core.printable import quote
 from ckptmap.errors import PlanError
 from ckptmap.planning.filled_layers import EVERY, FILLS_EVERY, filled_names
 from ckptmap.protocols import Encoding, Refusal

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from glob import escape
 from pathlib import Path as FilePath
-from shlex import quote
 from typing import Any
 
 from ckptmap.core.json_text import parse_json
+from ckptmap.core.printable import quote
 from ckptmap.errors import PlanError
 from ckptmap.planning.options import Options
 from ckptmap.planning.plan import SCHEMA, Plan

@@ -313,7 +313,7 @@ def test_words_of_other_tools_are_no_options_of_ours(run: Run) -> None:
 def test_a_device_that_torch_has_not(device: str, run: Run, source: Path, tmp_path: Path) -> None:
     """Also where nothing is computed: the next run would be refused."""
     code, _, err = run("convert", source, "out", "--to", "hf", "--device", device)
-    assert code == 2 and f"device='{device}', expected cpu, cuda, or cuda:1" in err
+    assert code == 2 and f"--device '{device}', expected cpu, cuda, or cuda:1" in err
     assert not (tmp_path / "out").exists()
 
 

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 
 from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -47,6 +46,7 @@ from ckptmap.checkpoint.lora.wrapped_parameters import WrappedParameters, per_ex
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.core.formatting import counted
+from ckptmap.core.printable import quote
 from ckptmap.errors import SourceError
 from ckptmap.mapping.rules import HUB
 from ckptmap.protocols import Group, Scheme

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import Adapter
 from ckptmap.checkpoint.lora.targets import untargeted
 from ckptmap.checkpoint.lora.untied_head import is_head
+from ckptmap.core.printable import quote
 from ckptmap.errors import SourceError
 
 

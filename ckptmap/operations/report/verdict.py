@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from shlex import quote
 from typing import Any
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.formatting import counted, human
-from ckptmap.core.printable import one_line
+from ckptmap.core.printable import one_line, quote
 from ckptmap.errors import AnswerNo, CkptmapError
 from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.report.differences import Differences
