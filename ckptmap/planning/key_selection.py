@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from ckptmap.core.name_globs import suggestion
-from ckptmap.core.printable import quote
+from ckptmap.core.printable import advised
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
 from ckptmap.planning.copied_files import CopiedFiles, copied_files
@@ -121,7 +121,7 @@ def _refused(request: Request, optimizer: bool) -> Remarks:
             continue
         option, hint = "", _SAVE_PLAIN
         if item.droppable:
-            option = f"--drop {quote(item.key)}"
+            option = advised(drop=item.key)
             repair = f"{item.repair}; or " if item.repair else ""
             hint = f"{repair}leave it behind with {option}{_in_group(item.key)}"
         unresolved.append(Unresolved(item.key, item.reason, hint, option))

@@ -69,7 +69,7 @@ def replan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(
             "CKM209",
             f"{path}: is not a saved plan: {reason}",
-            "write one with ckptmap plan -o plan.json",
+            "write one with ckptmap plan SRC --to SETUP -o plan.json",
         ) from error
     if schema != SCHEMA:
         raise PlanError(

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ckptmap.core.printable import advised
 from ckptmap.formats.pickle.named_values import Call, Global, Instance
 from ckptmap.formats.pickle.reader import Device, DType, Size
 from ckptmap.tensors import ITEMSIZE
@@ -79,7 +80,7 @@ def drop_hint(error: TypeError) -> str:
     if role == "optimizer":
         return "leave the optimizer behind with --optimizer drop"
     key = below.partition(".")[0] if role == "extra" else role
-    return f"leave it behind with --drop '{key}'"
+    return f"leave it behind with {advised(drop=key)}"
 
 
 def _path_text(path: tuple[object, ...]) -> str:
