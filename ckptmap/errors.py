@@ -7,6 +7,8 @@ nothing is left written, 3 failed while working, 130 interrupted.
 
 from __future__ import annotations
 
+from ckptmap.typed_options import as_given
+
 __all__ = [
     "AnswerNo", "ArgumentError", "CkptmapError", "DestinationError", "Interrupted",
     "LoadError", "MissingKeyError", "PlanError", "RunError", "SourceError",
@@ -19,7 +21,10 @@ of the same command would meet them again."""
 
 
 class CkptmapError(Exception):
-    """Base of all expected errors: `code` names the kind (see `ckptmap explain CODE`)."""
+    """Base of all expected errors: `code` names the kind (see `ckptmap explain CODE`).
+
+    Message and hint name options as they are typed; a Python caller reads them as arguments.
+    """
 
     exit_code = 2
 
@@ -29,12 +34,28 @@ class CkptmapError(Exception):
         self.message = message
         self.hint = hint
 
+    @property
+    def message(self) -> str:
+        return as_given(self._message)
+
+    @message.setter
+    def message(self, text: str) -> None:
+        self._message = text
+
+    @property
+    def hint(self) -> str:
+        return as_given(self._hint)
+
+    @hint.setter
+    def hint(self, text: str) -> None:
+        self._hint = text
+
     def __str__(self) -> str:
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[type[CkptmapError], tuple[str, str, str]]:
         """Return how to pickle the error: ranks send it to each other."""
-        return type(self), (self.code, self.message, self.hint)
+        return type(self), (self.code, self._message, self._hint)
 
 
 class SourceError(CkptmapError, ValueError):

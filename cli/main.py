@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from ckptmap.core import requirements
-from ckptmap.core.typed_options import typed_options
 from ckptmap.errors import CkptmapError, Interrupted
 from ckptmap.storage.resource_limits import resource_error
+from ckptmap.typed_options import typed_options
 
 from .inspect_without_typer import ran_plain_inspect
 from .printer import Printer, Unprintable
@@ -36,6 +36,7 @@ UNPRINTED = (
 INTERRUPTED = Interrupted.exit_code
 
 
+@typed_options()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line, by default the process's own; return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -45,12 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Printer(json="--json" in args)
     before = _on_terminate(_interrupt)
     try:
-        with typed_options():
-            if not ran_plain_inspect(args):
-                from .typer_app import build
+        if not ran_plain_inspect(args):
+            from .typer_app import build
 
-                code = build(args)(args, prog_name="ckptmap", standalone_mode=False)
-                return code if isinstance(code, int) else 0
+            code = build(args)(args, prog_name="ckptmap", standalone_mode=False)
+            return code if isinstance(code, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
+
+from ckptmap.core.printable import quote
 
 SHOWN = 120
 """Characters that an error shows of a usage message."""
@@ -93,6 +96,9 @@ def usage_hint(message: str, args: Sequence[str]) -> str:
     single = next((arg for arg in args if _is_long_with_one_dash(arg)), None)
     if single is not None and NO_OPTION.search(message):
         meant = f"long options have two dashes: -{single}"
+    path = next((arg for arg in args[1:] if arg[0:1] == "-" and os.path.lexists(arg)), None)
+    if path is not None and NO_OPTION.search(message):
+        meant = f"a path that begins with a dash is typed as {quote(f'./{path}')}"
     return f"{meant}; {help}" if meant else help
 
 

@@ -16,6 +16,7 @@ from hypothesis import settings
 
 pytest.register_assert_rewrite("tests.support")  # before anything imports it
 
+from ckptmap.typed_options import typed_options  # noqa: E402
 from tests.support import marks  # noqa: E402
 from tests.support.processor_time import ProcessorTime  # noqa: E402
 
@@ -70,6 +71,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Let the process that only collects reports end without a look at 100,000s of objects of them."""
     if session.config.pluginmanager.hasplugin("dsession"):
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def typed_options_in_texts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Read errors and notes as they are written, with options of the command line. What Python reads of
+    them, tests/test_typed_options.py proves of every text, and tests with the mark `python_texts`."""
+    if request.node.get_closest_marker("python_texts"):
+        yield
+        return
+    with typed_options():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

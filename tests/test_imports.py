@@ -25,7 +25,7 @@ HEAVY = {
 
 COLUMN: tuple[tuple[str, ...], ...] = (
     (
-        "error_codes", "errors", "known_schemes", "protocols", "registry", "setups", "tensors", "version",
+        "error_codes", "errors", "known_schemes", "protocols", "registry", "setups", "tensors", "typed_options", "version",
     ),
     ("core",),
     ("storage",),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from shlex import quote
 from typing import Any
 
 from ckptmap import registry
@@ -20,6 +19,7 @@ from ckptmap.checkpoint.name_translation import NameTranslation
 from ckptmap.checkpoint.split_roles import Roles
 from ckptmap.core import argument_checks
 from ckptmap.core.formatting import counted
+from ckptmap.core.printable import quote
 from ckptmap.core.short_repr import short
 from ckptmap.core.state_paths import nest
 from ckptmap.core.tensor_columns import PlainTensors

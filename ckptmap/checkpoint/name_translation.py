@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptmap.core.printable import advised
+
 if TYPE_CHECKING:
     from ckptmap.mapping.derived_tensor import DerivedTensor
     from ckptmap.mapping.detect import SchemeChoice
@@ -59,7 +61,7 @@ class NameTranslation:
         where = scheme.title if scheme is not None else "the scheme"
         return (
             f"no rule of {self.choice.text} knows it",
-            f"leave it behind with --drop '{key}', or add a rule to your own copy of {where}",
+            f"leave it behind with {advised(drop=key)}, or add a rule to your own copy of {where}",
         )
 
 

@@ -13,6 +13,7 @@ from ckptmap.checkpoint.module_extra_state import extra_state_keys
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.split_roles import EXTRA_KEY
 from ckptmap.core.formatting import some
+from ckptmap.core.printable import advised
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.tensors import Leaf, Path
 
@@ -68,6 +69,4 @@ def _others(name: str, names: tuple[str, ...]) -> str:
 
 def note(names: tuple[str, ...]) -> str:
     """Return what a reader should be told of a checkpoint of several models."""
-    return (
-        f"it holds {len(names)} models, {some(names)}: --source-root {names[0]} takes one of them"
-    )
+    return f"it holds {len(names)} models, {some(names)}: {advised(source_root=names[0])} takes one of them"

@@ -16,10 +16,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from shlex import quote
 
 from ckptmap.checkpoint.module_extra_state import state_at
 from ckptmap.core.formatting import counted
+from ckptmap.core.printable import quote
 from ckptmap.core.state_paths import RESOLVED, UNRESOLVED
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError

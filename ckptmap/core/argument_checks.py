@@ -13,8 +13,8 @@ from operator import index
 from typing import Any, TypeGuard
 
 from ckptmap.core.sizes import MIN_MEMORY, parse_nbytes
-from ckptmap.core.typed_options import in_call
 from ckptmap.errors import ArgumentError, CkptmapError
+from ckptmap.typed_options import as_given, in_call
 
 MAX_DEPTH = 100
 """The most levels of dicts and lists in `extra`; a container that holds itself would have more."""
@@ -131,7 +131,11 @@ def path(name: str, value: object) -> None:
 def device(name: str, value: object) -> None:
     """Refuse the name that everybody types and torch has not, also where nothing is computed."""
     if str(value).lower().partition(":")[0] == "gpu":
-        raise _refusal(name, value, "cpu, cuda, or cuda:1", "list the devices here: ckptmap doctor")
+        raise ArgumentError(
+            "CKM516",
+            f"--{name} {str(value)!r}, expected cpu, cuda, or cuda:1",
+            "list the devices here: ckptmap doctor",
+        )
 
 
 def string(name: str, value: object) -> None:
@@ -217,12 +221,11 @@ def _check_nested(name: str, value: object, levels: int) -> None:
 
 
 @contextmanager
-def hints_for_python() -> Iterator[None]:
-    """Rewrite the hints of errors to name arguments of Python calls instead of CLI options."""
+def hints_of_saves() -> Iterator[None]:
+    """Replace hints that leave an entry out, for which `save` has no argument."""
     try:
         yield
     except CkptmapError as error:
-        error.hint = error.hint.replace("--overwrite", "overwrite=True")
-        if "--drop" in error.hint:
+        if as_given("--drop") in error.hint:
             error.hint = "pass tensors and plain values: numbers, strings, lists and dicts of them"
         raise

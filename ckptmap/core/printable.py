@@ -2,13 +2,18 @@
 
 A name may hold what a terminal obeys (escape sequences of the controls C0 and C1), what turns the
 order of text around (the bidirectional controls of Unicode, UAX #9), line breaks, which would forge
-a line of a report, and lone surrogates, which cannot be encoded. All of them are shown as escapes.
+a line of a report, and lone surrogates, which cannot be encoded. All of them are shown as escapes; in
+the words of a command line, `quote` writes them so that a shell reads them back.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Iterable
+
+from ckptmap.typed_options import as_given
 
 _UNSAFE = "\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _CONTROLS = re.compile(f"[{_UNSAFE}]")
@@ -26,8 +31,9 @@ def one_line(text: str) -> str:
 
 
 def as_lines(lines: Iterable[str]) -> str:
-    """Return one text of the lines; a line feed inside a line is escaped, as `one_line` does."""
-    return "\n".join(map(one_line, lines))
+    """Return one text of the lines, with options as the caller gives them; a line feed inside a line is
+    escaped, as `one_line` does."""
+    return "\n".join(one_line(as_given(line)) for line in lines)
 
 
 def json_text(text: str) -> str:
@@ -42,3 +48,36 @@ def _escape(match: re.Match[str]) -> str:
 
 def _json_escape(match: re.Match[str]) -> str:
     return f"\\u{ord(match[0]):04x}"
+
+
+def quote(word: str) -> str:
+    """Return a word as a shell takes it, also after control characters in it are made visible.
+
+    it's            'it'"'"'s'
+    a line feed     $'a\\nb', which bash, zsh and ksh read
+    """
+    if one_line(word) == word:
+        return shlex.quote(word)
+    return f"$'{''.join(map(_in_quotes, word))}'"
+
+
+def _in_quotes(character: str) -> str:
+    if character in "\\'":
+        return f"\\{character}"
+    if one_line(character) == character:
+        return character
+    if character == "\n":
+        return "\\n"
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
+
+
+def join(words: Iterable[str]) -> str:
+    """Return a command line of the words."""
+    return " ".join(map(quote, words))
+
+
+def advised(**values: str) -> str:
+    """Return options for the caller to give, as a hint shows them: to be pasted."""
+    return " ".join(
+        f"--{name.rstrip('_').replace('_', '-')} {quote(value)}" for name, value in values.items()
+    )

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, starmap
 from math import prod
-from shlex import quote
 from typing import TYPE_CHECKING
 
+from ckptmap.core.printable import advised
 from ckptmap.core.quantized_codes import CoarseScales, CodeGrid, CountsFlips
 from ckptmap.errors import Interrupted, RunError, SourceError
 from ckptmap.execution import cuda_ring
@@ -34,6 +34,7 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.replicas import require_same
 from ckptmap.storage.tensor_bytes import tensor_bytes
 from ckptmap.tensors import Box, TensorInfo, contiguous_strides
+from ckptmap.typed_options import as_given
 
 if TYPE_CHECKING:
     import torch
@@ -81,12 +82,12 @@ def _encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]
         raise error.of(step.tensor.fqn) from error
     except RunError as error:
         name = step.tensor.fqn
-        hint = error.hint.replace("--no-encode", f"--no-encode {quote(name)}")
+        hint = error.hint.replace(as_given("--no-encode"), advised(no_encode=name))
         raise type(error)(error.code, f"{name}: {error.message}", hint) from error
     except SourceError as error:
         if error.hint != NOT_FINITE or len(step.tensor.parts) < 2:
             raise
-        hint = f"{NOT_FINITE}, or keep its codes as they are, --no-encode {quote(step.tensor.fqn)}"
+        hint = f"{NOT_FINITE}, or keep its codes as they are, {advised(no_encode=step.tensor.fqn)}"
         raise type(error)(error.code, error.message, hint) from error
 
 

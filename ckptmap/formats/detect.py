@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from ckptmap.core.printable import join, quote
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
 from ckptmap.protocols.file_systems import Mounts
@@ -59,7 +59,7 @@ def look(path: Path, mounts: Mounts | None = None) -> Place:
 def _way_to(path: Path, error: OSError) -> str:
     """Return the hint for a path that cannot be read: most often a file with a similar name."""
     if isinstance(error, PermissionError):
-        return f"check its permissions: ls -ld {shlex.quote(str(path))}"
+        return f"check its permissions: ls -ld {quote(str(path))}"
     if not isinstance(error, FileNotFoundError):
         return "check the path"
     if path.is_symlink():
@@ -134,7 +134,7 @@ def _refuse_part(place: Place) -> None:
         raise SourceError(
             "CKM111",
             f"{path}: is one file of a DCP directory",
-            f"give the path of the directory: {shlex.quote(str(path.parent))}",
+            f"give the path of the directory: {quote(str(path.parent))}",
         )
 
 
@@ -145,7 +145,7 @@ def _one_of_many(place: Place) -> tuple[str, ...]:
         return ()
     parent = Path(place.path).parent
     return (
-        f"this is one of {int(match[1])} files of a model; to open all of them, give {shlex.quote(str(parent))}",
+        f"this is one of {int(match[1])} files of a model; to open all of them, give {quote(str(parent))}",
     )
 
 
@@ -195,11 +195,11 @@ def _foreign(place: Place) -> tuple[str, str] | None:
             if PACKED_TAR.search(place.path):  # tar finds out what it is packed with
                 return (
                     f"a tar archive {what}",
-                    f"unpack it first: tar -xf {shlex.quote(place.path)}",
+                    f"unpack it first: tar -xf {quote(place.path)}",
                 )
-            return what, hint.replace("{}", shlex.quote(place.path))
+            return what, hint.replace("{}", quote(place.path))
     if place.head[TAR_MAGIC:].startswith(b"ustar"):
-        return "a tar archive", f"unpack it first: tar -xf {shlex.quote(place.path)}"
+        return "a tar archive", f"unpack it first: tar -xf {quote(place.path)}"
     if re.fullmatch(OTHER_FRAMEWORKS, Path(place.path).name):
         return "by its name a file of another framework", _PYTORCH
     return None
@@ -224,7 +224,7 @@ def saved_again(path: str, load: str) -> str:
     suffix = place.suffix if place.suffix in (".pt", ".pth", ".bin", ".ckpt") else ".pt"
     old, new = (json.dumps(str(p)) for p in (place, place.with_suffix(f".new{suffix}")))
     code = f"import torch; torch.save({load.replace('{}', old)}, {new})"
-    return shlex.join(["python", "-c", code])
+    return join(["python", "-c", code])
 
 
 def _of_file(place: Place) -> SourceError:
@@ -242,7 +242,7 @@ def _of_file(place: Place) -> SourceError:
         return SourceError(
             "CKM103",
             f"{path}: is a JSON file, which holds no weights",
-            f"if it describes weights, give its directory: {shlex.quote(str(Path(path).parent))}",
+            f"if it describes weights, give its directory: {quote(str(Path(path).parent))}",
         )
     if head.lstrip()[:1] in (b"<", b"{", b"[") or TEXT.fullmatch(head):
         return SourceError(
@@ -310,7 +310,7 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
         return SourceError(
             "CKM111",
             f"{place.path}: is not a checkpoint, but holds some: {', '.join(checkpoints[:6])}",
-            f"give the path of one: {shlex.quote(str(Path(place.path) / checkpoints[-1]))}",
+            f"give the path of one: {quote(str(Path(place.path) / checkpoints[-1]))}",
         )
     names_text = ", ".join(place.names[:6]) + (", ..." if len(place.names) > 6 else "")
     description, hint = "a directory without a checkpoint", "check the path"

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from shlex import quote
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptmap.core import argument_checks
+from ckptmap.core.printable import quote
 from ckptmap.core.sizes import Size
 from ckptmap.errors import LoadError
 from ckptmap.live.model import live_form

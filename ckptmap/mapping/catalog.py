@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from shlex import quote
 
 from ckptmap.core.formatting import some
+from ckptmap.core.printable import quote
 from ckptmap.errors import PlanError
 from ckptmap.mapping.mapping_file import load_scheme, read_head
 from ckptmap.mapping.rules import HUB, NamingScheme, SchemeHead

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ckptmap.core.typed_options import advised, given
+from ckptmap.core.printable import advised
 from ckptmap.errors import PlanError
 
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -65,7 +65,7 @@ class RenamePattern:
         if captures > 1 and len(segments) > MAX_SEGMENTS:
             raise PlanError(
                 "CKM618",
-                f"{given('rename', self.text)}: {key[:60]!r}... has {len(segments)} segments, expected at"
+                f"--rename {self.text!r}: {key[:60]!r}... has {len(segments)} segments, expected at"
                 f" most {MAX_SEGMENTS} for a pattern with several captures",
                 "use a pattern with one capture",
             )
@@ -78,7 +78,7 @@ class RenamePattern:
                 )
                 raise PlanError(
                     "CKM618",
-                    f"{given('rename', self.text)}: {key!r} matches {ways}",
+                    f"--rename {self.text!r}: {key!r} matches {ways}",
                     "put more of the key into the pattern, so that one way is left",
                 )
             found = name
@@ -92,7 +92,7 @@ def parse_pattern(text: str) -> RenamePattern:
         example = advised(rename="student.{x}={x}")
         raise PlanError(
             "CKM618",
-            f"{given('rename', text)}: expected OLD=NEW with one '='",
+            f"--rename {text!r}: expected OLD=NEW with one '='",
             f"write OLD=NEW, whole keys with {{captures}} between dots: {example}",
         )
     old, new = (_segments(side, text) for side in sides)
@@ -104,14 +104,14 @@ def parse_pattern(text: str) -> RenamePattern:
         if twice is not None:
             raise PlanError(
                 "CKM618",
-                f"{given('rename', text)}: has the capture {{{twice}}} twice on one side",
+                f"--rename {text!r}: has the capture {{{twice}}} twice on one side",
                 "give each capture its own name",
             )
     lone = set(names[0]) ^ set(names[1])
     if lone:
         raise PlanError(
             "CKM618",
-            f"{given('rename', text)}: {{{min(lone)}}} is on one side only, so several keys could become one",
+            f"--rename {text!r}: {{{min(lone)}}} is on one side only, so several keys could become one",
             "give both sides the same captures",
         )
     return RenamePattern(text, *_joined(old, new))
@@ -122,7 +122,7 @@ def _segments(side: str, text: str) -> list[Segment]:
     if side.count(".") >= MAX_SEGMENTS:
         raise PlanError(
             "CKM618",
-            f"{given('rename', text[:60])}...: a side has more than {MAX_SEGMENTS} segments",
+            f"--rename {text[:60]!r}...: a side has more than {MAX_SEGMENTS} segments",
             "use a capture for several of them",
         )
     for part in side.split("."):
@@ -131,7 +131,7 @@ def _segments(side: str, text: str) -> list[Segment]:
             problem = "is empty" if not part else "is not a capture"
             raise PlanError(
                 "CKM618",
-                f"{given('rename', text)}: the segment {part!r} {problem}",
+                f"--rename {text!r}: the segment {part!r} {problem}",
                 _with_captures(text)
                 + "a capture is a whole segment between dots, such as {x}; it takes one segment or more",
             )

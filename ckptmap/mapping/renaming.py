@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from ckptmap.core import argument_checks, typed_options
+from ckptmap.core import argument_checks
+from ckptmap.core.printable import advised
 from ckptmap.errors import PlanError
 from ckptmap.mapping.rename_pattern import RenamePattern, parse_pattern
 from ckptmap.mapping.wrappers import ANYWHERE, HEAD, SEGMENTS
@@ -141,7 +142,7 @@ class Renaming:
         if keys and all(key == name for key, name in stripped.items()):
             raise PlanError(
                 "CKM618",
-                f"{where}: {typed_options.given('strip_prefix', self.strip_prefix)}: no name begins with"
+                f"{where}: --strip-prefix {self.strip_prefix!r}: no name begins with"
                 f" {head!r}, the first is {next(iter(keys))!r}",
                 self._without_wrapper(keys)
                 or f"names begin with {_heads(keys)}; those of wrappers are off already",
@@ -153,7 +154,7 @@ class Renaming:
         rest = self.strip_prefix.removeprefix(f"{HEAD}.")
         if rest == self.strip_prefix or not any(key.startswith(f"{rest}.") for key in keys):
             return ""
-        return f"{HEAD!r} of DDP is off already: {typed_options.advised(strip_prefix=rest)}"
+        return f"{HEAD!r} of DDP is off already: {advised(strip_prefix=rest)}"
 
     def _by_patterns(self, stripped: Mapping[str, str], where: str) -> dict[str, str]:
         """Return key -> name after every pattern, of key -> name without the prefix."""
@@ -170,15 +171,15 @@ class Renaming:
                 (first, one), (second, two) = list(results.items())[:2]
                 raise PlanError(
                     "CKM618",
-                    f"{where}: {name!r} matches {typed_options.given('rename', one[0])}, as {first!r}, and"
-                    f" {typed_options.given('rename', two[0])}, as {second!r}",
+                    f"{where}: {name!r} matches --rename {one[0]!r}, as {first!r}, and"
+                    f" --rename {two[0]!r}, as {second!r}",
                     "change the patterns so that one of them matches it",
                 )
             named[key] = next(iter(results), name)
         for text in unused:
             raise PlanError(
                 "CKM618",
-                f"{where}: {typed_options.given('rename', text)} matches no name, the first is"
+                f"{where}: --rename {text!r} matches no name, the first is"
                 f" {next(iter(stripped.values()), 'none')!r}",
                 _whole_below(text, stripped.values())
                 + f"names begin with {_heads(stripped.values())}; a pattern is a whole name, in which"
@@ -206,10 +207,10 @@ class Renaming:
                 continue
             kept = name if first == name else key
             aside = f"other.{kept}"
-            hint = f"move one out of the way: {typed_options.advised(rename=f'{kept}={aside}', drop=aside)}"
+            hint = f"move one out of the way: {advised(rename=f'{kept}={aside}', drop=aside)}"
             if self.strip_prefix:
-                whole = typed_options.advised(rename=f"{self.strip_prefix}.{{x}}={{x}}")
-                hint += f", and {whole} in place of {typed_options.option('strip_prefix')}"
+                whole = advised(rename=f"{self.strip_prefix}.{{x}}={{x}}")
+                hint += f", and {whole} in place of --strip-prefix"
             raise PlanError(
                 "CKM114", f"{where}: {first!r} and {key!r} would both become {name!r}", hint
             )
@@ -219,19 +220,19 @@ def _prefix(name: str, text: str) -> str:
     """Return a prefix without the dot at its end and without segments of wrappers."""
     argument_checks.string(name, text)
     segments = text.removesuffix(".").split(".")
-    shown = typed_options.given(name, text)
+    shown = f"--{name.replace('_', '-')} {text!r}"
     if name == "add_prefix" and (wrapper := _wrapper(segments)):
         raise PlanError(
             "CKM618",
             f"{shown}: readers take the segment {SEGMENTS[wrapper]!r} for a wrapper",
-            f"name the weights as below that wrapper: {typed_options.advised(wrap=wrapper)}",
+            f"name the weights as below that wrapper: {advised(wrap=wrapper)}",
         )
     kept = [segment for segment in segments if segment not in ANYWHERE]
     if not kept or not all(kept):
         raise PlanError(
             "CKM618",
             f"{shown}: expected segments of a name, with dots between them",
-            f"for example {typed_options.advised(**{name: 'model'})}",
+            f"for example {advised(**{name: 'model'})}",
         )
     return ".".join(kept)
 
@@ -256,7 +257,7 @@ def _require_readable(named: Mapping[str, str], where: str) -> None:
             raise PlanError(
                 "CKM618",
                 f"{where}: {key!r} would become {name!r}, which {what}",
-                f"choose other names; {typed_options.option('wrap')} puts the segments of wrappers before all of them",
+                "choose other names; --wrap puts the segments of wrappers before all of them",
             )
 
 
@@ -265,7 +266,7 @@ def _whole_below(text: str, names: Iterable[str]) -> str:
     old, new = (side.strip() for side in text.split("="))
     if "{" in text or not any(name.startswith(f"{old}.") for name in names):
         return ""
-    meant = typed_options.advised(rename=f"{old}.{{x}}={new}.{{x}}")
+    meant = advised(rename=f"{old}.{{x}}={new}.{{x}}")
     return f"all names below it are renamed by {meant}; "
 
 

@@ -34,6 +34,7 @@ from ckptmap.planning.saved_plan import with_exact_scales
 from ckptmap.protocols.progress import READING
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.source_sums import SourceCheck
+from ckptmap.typed_options import as_given
 
 
 @spelled_out(RunOptions, Options)
@@ -87,7 +88,7 @@ def run(
                 raise
             return _run(finer, dst, how, ranks)
         except (RunError, SourceError) as error:
-            if plan.reference is None or "--no-encode" not in error.hint:
+            if plan.reference is None or as_given("--no-encode") not in error.hint:
                 raise
             raise type(error)(error.code, error.message, _OTHER_VALUES) from error
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import difference
@@ -17,7 +16,7 @@ from ckptmap.checkpoint.rename import renamed
 from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.formatting import counted, some
 from ckptmap.core.log import log
-from ckptmap.core.printable import as_lines, one_line
+from ckptmap.core.printable import as_lines, one_line, quote
 from ckptmap.core.short_repr import ShortRepr
 from ckptmap.core.signatures import nearest_keyword
 from ckptmap.core.state_paths import join

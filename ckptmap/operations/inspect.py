@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
-from shlex import quote
 from typing import Any, NamedTuple
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -16,7 +15,7 @@ from ckptmap.core.columns import distinct, distinct_at, each
 from ckptmap.core.formatting import counted, human
 from ckptmap.core.name_globs import matches, suggestion
 from ckptmap.core.name_shapes import digit_masks
-from ckptmap.core.printable import as_lines
+from ckptmap.core.printable import as_lines, quote
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import KeyPattern, TensorSummary, fold, table
 from ckptmap.errors import CkptmapError

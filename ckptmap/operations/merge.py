@@ -7,7 +7,6 @@ than what the adapter adds. So this needs `force`, and the report states how muc
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -24,7 +23,7 @@ from ckptmap.checkpoint.rename import renamed
 from ckptmap.core import argument_checks
 from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.formatting import counted, some
-from ckptmap.core.printable import one_line
+from ckptmap.core.printable import join, one_line
 from ckptmap.core.quantized_codes import EncodesSome
 from ckptmap.core.signatures import spelled_out
 from ckptmap.errors import ArgumentError, PlanError, SourceError
@@ -160,7 +159,7 @@ def _in_order(base: str | os.PathLike[str], adapter: str | os.PathLike[str] | Ad
     """Return the hint for swapped arguments; "" where the adapter is no path."""
     if not isinstance(adapter, str | os.PathLike):
         return ""
-    line = shlex.join(["ckptmap", "merge", os.fspath(adapter), os.fspath(base), "DST"])
+    line = join(["ckptmap", "merge", os.fspath(adapter), os.fspath(base), "DST"])
     return f"the base comes first, then the adapter: {line}"
 
 

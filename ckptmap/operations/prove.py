@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import sampled_error
 from ckptmap.checkpoint.open import open
 from ckptmap.core.formatting import counted
 from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.printable import advised
 from ckptmap.errors import CkptmapError, DestinationError, RunError
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.written_slots import Executed
@@ -87,7 +87,7 @@ def prove_output(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict
         raise RunError(
             "CKM309",
             f"{losses[0]}{more}",
-            f"nothing was published; leave it as it is with --no-encode {quote(losses[0].partition(': ')[0])},"
+            f"nothing was published; leave it as it is with {advised(no_encode=losses[0].partition(': ')[0])},"
             " or choose another encoding",
         )
     if spans:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import count
 
+from ckptmap.core.printable import advised
 from ckptmap.errors import PlanError
 from ckptmap.optim.nested_keys import read_nested, write_nested
 from ckptmap.optim.state import NAMES, PARAMS, Optimizer, StateKeys, StateValue
@@ -36,7 +37,7 @@ class ByIndex:
             raise PlanError(
                 "CKM207",
                 f"{ungrouped}: has optimizer state but is in no group, so it has no index",
-                f"if it is tied to another weight, leave it out with --drop optimizer.{ungrouped}, else"
+                f"if it is tied to another weight, leave it out with {advised(drop=f'optimizer.{ungrouped}')}, else"
                 " write it by name: --to full --optimizer-keys fqn",
             )
         groups = [

@@ -11,9 +11,9 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path as FilePath
-from shlex import quote
 from typing import TypeAlias
 
+from ckptmap.core.printable import quote
 from ckptmap.errors import SourceError
 from ckptmap.mapping.wrappers import ANYWHERE, HEAD
 from ckptmap.optim import index_order as orders

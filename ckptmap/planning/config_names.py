@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.formatting import counted
+from ckptmap.core.printable import advised, quote
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.config_fit import Family, family_of, other_family, other_scheme
 from ckptmap.mapping.model_config import config_beside
@@ -86,7 +86,7 @@ def _strays(family: Family, names: Sequence[str]) -> str:
     subject = f"{counted(len(names), 'name')} {'does' if len(names) == 1 else 'do'} not belong"
     return (
         f"{subject} to {family.model_type}, the model of config.json, first {names[0]!r}:"
-        f" transformers does not load them; leave them out with --exclude {quote(names[0])}"
+        f" transformers does not load them; leave them out with {advised(exclude=names[0])}"
     )
 
 

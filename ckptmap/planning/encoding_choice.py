@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.name_globs import matches_any
+from ckptmap.core.printable import advised
 from ckptmap.core.quantized_codes import (
     KeepsCodes,
     Repairs,
@@ -22,6 +23,7 @@ from ckptmap.protocols import Demands, Encoding, Refusal, Scheme
 from ckptmap.protocols.offers import offers
 from ckptmap.quantization.dense import Dense, DenseAs
 from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import FLOATING
 
 
 def encoding_for(
@@ -58,10 +60,10 @@ def as_demanded(demands: Demands, lazy: LazyTensor, chosen: Encoding | None) -> 
     written = encoding.dtype if isinstance(encoding, DenseAs) else lazy.dtype
     reason = demands.refusal(encoding.name, written)
     if reason is not None:
-        raise PlanError(
-            "CKM203", f"{lazy.fqn}: {reason}",
-            "say in which dtype or blocks to write it: --to gguf-bf16, --to gguf-q8_0",
-        )  # fmt: skip
+        hint = "say in which dtype or blocks to write it: --to gguf-bf16, --to gguf-q8_0"
+        if lazy.dtype not in FLOATING:  # which no setup casts
+            hint = f"leave it out with {advised(exclude=lazy.fqn)}"
+        raise PlanError("CKM203", f"{lazy.fqn}: {reason}", hint)
     return chosen
 
 
@@ -93,7 +95,7 @@ def _require_module(lazy: LazyTensor, scheme: Scheme) -> None:
             "CKM203",
             f"{lazy.fqn}: cannot be {scheme.name}: by its name it is not the weight of one linear"
             " module, and transformers would not load it",
-            f"leave it as it is with --no-encode '{lazy.fqn}', or write it without a config.json,"
+            f"leave it as it is with {advised(no_encode=lazy.fqn)}, or write it without a config.json,"
             f" --to full-{scheme.suffix}; from codes of another scheme: first --to hf-bf16",
         )
 
@@ -106,7 +108,7 @@ def _fresh(lazy: LazyTensor, scheme: Scheme, named: bool) -> Encoding | None:
     if isinstance(forced, Refusal):
         raise PlanError(
             "CKM203", f"{lazy.fqn}: cannot be {scheme.name}: {forced.reason}",
-            "narrow --encode, or leave it out with --no-encode",
+            f"narrow --encode, or leave it out with {advised(no_encode=lazy.fqn)}",
         )  # fmt: skip
     return forced
 

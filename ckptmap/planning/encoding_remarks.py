@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core.printable import quote
 from ckptmap.core.tensor_table import listed
 from ckptmap.planning.conversion import Steps
 from ckptmap.planning.layout_builder import TensorLayout
@@ -36,7 +37,7 @@ def encoding_remarks(
     if not options.strict:
         return Remarks(notes=notes)
     unresolved = [
-        *_strictly(left, "leave it as it is with --no-encode '{}'"),
+        *_strictly(left, "leave it as it is with --no-encode {}"),
         *_strictly(empty, "name weights with --encode GLOB"),
     ]
     return Remarks(unresolved=unresolved, notes=notes)
@@ -44,7 +45,7 @@ def encoding_remarks(
 
 def _strictly(reasons: Mapping[str, str], hint: str) -> list[Unresolved]:
     return [
-        Unresolved(key, reason, f"{hint.format(key)}, or convert without --strict")
+        Unresolved(key, reason, f"{hint.format(quote(key))}, or convert without --strict")
         for key, reason in reasons.items()
     ]
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptmap.checkpoint.cast_tensor import TensorInDtype
+from ckptmap.core.printable import advised
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.slot_columns import Form
 from ckptmap.errors import PlanError
@@ -42,7 +43,7 @@ def parts_of(lazy: LazyTensor, encoding: Encoding) -> Mapping[str, TensorInfo]:
     if isinstance(parts, Refusal):
         raise PlanError(
             "CKM203", f"{lazy.fqn}: cannot be {encoding.name}: {parts.reason}",
-            f"leave it as it is with --no-encode '{lazy.fqn}'",
+            f"leave it as it is with {advised(no_encode=lazy.fqn)}",
         )  # fmt: skip
     return parts
 

@@ -7,10 +7,10 @@ no scheme here decodes keeps its entry, since nobody could read its parts withou
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from shlex import quote
 from typing import Protocol, runtime_checkable
 
 from ckptmap import registry
+from ckptmap.core.printable import advised
 from ckptmap.errors import PlanError
 from ckptmap.protocols.offers import offers
 
@@ -52,7 +52,7 @@ def foreign_records(
                     "CKM618",
                     f"{key}: would be written as {written[key]!r}, and the metadata of {fqn}, which cannot"
                     " be decoded here, names its parts",
-                    f"leave names as they are, or leave it behind with --exclude {quote(key)}",
+                    f"leave names as they are, or leave it behind with {advised(exclude=key)}",
                 )
         carried[fqn] = answer[0]
     return carried

@@ -5,13 +5,13 @@ A leaf that is not selected is tied to a selected weight, dropped with a reason,
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
 from ckptmap.core.name_globs import suggestion
+from ckptmap.core.printable import advised
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
 from ckptmap.planning.copied_files import CopiedFiles, copied_files
@@ -121,7 +121,7 @@ def _refused(request: Request, optimizer: bool) -> Remarks:
             continue
         option, hint = "", _SAVE_PLAIN
         if item.droppable:
-            option = f"--drop {shlex.quote(item.key)}"
+            option = advised(drop=item.key)
             repair = f"{item.repair}; or " if item.repair else ""
             hint = f"{repair}leave it behind with {option}{_in_group(item.key)}"
         unresolved.append(Unresolved(item.key, item.reason, hint, option))

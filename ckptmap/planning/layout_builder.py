@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from ckptmap import registry
 from ckptmap.core.columns import distinct, each
+from ckptmap.core.printable import advised
 from ckptmap.core.rearranged_tensors import Assembled
 from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.slot_columns import Form, OutTensors
@@ -192,7 +193,7 @@ class LayoutBuilder:
             raise PlanError(
                 "CKM208",
                 f"{title}: is decoded during the conversion, so its stored bytes cannot be compared",
-                "leave one of them out with --exclude",
+                f"leave one of them out with {advised(exclude=other.fqn)}",
             )
         for part, stored in other.parts.items():
             self._compares += self._coverage.prove(other.fqn, stored)
@@ -296,7 +297,7 @@ class LayoutBuilder:
             raise PlanError(
                 "CKM114",
                 f"{fqn}: {join(twice)} would be written twice",
-                "leave one of them out with --exclude",
+                f"leave one of them out with {advised(exclude=fqn)}",
             )
         _require_text(fqns)
         self._keys.update(zip(paths, fqns, strict=True))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from ckptmap.core.printable import advised
 from ckptmap.errors import PlanError
 from ckptmap.optim.optimizer_reader import OptimizerReader
 from ckptmap.optim.state import KeyForm, Optimizer, Same, key_forms
@@ -89,7 +90,7 @@ def optimizer_state(
         Unresolved(
             f"optimizer.{fqn}",
             "its optimizer state belongs to no weight of the checkpoint",
-            f"leave it behind with --drop 'optimizer.{fqn}', or all with --optimizer drop",
+            f"leave it behind with {advised(drop=f'optimizer.{fqn}')}, or all with --optimizer drop",
         )
         for fqn in selected.strangers
     ]

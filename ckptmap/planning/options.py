@@ -15,7 +15,6 @@ from typing import Any, TypeAlias, TypedDict
 
 from ckptmap.core import argument_checks
 from ckptmap.core.sizes import Size
-from ckptmap.core.typed_options import spelled
 from ckptmap.errors import ArgumentError
 from ckptmap.mapping.renaming import Patterns as RenamePatterns
 from ckptmap.mapping.renaming import Renaming
@@ -23,6 +22,7 @@ from ckptmap.protocols.file_systems import Mounts
 from ckptmap.protocols.progress import Progress
 from ckptmap.storage.hub.resolve import local
 from ckptmap.storage.hub.uri import is_hub
+from ckptmap.typed_options import spelled
 
 MAX_MEMORY = 64 << 20
 """Bytes of all buffers of a process, those of its threads included."""

@@ -45,6 +45,7 @@ from ckptmap.planning.unmatched_patterns import require_matches
 from ckptmap.planning.weight_encodings import WeightEncodings, weight_encodings
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import errors_by_given_path
+from ckptmap.typed_options import as_given
 
 
 @spelled_out(Options)
@@ -133,8 +134,10 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
     return Plan(
         ckpt, request.aim, request.options, sharding.world_size, layout.steps, files, encodes,
         [*source.compares, *layout.compares], carried.files, remarks.dropped, layout.tied,
-        remarks.unresolved, layout.keys, records, request.fingerprints,
-        tuple(map(ckpt.files.mounts.with_origins, notes)), _moved(request, selection, names),
+        [replace(one, hint=as_given(one.hint)) for one in remarks.unresolved],
+        layout.keys, records, request.fingerprints,
+        tuple(as_given(ckpt.files.mounts.with_origins(note)) for note in notes),
+        _moved(request, selection, names),
         request.reference,
     )  # fmt: skip
 

@@ -126,15 +126,16 @@ def require_one(options: Options) -> None:
     if options.to:
         raise ArgumentError(
             "CKM516",
-            f"as_={options.as_!r}: found to={options.to!r} beside it, expected one of them",
+            f"--as {options.as_!r}: found --to {options.to!r} beside it, expected one of them",
             "leave one out: the checkpoint of --as says into which setup",
         )
     for name in DECIDED:
         if getattr(options, name) not in (None, (), False):
+            option = f"--{name.replace('_', '-')}"
             raise ArgumentError(
                 "CKM516",
-                f"{name}={getattr(options, name)!r}: the checkpoint of as_={options.as_!r} decides that",
-                f"leave out {name}, or give to= in place of as_=",
+                f"{option}: the checkpoint of --as {options.as_!r} decides that",
+                f"leave out {option}, or give --to in place of --as",
             )
 
 

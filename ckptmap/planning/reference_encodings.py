@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.formatting import counted
+from ckptmap.core.printable import advised
 from ckptmap.core.quantized_codes import (
     EncodesSome,
     Repairs,
@@ -130,7 +131,7 @@ def _other_names(
         told.append(f"{reference.shown} lacks {_some(extra)}")
     hint = "give the checkpoint that this model came from: --as PATH"
     if extra and not missing:
-        hint = f"{hint}; or leave out what it lacks: --exclude '{extra[0]}'"
+        hint = f"{hint}; or leave out what it lacks: {advised(exclude=extra[0])}"
     return PlanError("CKM212", f"not of one model: {'; '.join(told)}", hint)
 
 

@@ -5,9 +5,10 @@ Each stage of `planner` returns its own `Remarks`; a plan holds their sum, in th
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from ckptmap.core.printable import advised
 
 OPTIONS_SHOWN = 4
 """Options that a hint lists one by one; keys of more in one dict are left out with the dict."""
@@ -65,4 +66,4 @@ def leave_behind(keys: Sequence[str]) -> str:
 
 
 def _options(keys: Sequence[str]) -> str:
-    return " ".join(f"--drop {shlex.quote(key)}" for key in keys)
+    return " ".join(advised(drop=key) for key in keys)

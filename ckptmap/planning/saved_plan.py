@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from glob import escape
 from pathlib import Path as FilePath
-from shlex import quote
 from typing import Any
 
 from ckptmap.core.json_text import parse_json
+from ckptmap.core.printable import quote
 from ckptmap.errors import PlanError
 from ckptmap.planning.options import Options
 from ckptmap.planning.plan import SCHEMA, Plan
@@ -69,7 +69,7 @@ def replan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(
             "CKM209",
             f"{path}: is not a saved plan: {reason}",
-            "write one with ckptmap plan -o plan.json",
+            "write one with ckptmap plan SRC --to SETUP -o plan.json",
         ) from error
     if schema != SCHEMA:
         raise PlanError(

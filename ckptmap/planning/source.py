@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import located_like, open_in
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.core.name_globs import matches
+from ckptmap.core.printable import quote
 from ckptmap.errors import PlanError
 from ckptmap.mapping.rules import HUB
 from ckptmap.planning.disk_names import in_disk_names, in_own_names, wants_disk_names

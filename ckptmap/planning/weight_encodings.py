@@ -11,6 +11,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.columns import distinct, each
 from ckptmap.core.name_globs import matches_any
+from ckptmap.core.printable import advised
 from ckptmap.core.quantized_codes import (
     FallsBack,
     ScalesActivations,
@@ -281,7 +282,7 @@ def _foreign_part(request: Request, fqn: str, scheme: str) -> list[Unresolved]:
         Unresolved(
             fqn,
             f"is part of a {scheme} tensor, which cannot be decoded for {request.aim.text}",
-            f"{restore}move it as bytes: --to {request.setup.name}, or --no-encode '{fqn}'",
+            f"{restore}move it as bytes: --to {request.setup.name}, or {advised(no_encode=fqn)}",
         )
     ]
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from ckptmap.core.formatting import human
+from ckptmap.core.printable import quote
 from ckptmap.errors import DestinationError
 from ckptmap.storage.resource_limits import or_resource_error
 
@@ -65,7 +66,7 @@ def check_kind(dst: str | os.PathLike[str], one_file: bool, container: str) -> N
         raise DestinationError(
             "CKM304",
             f"{text}: names a safetensors file, but this setup writes {container}, as torch.save does",
-            f"name it {stem}.pt; or write safetensors into a directory: {stem} --to hf",
+            f"name it {quote(f'{stem}.pt')}; or write safetensors into a directory: {quote(stem)} --to hf",
         )
     if one_file and text.endswith(GGUF) != (container == "gguf"):
         stem, end = text.removesuffix(GGUF), GGUF if container == "gguf" else ".pt"
@@ -73,7 +74,7 @@ def check_kind(dst: str | os.PathLike[str], one_file: bool, container: str) -> N
             raise DestinationError(
                 "CKM304",
                 f"{text}: names another kind of file, and this setup writes {container}",
-                f"name it {Path(stem).with_suffix('') if end == GGUF else stem}{end}",
+                f"name it {quote(str(Path(stem).with_suffix('') if end == GGUF else stem) + end)}",
             )
     if os.path.lexists(text):
         return  # `check_destination` says what is there
@@ -81,13 +82,13 @@ def check_kind(dst: str | os.PathLike[str], one_file: bool, container: str) -> N
         raise DestinationError(
             "CKM304",
             f"{text}: names a directory, but this setup writes one file",
-            f"name a file: {text.rstrip(os.sep)}.pt",
+            f"name a file: {quote(text.rstrip(os.sep) + '.pt')}",
         )
     if not one_file and text.endswith(FILE_SUFFIXES):
         raise DestinationError(
             "CKM304",
             f"{text}: names a file, but this setup writes a directory",
-            f"name a directory: {Path(text).with_suffix('')}",
+            f"name a directory: {quote(str(Path(text).with_suffix('')))}",
         )
 
 

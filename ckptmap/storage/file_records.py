@@ -7,10 +7,10 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING
 
 from ckptmap.core.formatting import counted
+from ckptmap.core.printable import quote
 from ckptmap.errors import SourceError
 from ckptmap.storage.crc32 import crc32_combine
 from ckptmap.storage.own_files import MANIFEST

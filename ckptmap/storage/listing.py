@@ -6,8 +6,8 @@ import os
 import stat
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
-from shlex import quote
 
+from ckptmap.core.printable import quote
 from ckptmap.errors import RunError
 from ckptmap.storage.own_files import kind_of, odd_file, walk
 

@@ -19,9 +19,9 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from shlex import quote
 
 from ckptmap.core.json_text import parse_object
+from ckptmap.core.printable import quote
 from ckptmap.errors import DestinationError
 from ckptmap.storage.own_files import create, open_plain, read_plain
 

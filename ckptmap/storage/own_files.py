@@ -14,8 +14,8 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from shlex import quote
 
+from ckptmap.core.printable import quote
 from ckptmap.errors import DestinationError
 
 MANIFEST = "ckptmap.manifest.json"

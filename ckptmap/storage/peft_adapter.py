@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
+from ckptmap.core.printable import quote
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.json_file import read_json
 
@@ -30,7 +30,5 @@ def merge_step(folder: Path, mounts: Mounts) -> str:
         config = {}
     kind = config.get("peft_type", "LORA") if isinstance(config, dict) else "LORA"
     return (
-        f"ckptmap merge BASE {shlex.quote(str(folder))} DST"
-        if kind == "LORA"
-        else merged_elsewhere(kind)
+        f"ckptmap merge BASE {quote(str(folder))} DST" if kind == "LORA" else merged_elsewhere(kind)
     )

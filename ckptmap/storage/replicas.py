@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ckptmap.core.printable import advised
 from ckptmap.core.rearranged_tensors import Assembled
 from ckptmap.errors import RunError
 from ckptmap.storage.box_reader import fill, row_major_boxes
@@ -31,7 +32,7 @@ def require_alike(
             require_alike(files, key, source)
         return
     crcs = {chunk.box: chunk.crc32 for chunk in stored.chunks} if stored.replicas else {}
-    hint = f"find out which is right, or convert it with --exclude '{key}'"
+    hint = f"find out which is right, or convert it with {advised(exclude=key)}"
     for replica in stored.replicas:
         require_same(files, key, stored, replica, crcs.get(replica.box), within, hint)
 

@@ -11,9 +11,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from shlex import quote
 from typing import TypeVar
 
+from ckptmap.core.printable import quote
 from ckptmap.errors import CkptmapError, RunError, SourceError
 
 SHORT = "CKM313"

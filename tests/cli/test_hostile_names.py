@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
+import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -123,3 +125,41 @@ def test_a_name_in_json_is_what_it_was(tmp_path: Path, capsys: pytest.CaptureFix
     printed, _ = plain(capsys)
     assert "\\u009b" in printed and "\\u202e" in printed
     assert f"{NASTY}.weight" in {entry["fqn"] for entry in json.loads(printed)["tensors"]}
+
+
+def pasted(options: str) -> list[str]:
+    """The words that a shell makes of a part of a hint."""
+    line = f"printf '%s\\0' {options}"
+    printed = subprocess.run(["bash", "-c", line], capture_output=True, check=True).stdout
+    return [os.fsdecode(word) for word in printed.split(b"\0")[:-1]]
+
+
+@pytest.mark.parametrize(
+    "name", ["it's", "-k", "x y", "a\nb", "\x1b[31m", "\u202eab", "ü", "$HOME"]
+)
+@pytest.mark.parametrize("option", ["--drop", "--no-encode", "--exclude"])
+def test_an_option_of_a_hint_is_pasted(
+    name: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is in the name of a key, a shell makes of the hint an option that the key is meant by."""
+    source, target = tmp_path / "m.pt", "full"
+    if option == "--drop":
+        torch.save({"w": torch.ones(2), name: torch.nn.Linear(1, 1)}, source)
+    elif option == "--no-encode":
+        torch.save({f"{name}.weight": torch.full((64, 64), float("nan"))}, source)
+        target = "full-nf4"
+    else:
+        torch.save({"w": torch.ones(2), name: torch.ones(2, dtype=torch.complex64)}, source)
+        target = "gguf"
+    line = [
+        "convert",
+        str(source),
+        str(tmp_path / ("o.gguf" if target == "gguf" else "o.pt")),
+        "--to",
+        target,
+    ]
+    assert main(line) != 0
+    hint = capsys.readouterr().err.partition("hint: ")[2]
+    assert hint.strip().isprintable()
+    start = hint.index(option)
+    assert main([*line, *pasted(hint[start:].partition(", or ")[0])]) == 0

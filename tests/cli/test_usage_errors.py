@@ -313,7 +313,7 @@ def test_words_of_other_tools_are_no_options_of_ours(run: Run) -> None:
 def test_a_device_that_torch_has_not(device: str, run: Run, source: Path, tmp_path: Path) -> None:
     """Also where nothing is computed: the next run would be refused."""
     code, _, err = run("convert", source, "out", "--to", "hf", "--device", device)
-    assert code == 2 and f"device='{device}', expected cpu, cuda, or cuda:1" in err
+    assert code == 2 and f"--device '{device}', expected cpu, cuda, or cuda:1" in err
     assert not (tmp_path / "out").exists()
 
 
@@ -453,3 +453,15 @@ def test_options_of_other_tools_are_answered_with_ours(run: Run, typed: str, mea
     """The nearest names were `--keep` and `--world-size`."""
     code, _, err = run("convert", "a", "b", "--to", "hf", typed, "x")
     assert code == 2 and meant in err and "--keep" not in err and "--world-size" not in err
+
+
+def test_a_path_that_begins_with_a_dash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hint names it so that it is no option, for a shell, too."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(2)}, "-a model.pt")
+    assert main(["inspect", "-a model.pt"]) == 2
+    hint = capsys.readouterr().err.partition("hint: ")[2]
+    assert "typed as './-a model.pt'; ckptmap inspect --help" in hint
+    assert main(["inspect", shlex.split(hint.partition("typed as ")[2])[0].rstrip(";")]) == 0

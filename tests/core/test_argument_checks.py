@@ -15,6 +15,8 @@ import ckptmap
 from ckptmap.errors import CkptmapError
 from ckptmap.storage.process_guards import quiet_torchao
 
+pytestmark = pytest.mark.python_texts
+
 Call = Callable[[Path, Any, Any], Any]
 
 
@@ -137,7 +139,7 @@ IN_MEMORY: dict[str, tuple[Call, str]] = {
 FILES: dict[str, tuple[Call, str]] = {
     "open": (lambda p, m, o: ckptmap.open(None), "path=None, expected a path"),
     "dst": (lambda p, m, o: ckptmap.convert(p, None, "hf"), "dst=None, expected a path"),
-    "to": (lambda p, m, o: ckptmap.convert(p, p / "x", None), "--to None is not a setup"),
+    "to": (lambda p, m, o: ckptmap.convert(p, p / "x", None), "to='None' is not a setup"),
     "scales": (
         lambda p, m, o: ckptmap.plan(p, "hf-nf4", exact_scales=7),
         "exact_scales=7, expected a pattern of names, or a list of them",
@@ -185,7 +187,7 @@ FILES: dict[str, tuple[Call, str]] = {
     ),
     "device of a run": (
         lambda p, m, o: ckptmap.plan(p, to="hf-bf16").execute(p.parent / "x", device="abacus"),
-        "--device abacus: cannot be used here",
+        "device='abacus': cannot be used here",
     ),
 }
 

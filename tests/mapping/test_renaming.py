@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptmap
-from ckptmap.core.typed_options import typed_options
 from ckptmap.errors import ArgumentError, CkptmapError, PlanError
 from ckptmap.mapping.renaming import Renaming
 from tests.support.examples import examples
@@ -67,7 +66,7 @@ REFUSED: list[tuple[dict[str, Any], list[str], str, str]] = [
     ({"rename": "{a}.b.{c}={c}.{a}"}, ["x.b.b.y"], "CKM618", "'x.b.b.y' matches in two ways"),
     (
         {"rename": ["a.{x}=b.{x}", "{x}.w={x}.v"]}, ["a.w"], "CKM618",
-        "'a.w' matches rename='a.{x}=b.{x}', as 'b.w', and rename='{x}.w={x}.v', as 'a.v'",
+        "'a.w' matches --rename 'a.{x}=b.{x}', as 'b.w', and --rename '{x}.w={x}.v', as 'a.v'",
     ),
     ({"strip_prefix": "s"}, ["s.a", "a"], "CKM114", "'s.a' and 'a' would both become 'a'"),
     ({"rename": "a.{x}=b.{x}"}, ["a.w", "b.w"], "CKM114", "'a.w' and 'b.w' would both become 'b.w'"),
@@ -93,22 +92,23 @@ def test_what_is_refused(given: dict[str, Any], keys: list[str], code: str, text
 def test_a_collision_is_mended_by_its_hint() -> None:
     """The hint's options, used, leave one of the two out."""
     keys = ["s.a", "a", "s.b"]
-    with typed_options(), pytest.raises(PlanError, match="would both become 'a'") as refused:
+    with pytest.raises(PlanError, match="would both become 'a'") as refused:
         Renaming.of(strip_prefix="s").names(keys, "x")
     words = shlex.split(refused.value.hint)
     patterns = [word.rstrip(",") for at, word in enumerate(words) if words[at - 1] == "--rename"]
     assert Renaming.of(rename=patterns).names(keys, "x") == {"s.a": "a", "a": "other.a", "s.b": "b"}
     assert "--drop other.a" in refused.value.hint
+
+
+@pytest.mark.python_texts
+def test_the_hint_of_a_collision_in_python() -> None:
     with pytest.raises(PlanError, match="would both become 'a'") as refused:
-        Renaming.of(strip_prefix="s").names(keys, "x")
+        Renaming.of(strip_prefix="s").names(["s.a", "a", "s.b"], "x")
     assert "rename='a=other.a', drop='other.a', and rename='s.{x}={x}' in" in refused.value.hint
 
 
 def test_a_wrapper_in_front_of_a_prefix_is_off_already() -> None:
-    with (
-        typed_options(),
-        pytest.raises(PlanError, match=r"no name begins with 'module\.net\.'") as refused,
-    ):
+    with pytest.raises(PlanError, match=r"no name begins with 'module\.net\.'") as refused:
         Renaming.of(strip_prefix="module.net.").names(["net.a", "net.b"], "x")
     assert refused.value.hint == "'module' of DDP is off already: --strip-prefix net"
 
@@ -177,15 +177,13 @@ def test_a_glob_and_a_module_are_answered_with_the_pattern_that_is_meant(
     typed: str, meant: str
 ) -> None:
     keys = ["a.l.0.w.k", "a.l.1.w.k", "z"]
-    with (
-        typed_options(),
-        pytest.raises(PlanError, match=re.escape(f"--rename {typed!r}")) as raised,
-    ):
+    with pytest.raises(PlanError, match=re.escape(f"--rename {typed!r}")) as raised:
         Renaming.of(rename=typed).names(keys, "m.pt")
     assert f"--rename '{meant}'" in raised.value.hint
     Renaming.of(rename=meant).names(keys, "m.pt")
 
 
+@pytest.mark.python_texts
 @pytest.mark.parametrize(
     ("given", "shown"),
     [

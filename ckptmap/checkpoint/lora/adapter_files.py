@@ -15,13 +15,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_config import LoraConfig, read_config
 from ckptmap.checkpoint.open import open_in
 from ckptmap.core.formatting import some
+from ckptmap.core.printable import quote
 from ckptmap.errors import SourceError
 from ckptmap.formats.detect import adapters_in, look
 from ckptmap.protocols.file_systems import Mounts

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 
 from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -47,6 +46,7 @@ from ckptmap.checkpoint.lora.wrapped_parameters import WrappedParameters, per_ex
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.core.formatting import counted
+from ckptmap.core.printable import advised, quote
 from ckptmap.errors import SourceError
 from ckptmap.mapping.rules import HUB
 from ckptmap.protocols import Group, Scheme
@@ -231,7 +231,7 @@ class _Merger:
                 else per_expert(self.ckpt, name)
             )
             + f"give the base that it was trained on (keys: ckptmap inspect {quote(self.ckpt.shown)}), or"
-            f" leave it out with --leave '{name if lazy.fqn.endswith(name) else low}'",
+            f" leave it out with {advised(leave=name if lazy.fqn.endswith(name) else low)}",
         )
 
     def _ties(self, made: Mapping[str, Group]) -> Iterator[tuple[str, Group]]:

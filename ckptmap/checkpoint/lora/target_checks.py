@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from shlex import quote
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import Adapter
 from ckptmap.checkpoint.lora.targets import untargeted
 from ckptmap.checkpoint.lora.untied_head import is_head
+from ckptmap.core.printable import advised
 from ckptmap.errors import SourceError
 
 
@@ -31,7 +31,7 @@ def require_targeted(adapter: Adapter) -> None:
         f"{config.file}: states {stated[:300]}, but {adapter.path} holds {modules[strangers[0]].a.fqn}{more}:"
         " peft ignores the matrices of modules that are not targeted",
         "give the adapter_config.json that was saved with it: --adapter-config PATH; or leave them out:"
-        f" {' '.join(f'--leave {quote(name)}' for name in strangers[:4])}",
+        f" {' '.join(advised(leave=name) for name in strangers[:4])}",
     )
 
 

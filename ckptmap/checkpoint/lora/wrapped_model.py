@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import Adapter
 from ckptmap.core.formatting import counted, some
+from ckptmap.core.printable import join
 from ckptmap.errors import SourceError
 from ckptmap.mapping.wrappers import ADAPTER, BASE_LAYER
 
@@ -36,5 +36,5 @@ def refuse_wrapped(ckpt: Checkpoint, adapter: Adapter) -> None:
         "CKM321",
         f"{ckpt.shown}: {below}: is a weight below peft's adapter, expected a base without one; this checkpoint holds"
         " the wrapped model, its adapter too",
-        f"merge what it holds into the model that was trained: {shlex.join(line)}",
+        f"merge what it holds into the model that was trained: {join(line)}",
     )

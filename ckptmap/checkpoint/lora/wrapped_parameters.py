@@ -15,6 +15,7 @@ from collections.abc import Callable
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import Adapter, LowRankUpdate
 from ckptmap.checkpoint.lora.merged_tensor import Merged, Stacked
+from ckptmap.core.printable import advised
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
 
@@ -93,7 +94,7 @@ class WrappedParameters:
         return SourceError(
             "CKM322",
             f"{self.adapter.path}: {low.a.fqn} {list(low.a.shape)}: {why}",
-            f"merge it with peft (model.merge_and_unload()), or leave it out: --leave '{low.module}'",
+            f"merge it with peft (model.merge_and_unload()), or leave it out: {advised(leave=low.module)}",
         )
 
 

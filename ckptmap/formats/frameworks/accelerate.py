@@ -14,8 +14,8 @@ checkpointing.py, utils/fsdp_utils.py.
 from __future__ import annotations
 
 import re
-from shlex import quote
 
+from ckptmap.core.printable import quote
 from ckptmap.errors import SourceError
 from ckptmap.formats.frameworks import accelerate_names as parts
 from ckptmap.protocols import Members, Place

@@ -22,6 +22,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap import registry
+from ckptmap.core.printable import advised
 from ckptmap.core.state_tree import nest
 from ckptmap.errors import PlanError
 from ckptmap.formats.frameworks.extra_files import STATE, AccelerateFiling, TrainerFiling
@@ -252,7 +253,7 @@ def _extra(
 
 
 def _refuse_value(key: str, reason: str) -> PlanError:
-    return PlanError("CKM202", f"{key}: {reason}", f"leave it behind with --drop {key}")
+    return PlanError("CKM202", f"{key}: {reason}", f"leave it behind with {advised(drop=key)}")
 
 
 def _sealed(content: bytes) -> Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]:

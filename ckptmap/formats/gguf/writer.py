@@ -22,6 +22,7 @@ from functools import partial
 from hashlib import sha256
 
 from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.printable import advised
 from ckptmap.errors import PlanError
 from ckptmap.formats.gguf.block_types import BY_NAME, BlockType
 from ckptmap.formats.gguf.demands import DTYPES, GgufDemands
@@ -132,7 +133,7 @@ def _entry(tensor: OutTensor, records: Mapping[str, Mapping[str, object]]) -> Fi
         raise PlanError(
             "CKM203",
             f"{name}: GGUF has no type of tensor for {what}, only {', '.join(DTYPES)}, and blocks",
-            f"leave it out with --exclude '{name}', or write floating values in another dtype: --to gguf-bf16",
+            f"leave it out with {advised(exclude=name)}, or write floating values in another dtype: --to gguf-bf16",
         )
     return FileEntry(name, info.shape, DTYPES[info.dtype], info.nbytes, tensor)
 
@@ -154,7 +155,7 @@ def _require_names(entries: Sequence[FileEntry]) -> None:
             raise PlanError(
                 "CKM203",
                 f"{entry.name}: found {problem}",
-                f"leave it out with --exclude '{entry.name}', or name the scheme of this model: --names-from SCHEME",
+                f"leave it out with {advised(exclude=entry.name)}, or name the scheme of this model: --names-from SCHEME",
             )
 
 

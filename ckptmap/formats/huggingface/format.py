@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, repeat
 from pathlib import Path as FilePath
-from shlex import quote
 
 from ckptmap.core.columns import distinct, each
 from ckptmap.core.formatting import counted, some
 from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.printable import quote
 from ckptmap.core.slot_columns import OutTensors, Slots
 from ckptmap.core.state_paths import joined
 from ckptmap.core.tensor_columns import PlainTensors, nbytes_of

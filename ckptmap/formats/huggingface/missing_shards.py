@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path as FilePath
-from shlex import join
 
+from ckptmap.core.printable import join
 from ckptmap.errors import CkptmapError, SourceError
 from ckptmap.formats.huggingface.shard_index import ShardIndex
 from ckptmap.formats.safetensors.header import parse

@@ -19,9 +19,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from shlex import quote
 
 from ckptmap.core.formatting import counted
+from ckptmap.core.printable import quote
 from ckptmap.errors import SourceError
 from ckptmap.formats.megatron.common import (
     ARGS,

@@ -16,8 +16,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path as FilePath
-from shlex import quote
 
+from ckptmap.core.printable import quote
 from ckptmap.errors import SourceError
 from ckptmap.formats.meta.params_json import PARAMS, Params, read_params
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree

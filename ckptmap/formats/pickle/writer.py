@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptmap.core.formatting import some
+from ckptmap.core.printable import advised
 from ckptmap.formats.pickle.named_values import Call, Global, Instance
 from ckptmap.formats.pickle.reader import Device, DType, Size
 from ckptmap.tensors import ITEMSIZE
@@ -85,7 +86,7 @@ def _option(path: str) -> str:
     role, _, below = path.partition(".")
     if role == "optimizer":
         return OPTIMIZER
-    return f"--drop '{below.partition('.')[0] if role == 'extra' else role}'"
+    return advised(drop=below.partition(".")[0] if role == "extra" else role)
 
 
 def dump(value: object, *, name: str = "") -> bytes:

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from ckptmap.core.columns import distinct_at
 from ckptmap.core.formatting import human
+from ckptmap.core.printable import advised
 from ckptmap.core.tensor_columns import nbytes_of
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.safetensors.header import (
@@ -69,7 +70,9 @@ def _check_written(keys: Sequence[str]) -> None:
                 check_name(key, "the output")
     except SourceError as error:
         raise PlanError(
-            "CKM203", error.message, "leave it out with --exclude, or choose --to full"
+            "CKM203",
+            error.message,
+            f"leave it out with {advised(exclude=key)}, or choose --to full",
         ) from error
 
 
@@ -94,6 +97,6 @@ def _stored_form(key: str, info: TensorInfo) -> tuple[str, tuple[int, ...]]:
         raise PlanError(
             "CKM203",
             f"{key}: safetensors cannot hold a float4 of 0 dimensions",
-            "leave it out with --exclude",
+            f"leave it out with {advised(exclude=key)}",
         )
     return dtype, (*info.shape[:-1], info.shape[-1] * 2)

@@ -5,8 +5,8 @@ and for torch.save files from before torch 1.6. Each names what the file is, and
 from __future__ import annotations
 
 import os
-import shlex
 
+from ckptmap.core.printable import join
 from ckptmap.errors import SourceError
 from ckptmap.formats.detect import LEGACY_MAGIC, LEGACY_NBYTES, legacy, saved_again
 from ckptmap.storage.files import Files
@@ -56,7 +56,7 @@ def other_zip(file: str, base: int) -> SourceError | None:
     if names and not whole:
         names_text = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         what = f"is a zip without data.pkl, not a torch.save file; it holds {names_text:.200}"
-        command = shlex.join(["unzip", file, "-d", file.removesuffix(".zip") + ".unpacked"])
+        command = join(["unzip", file, "-d", file.removesuffix(".zip") + ".unpacked"])
         return SourceError(
             "CKM105", f"{file}: {what}", f"unpack it if a checkpoint is inside: {command}"
         )

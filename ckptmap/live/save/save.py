@@ -96,7 +96,7 @@ def save_all(
     target, overwrite = _whole_path(path, options.background), mine.options.overwrite
 
     def publish() -> tuple[str, ...]:
-        with argument_checks.hints_for_python():
+        with argument_checks.hints_of_saves():
             with said_if_lost(UNTOUCHED.format(path)):
                 layout = ready.layout(writers)
             notes = write(layout, ready.copies, target, overwrite, writers, options.pace)

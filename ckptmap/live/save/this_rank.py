@@ -197,7 +197,7 @@ class Mine:
         offers, everything = [one for one, _ in answers], [one for _, one in answers]
         is_checked = any(one.replicas == "check" for one in everything)
         overlaps = is_checked and require_alike(held, offers, peers)
-        with peers.together(), argument_checks.hints_for_python():
+        with peers.together(), argument_checks.hints_of_saves():
             drifted = told_of(drifted_buffers(offers), self.model)
             merged = merge(held, everything, drifted, self.same_groups)
             if self.options.replicas != "check":

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core.printable import quote
 from ckptmap.errors import AnswerNo, DestinationError, RunError
 from ckptmap.operations.check_digests import sha256_of
 from ckptmap.operations.verify import read_manifest, verify

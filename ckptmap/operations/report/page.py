@@ -109,16 +109,16 @@ def report(
 def _require_use(options: Options, values: bool | None, aims: bool, against: bool) -> None:
     """Raise ArgumentError CKM516 where an option of a conversion is given, and no conversion."""
     given = [
-        field.name
+        f"--{field.name.rstrip('_').replace('_', '-')}"
         for field in fields(Options)
         if field.name not in OF_SOURCE and getattr(options, field.name) != field.default
     ]
-    given += ["values"] if values is not None and not against else []
+    given += ["--values"] if values is not None and not against else []
     if given and not aims:
         raise ArgumentError(
             "CKM516",
             f"report(): {given[0]} says how a conversion is shown, and none is asked for",
-            f"give to=SETUP (--to SETUP), or leave out {given[0]}",
+            f"give --to SETUP, or leave out {given[0]}",
         )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from shlex import quote
 from typing import Any
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.formatting import counted, human
-from ckptmap.core.printable import one_line
+from ckptmap.core.printable import advised, one_line, quote
 from ckptmap.errors import AnswerNo, CkptmapError
 from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.report.differences import Differences
@@ -142,7 +141,7 @@ def _wrong(ckpt: Checkpoint, manifest: Manifest, plans: Sequence[Plan]) -> Itera
         yield Finding(WRONG, one_line(problem), "convert the source again")
     if not plans:
         for item in ckpt.refused:
-            hint = f"leave it behind with --drop {quote(item.key)}" if item.droppable else ""
+            hint = f"leave it behind with {advised(drop=item.key)}" if item.droppable else ""
             yield Finding(WRONG, one_line(f"{item.key}: {item.reason}"), one_line(hint))
     for plan in plans:
         for missing in plan.unresolved:
