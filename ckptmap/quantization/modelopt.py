@@ -1,6 +1,7 @@
 """NVIDIA ModelOpt's exported weights: NVFP4, and float8 with one scale of the tensor. They are read only.
 
-    NVFP4  fc.weight u8 [out, in / 2], fc.weight_scale e4m3 [out, in / 16], fc.weight_scale_2 f32 []
+    NVFP4  fc.weight u8 [out, in / 2], fc.weight_scale e4m3 [out, in / 16], fc.weight_scale_2 f32 []; of `W4A8_NVFP4_FP8`
+           and `NVFP4_MLP_WEIGHT_ONLY` [out, in / 32]
     FP8    fc.weight e4m3 [out, in],   fc.weight_scale f32 []
 
     w'[i, j] = T(code * (weight_scale * weight_scale_2))        T(code * weight_scale), in fp32
@@ -78,6 +79,18 @@ class ModeloptFp4(_Named, Nvfp4):
     def rule(self) -> Nvfp4Rule:
         """Return torchao's rule, of which the scale of the tensor multiplies, too."""
         return TorchaoRule()
+
+
+@dataclass(frozen=True)
+class ModeloptFp4Of32(ModeloptFp4):
+    """32 values have one scale."""
+
+    block: ClassVar[int] = 32
+
+
+def _fp4(block: int, extra: Extra, global_shape: tuple[int, ...]) -> ModeloptFp4:
+    made = ModeloptFp4Of32 if block == ModeloptFp4Of32.block else ModeloptFp4
+    return made(extra=extra, global_shape=global_shape)
 
 
 @dataclass(frozen=True)
@@ -257,10 +270,12 @@ class ModeloptNvfp4(_Scheme):
         return TensorInfo((*rows, width * 2), dtype)
 
     def _encoding(self, stored: Mapping[str, StoredTensor], fqn: str, extra: Extra) -> _Encoding:
-        return ModeloptFp4(extra=extra, global_shape=_single(fqn, stored, f"{fqn}_scale_2"))
+        codes, scale = stored[fqn].info.shape, stored[f"{fqn}_scale"].info.shape
+        block = codes[-1] * 2 // scale[-1] if scale and scale[-1] else 0
+        return _fp4(block, extra, _single(fqn, stored, f"{fqn}_scale_2"))
 
     def _of_record(self, read: ScaledRecord) -> _Encoding:
-        return ModeloptFp4(extra=read.extra(), global_shape=read.sizes("global_shape"))
+        return _fp4(read.block[-1], read.extra(), read.sizes("global_shape"))
 
 
 class ModeloptFp8(_Scheme):

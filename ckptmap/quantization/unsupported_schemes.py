@@ -20,6 +20,7 @@ CODES = frozenset(
 """The dtypes that codes are stored in; int64 is for counts and indices."""
 COMPANIONS = ("scale", "zero", "codebook", "absmax", "centroids")
 """Words in the last segment of a key that stands beside the codes of some scheme."""
+PACKED_INTEGERS = "packed int4 (ModelOpt, Gemma)"
 MANY_PARTS = 8
 MANY_PACKED = 256
 """A column of floats may be packed codes from this many elements on."""
@@ -34,6 +35,7 @@ class Foreign:
              the bias belongs to it
     dtypes   dtypes of the marking tensor, where they matter
     payload  dtypes of the first member, where they matter
+    single   whether the marking tensor must have one element
     """
 
     name: str
@@ -41,10 +43,13 @@ class Foreign:
     members: tuple[str, ...]
     dtypes: tuple[str, ...] = ()
     payload: tuple[str, ...] = ()
+    single: bool = False
 
     def marks(self, key: str, infos: Mapping[str, TensorInfo]) -> bool:
-        """Return whether a key that ends in the mark identifies the scheme, by dtypes."""
-        if self.dtypes and infos[key].dtype not in self.dtypes:
+        """Return whether a key that ends in the mark identifies the scheme, by dtypes and sizes."""
+        if (self.dtypes and infos[key].dtype not in self.dtypes) or (
+            self.single and infos[key].numel != 1
+        ):
             return False
         first = infos.get(key.removesuffix(self.mark) + self.members[0]) if self.payload else None
         return not self.payload or (first is not None and first.dtype in self.payload)
@@ -56,8 +61,9 @@ def _scheme(
     *members: str,
     dtypes: tuple[str, ...] = (),
     payload: tuple[str, ...] = (),
+    single: bool = False,
 ) -> Foreign:
-    return Foreign(name, mark, members, dtypes, payload)
+    return Foreign(name, mark, members, dtypes, payload, single)
 
 
 # Keys as written by each library; the stem is what stands before the mark. The first that fits
@@ -65,8 +71,8 @@ def _scheme(
 SCHEMES = (
     _scheme("NVFP4", ".weight_global_scale", ".weight_packed", ".weight_scale",
             ".weight_global_scale", ".input_global_scale"),
-    _scheme("NVFP4", ".weight_scale_2", ".weight", ".weight_scale", ".weight_scale_2",
-            ".input_scale"),
+    _scheme("NVFP4", ".weight_scale_2", ".weight_scale", ".weight", ".weight_scale_2",
+            ".input_scale", payload=("float8_e4m3fn",)),
     _scheme("MXFP6", ".weight_scale", ".weight_packed", ".weight",
             ".weight_scale", dtypes=("uint8", "float8_e8m0fnu")),
     _scheme("bitsandbytes int8", ".SCB", ".weight", ".SCB", ".weight_format"),
@@ -95,7 +101,9 @@ SCHEMES = (
     _scheme("SpQR", ".dense_weights"),
     _scheme("compressed-tensors", ".weight_packed", ".weight_packed", ".weight_scale",
             ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
-    _scheme("BitNet", ".weight_scale", ".weight", ".weight_scale", payload=("uint8",)),
+    _scheme("BitNet", ".weight_scale", ".weight", ".weight_scale", payload=("uint8",), single=True),
+    _scheme(PACKED_INTEGERS, ".weight_scale", ".weight", ".weight_scale", ".weight_scale_2",
+            ".input_scale", ".pre_quant_scale", payload=("uint8",)),
     _scheme("scaled dense (BitNet, or compressed-tensors not yet compressed)", ".weight_scale",
             ".weight", ".weight_scale", ".weight_zero_point", ".weight_g_idx", ".input_scale",
             ".input_zero_point", ".output_scale", ".output_zero_point",
@@ -123,6 +131,7 @@ READERS: Mapping[str, str] = {
     "Metal": "transformers runs it on an Apple GPU",
     "MLX": "mlx-lm makes it dense, with mlx[cpu] on Linux, too: `mlx_lm.convert --dequantize --hf-path SRC --mlx-path DENSE`",
     "BitNet": "transformers runs it",
+    PACKED_INTEGERS: "transformers runs Gemma's, TensorRT-LLM ModelOpt's",
     "GPTQ or AWQ": "put the config.json, quantize_config.json or quant_config.json that it was saved with beside the"
     " weights: gptq, gptq_v2 and gemm are decoded",
     "HQQ": "hqq loads it, and writes a form that is decoded with `save_to_safetensors`",
@@ -174,10 +183,12 @@ def int8_without_scales(infos: Mapping[str, TensorInfo]) -> list[str]:
     """Return int8 matrices without scales, as FSDP2 saves the weights of LLM.int8."""
     if all(info.dtype != "int8" for info in few(infos)):
         return []
+    scaled = {*_coded(infos)}
     return [
         fqn
         for fqn, info in infos.items()
         if info.dtype == "int8" and len(info.shape) == 2 and fqn.endswith("weight")
+        if fqn.rpartition(".")[0] not in scaled
     ]
 
 

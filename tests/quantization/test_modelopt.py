@@ -97,6 +97,48 @@ def test_its_configs_go_where_its_codes_go(algo: str, tmp_path: Path) -> None:
         same(value, truth[key])
 
 
+def blocks_of_32(folder: Path) -> Tensors:
+    """As ModelOpt 0.47 exports W4A8_NVFP4_FP8 and NVFP4_MLP_WEIGHT_ONLY, with codes and scales by chance. The values
+    are those of its own `NVFP4QTensor.dequantize`."""
+    path, (stored, truth) = write(folder, "NVFP4"), made("NVFP4", torch.bfloat16)
+    stored, truth = dict(stored), dict(truth)
+    torch.manual_seed(0)
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for key in [key for key in stored if key.endswith("weight_scale_2")]:
+        fqn = key.removesuffix("_scale_2")
+        rows, columns = truth[fqn].shape
+        codes = torch.randint(0, 16, (rows, columns))
+        scale = (torch.rand(rows, columns // 32) * 400 + 1).to(torch.float8_e4m3fn)
+        stored[fqn] = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+        stored[f"{fqn}_scale"] = scale
+        values = torch.where(codes < 8, 1.0, -1.0) * levels[codes % 8]
+        factors = (scale.float() * stored[key]).repeat_interleave(32, 1)
+        truth[fqn] = (values * factors).bfloat16()
+    save_file(stored, path / FILE, {"format": "pt"})
+    return truth
+
+
+def test_blocks_of_32(tmp_path: Path) -> None:
+    truth = blocks_of_32(tmp_path / "in")
+    ckptmap.convert(tmp_path / "in", tmp_path / "work.pt", to="full-bf16")
+    state = torch.load(tmp_path / "work.pt", weights_only=True)
+    for key, wanted in truth.items():
+        same(state[key], wanted)
+    state[QUERY] = state[QUERY] * 1.25
+    torch.save(state, tmp_path / "work.pt")
+    ckptmap.convert(tmp_path / "work.pt", tmp_path / "back", as_=tmp_path / "in")
+    before, after = (load_file(tmp_path / name / FILE) for name in ("in", "back"))
+    assert {key for key in before if not torch.equal(before[key], after[key])} == {
+        f"{QUERY}{end}" for end in ("_scale_2", "_scale", "")
+    }
+    with ckptmap.open(tmp_path / "back") as ckpt:
+        found, wanted = ckpt[QUERY].read().float(), state[QUERY].float()
+    assert float((found - wanted).norm() / wanted.norm()) < 0.12
+    ckptmap.convert(tmp_path / "in", tmp_path / "ranks", to="fsdp2", world_size=3)
+    with ckptmap.open(tmp_path / "ranks") as ckpt:
+        same(ckpt[QUERY].read(), truth[QUERY])
+
+
 def test_its_codes_are_those_of_compressed_tensors(tmp_path: Path) -> None:
     """The library's own converter inverts the scale of the tensor; the codes and float8 scales stay."""
     path = write(tmp_path / "in", "NVFP4")

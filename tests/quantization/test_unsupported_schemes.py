@@ -274,6 +274,11 @@ LAYERS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
         "weight": ((64, 8), torch.uint32), "scales": ((64, 1), torch.bfloat16),
         "biases": ((64, 1), torch.bfloat16),
     },
+    "packed int4 (ModelOpt, Gemma)": {  # as ModelOpt 0.47 exported W4A8_AWQ
+        "weight": ((32, 64), torch.uint8), "weight_scale": ((64, 1), torch.float32),
+        "weight_scale_2": ((), torch.float32), "input_scale": ((), torch.float32),
+        "pre_quant_scale": ((64,), torch.bfloat16),
+    },
 }  # fmt: skip
 """The names, ranks and dtypes of one layer, by hand: each library needs a GPU, or CUDA to be built."""
 
@@ -294,5 +299,20 @@ def test_schemes_are_named_with_who_reads_them(name: str, tmp_path: Path) -> Non
     with pytest.raises(ckptmap.CkptmapError) as caught:
         plan.require_resolved()
     assert READERS[name] in str(caught.value) + str(caught.value.hint)
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
+    assert_same_files(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize("scale", [(64,), (64, 1)])
+def test_int8_beside_its_scales_does_not_lack_them(scale: tuple[int, ...], tmp_path: Path) -> None:
+    """Scales of rows as ModelOpt 0.47 (W8A16, SmoothQuant) and Quark 0.13 wrote them."""
+    state = {
+        "fc.weight": torch.ones(64, 64).to(torch.int8), "fc.weight_scale": torch.ones(scale),
+        "fc.pre_quant_scale": torch.ones(64),
+    }  # fmt: skip
+    (tmp_path / "in").mkdir()
+    save_file(state, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    with ckptmap.open(tmp_path / "in") as ckpt:
+        assert not any("without its scales" in note for note in ckpt.notes), ckpt.notes
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
     assert_same_files(tmp_path / "in", tmp_path / "out")

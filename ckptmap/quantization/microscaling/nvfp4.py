@@ -1,4 +1,4 @@
-"""The base of NVFP4 encodings: blocks of 16 with a float8 scale, and one scale of the whole tensor.
+"""The base of NVFP4 encodings: blocks of 16, or 32, with a float8 scale, and one scale of the whole tensor.
 
     w [.., rows, width] T  ->  packed u8 [.., rows, width / 2], scale e4m3 [.., rows, width / 16], global f32
 
@@ -124,7 +124,7 @@ class Nvfp4(PackedFp4):
         return CompressedTensorsRule()
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
-        return Nvfp4Encoder(self.rule(), self.global_part, self.packed_dtype)
+        return Nvfp4Encoder(self.rule(), self.global_part, self.packed_dtype, self.block)
 
     def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
         """Return a recoder for codes in the same blocks of 16, whatever their scales, else None."""

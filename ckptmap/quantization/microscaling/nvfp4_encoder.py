@@ -38,7 +38,7 @@ class Nvfp4Rule(Protocol):
     def scaled(
         self, values: torch.Tensor, scales: torch.Tensor, overall: torch.Tensor
     ) -> torch.Tensor:
-        """Return values [.., 16] T in units of their scales [..], f32."""
+        """Return values [.., block] T in units of their scales [..], f32."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,17 @@ class Nvfp4Encoder:
     """Encodes block by block, after `look` has seen all values.
 
     global_part  the part that holds the scale of the tensor
+    block        how many values have one scale
     """
 
     splittable = False
     state_nbytes = 0
-    step = BLOCK
 
-    def __init__(self, rule: Nvfp4Rule, global_part: str, packed_dtype: str = "uint8") -> None:
+    def __init__(
+        self, rule: Nvfp4Rule, global_part: str, packed_dtype: str = "uint8", block: int = BLOCK
+    ) -> None:
         self._rule, self._global, self._packed = rule, global_part, packed_dtype
+        self.step = block
         self._absmax: torch.Tensor | None = None
         self._overall: torch.Tensor | None = None
 
@@ -144,19 +147,19 @@ class Nvfp4Encoder:
             )
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterator[Write]:
-        """Encode values [m] T; m and `offset` are multiples of 16."""
+        """Encode values [m] T; m and `offset` are multiples of the block."""
         import torch
 
-        overall = self._scale()
-        most = max(1, chunk_numel(values.device, e2m1.CHUNK_NUMEL) // BLOCK) * BLOCK
+        overall, block = self._scale(), self.step
+        most = max(1, chunk_numel(values.device, e2m1.CHUNK_NUMEL) // block) * block
         for start in range(0, values.numel(), most):
-            part = values.narrow(0, start, min(most, values.numel() - start)).view(-1, BLOCK)
+            part = values.narrow(0, start, min(most, values.numel() - start)).view(-1, block)
             scales = self._rule.scales(absmax_of(part, (1,)), overall)
             codes = e2m1.rounded(self._rule.scaled(part, scales, overall))
             packed = e2m1.pack(codes).view(-1).view(getattr(torch, self._packed))
             at = offset + start
             yield Write("packed", flat(at // 2, packed.numel()), packed)
-            yield Write("scale", flat(at // BLOCK, scales.numel()), scales)
+            yield Write("scale", flat(at // block, scales.numel()), scales)
 
     def finish(self) -> Iterable[Write]:
         """Yield the scale of the tensor. Raises RunError CKM309 where a value was not finite."""
