@@ -30,7 +30,7 @@ from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan as make_plan
 from ckptmap.planning.planner import plan_with_unchanged
 from ckptmap.planning.report import Likeness, Report
-from ckptmap.planning.saved_plan import with_exact_scales
+from ckptmap.planning.saved_plan import hint_of_values, with_exact_scales
 from ckptmap.protocols.progress import READING
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.source_sums import SourceCheck
@@ -88,9 +88,15 @@ def run(
                 raise
             return _run(finer, dst, how, ranks)
         except (RunError, SourceError) as error:
-            if plan.reference is None or as_given("--no-encode") not in error.hint:
+            if as_given("--no-encode") not in error.hint:
                 raise
-            raise type(error)(error.code, error.message, _OTHER_VALUES) from error
+            hint: str | None = _OTHER_VALUES
+            if plan.reference is None:
+                fqn = error.message.partition(": ")[0]
+                hint = hint_of_values(plan, fqn, isinstance(error, RunError))
+            if hint is None:
+                raise
+            raise type(error)(error.code, error.message, hint) from error
 
 
 _OTHER_VALUES = "repair the tensor where it was trained; or say which form to write in place of --as: --to hf-bf16"

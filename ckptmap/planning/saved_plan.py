@@ -1,4 +1,5 @@
-"""Make a plan again: from the file that `Plan.save` wrote, or with exact scales for some tensors.
+"""Make a plan again: from the file that `Plan.save` wrote, with exact scales for some tensors, or to see whether a hint
+would work.
 
 A saved plan is not executed as it stands: it is planned again from its options, and the result must
 be what the file says.
@@ -47,6 +48,25 @@ def with_exact_scales(first_plan: Plan, fqns: Sequence[str]) -> Plan | None:
         " another sign"
     )
     return replace(exact_plan, notes=(*exact_plan.notes, note))
+
+
+def hint_of_values(first_plan: Plan, fqn: str, decoded: bool) -> str | None:
+    """Return what to do about values that are not finite where leaving this tensor as it is would be refused, as
+    codes that one config.json cannot declare beside the others; None where it would not be.
+
+    decoded  the stored form has values; else its codes alone can be moved
+    """
+    first = first_plan.options
+    patterns = (*first.no_encode, escape(fqn))
+    try:
+        left = plan(first_plan.ckpt, first.to, options=replace(first, no_encode=patterns))
+        left.require_resolved()
+    except PlanError:
+        setup, to, name = first_plan.aim.setup.name, first_plan.aim.text, quote(fqn)
+        if decoded:
+            return f"decode all weights first, --to {setup}-bf16 (-fp16, -fp32), and from that --to {to} --no-encode {name}"
+        return f"keep its codes where there is no config.json: --to {to.replace(setup, 'full', 1)} --no-encode {name}"
+    return None
 
 
 def replan(path: str | os.PathLike[str]) -> Plan:
