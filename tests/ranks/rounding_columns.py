@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -28,10 +29,11 @@ from torch.func import functional_call
 
 import ckptmap
 from ckptmap.errors import LoadError
+from ckptmap.integrations.dcp import load_planner, save_planner
 from ckptmap.live.model.live_tensor import like
 from ckptmap.live.quantized import torchao_lowbit_fix
 from ckptmap.live.rounding import install, shared_scales
-from ckptmap.live.rounding.blocks_around import decode
+from ckptmap.live.rounding.blocks_around import decode, is_around
 from ckptmap.live.rounding.moments import CUT, grid_of
 from ckptmap.live.rounding.positions import boxes_of
 from ckptmap.quantization.blockwise.dequantize import window
@@ -174,7 +176,7 @@ GOES_ON: dict[int, dict[str, tuple[str, ...]]] = {
     1: {"alone": EVERY},
     2: {"tp": EVERY, "fsdp-columns": ("fsdp-tp",)},
     3: {"tp": ("fsdp-tp",)},
-    4: {"tp": ("alone",), "fsdp-tp": ("alone",), "fsdp-columns": ("alone",)},
+    4: {"tp": ("alone", "tp"), "fsdp-tp": ("alone",), "fsdp-columns": ("alone",)},
 }
 """Number of ranks -> setup -> the setups on four ranks, and on one, that it goes on from."""
 
@@ -268,6 +270,31 @@ def as_tensors(folder: Path, name: str) -> None:
     given(model, optimizer, 1)
 
 
+def by_planners(folder: Path, name: str) -> None:
+    """torch.distributed.checkpoint with the planners of ckptmap writes and reads them, in place."""
+    path = folder / f"{name}-dcp"
+    model, optimizer = made("tp", name)
+    given(model, optimizer, 2)
+    dcp.save(moments_of(model, optimizer), checkpoint_id=path, planner=save_planner())
+    other, theirs = made("tp", name, seed=1)
+    given(other, theirs, 1)
+    state = moments_of(other, theirs)
+    dcp.load(state, checkpoint_id=path, planner=load_planner())
+    for key, moment in moments_of(model, optimizer).items():
+        if is_around(moment.to_local()):
+            found = decode(state[key]).to_local()
+            assert found.any() and torch.equal(found, decode(moment).to_local()), key
+
+
+def moments_of(model: Net, optimizer: Any) -> dict[str, Any]:
+    return {
+        f"{fqn}.{entry}": optimizer.state[param][entry]
+        for fqn, param in model.named_parameters()
+        for entry in ("exp_avg", "exp_avg_sq")
+        if fqn.endswith("weight") and isinstance(param, DTensor)
+    }
+
+
 def without_rounding(folder: Path, name: str) -> None:
     """Moments of torchao's own step, in blocks of each rank's shard: those of `whole.down` are the whole tensor's, too."""
     torchao_lowbit_fix.apply()
@@ -296,7 +323,8 @@ def replicas(folder: Path, name: str) -> None:
 PARTS = {
     one.__name__: one
     for one in (
-        without_stop, goes_on, values_that_are_none, recoded, some_gradients, as_tensors, without_rounding,
+        without_stop, goes_on, values_that_are_none, recoded, some_gradients, as_tensors, by_planners,
+        without_rounding,
         replicas,
     )
 }  # fmt: skip

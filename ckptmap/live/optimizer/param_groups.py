@@ -1,6 +1,7 @@
 """Set the hyper-parameters of a live optimizer to those of the checkpoint.
 
-A value keeps the type of the live one: `lr` stays a tensor for torchao, a number for bitsandbytes.
+A value keeps the type of the live one: `lr` stays a tensor for torchao, a number for bitsandbytes. Only what a run itself
+has made a tensor, as steps and schedulers of some classes do, comes back as it was saved, to the class that saved it.
 Choices of implementation (foreach, fused, ...) are not loaded.
 """
 
@@ -14,7 +15,14 @@ from ckptmap.live.optimizer.algorithms import algorithm, by_live_names, settings
 from ckptmap.live.optimizer.family import OptimizerParam
 from ckptmap.live.optimizer.group_objects import is_object
 from ckptmap.live.optimizer.local_state import ParamOwner
-from ckptmap.live.optimizer.setting_values import as_read, form_of, in_live_type, is_same, plain
+from ckptmap.live.optimizer.setting_values import (
+    NO_TENSOR,
+    as_read,
+    form_of,
+    in_live_type,
+    is_same,
+    plain,
+)
 
 if TYPE_CHECKING:
     from ckptmap.live.optimizer.optimizer_types import ParamGroup
@@ -55,6 +63,9 @@ class ParamGroups:
         self.inexact: list[str] = []
         self._setters: list[Callable[[], None]] = []
         self._same: set[int] = set()  # ids of groups whose optimizer's class saved the checkpoint
+        self._defaults: dict[
+            int, Mapping[str, object]
+        ] = {}  # of those whose class is a library's own
         self._group_of = {fqn: group for group in stored for fqn in group["params"]}
         live: dict[int, list[ParamOwner]] = {}
         for owner in owners:
@@ -98,6 +109,8 @@ class ParamGroups:
         kinds = {self._kind(group) for group in stored_groups.values()}
         if self._of_same_class(part):
             self._same.add(id(live))
+            if part.family.name == "other" and not _is_of_torch(part.optimizer):
+                self._defaults[id(live)] = getattr(part.optimizer, "defaults", {})
         elif kinds != {self._live_kind(part, stored_groups.values())}:
             self._keep(
                 f"group {number}: kept as is, the checkpoint's are those of {', '.join(sorted(kinds))}"
@@ -130,7 +143,12 @@ class ParamGroups:
         self, number: int, kind: str, live: ParamGroup, stored: Sequence[StoredGroup]
     ) -> None:
         """Set the values of a live group to those of the checkpoint's groups, where these agree."""
-        self.inexact += _forms(number, live, stored)
+        self.inexact += [
+            f"group {number} {key}: was {was}, is {now}"
+            for group in stored
+            for key, was, now in _forms(live, group)
+            if not self._made_by_run(live, key, group)
+        ]
         stored_values = [{k: plain(v) for k, v in g.items() if k not in NAMES} for g in stored]
         values = [by_live_names(kind, group, live) for group in stored_values]
         for text in settings_without_live_name(kind, stored_values[0], live):
@@ -193,11 +211,22 @@ class ParamGroups:
             self.inexact.append(f"{title}: was {value}, is {plain(live[key])}")
             return
         value_to_set = in_live_type(live[key], value)
+        if form_of(live[key]) != form_of(stored) and self._made_by_run(live, key, {key: stored}):
+            value_to_set = as_read(stored)
         if not is_same(plain(value_to_set), value):
             self.inexact.append(f"{title}: was {value}, is {plain(value_to_set)}")
         if not is_same(plain(live[key]), plain(value_to_set)):
             self.settings.append(f"{title}: was {plain(live[key])} here, now {plain(value_to_set)}")
         self._setters.append(lambda: self._put(live, key, value_to_set))
+
+    def _made_by_run(self, live: ParamGroup, key: str, stored: Mapping[str, object]) -> bool:
+        """Return whether a value is a tensor in one of the groups only because a run has made it one, a step or
+        a scheduler that computes it: the optimizer was built with none. torch's own optimizers do not, and one
+        that is compiled or captured in a graph reads the tensor with which it was built."""
+        defaults = self._defaults.get(id(live))
+        if defaults is None or stored.get(key, _ABSENT) is _ABSENT:
+            return False
+        return NO_TENSOR in (form_of(live[key]), form_of(defaults.get(key)))
 
     def _add(self, title: str, key: str, live: ParamGroup, value: object, stored: object) -> None:
         """Add a value that the live group has not: a scheduler starts from `initial_lr`, and what a run has put
@@ -218,20 +247,28 @@ class ParamGroups:
 
         now = group[key]
         shared = any(other.get(key) is now for other in self._groups if other is not group)
-        if isinstance(now, torch.Tensor) and not shared and now.shape == value.shape:
+        in_place = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
+        if in_place and not shared and (now.shape, now.dtype) == (value.shape, value.dtype):
             with torch.no_grad():
                 now.copy_(value)
         else:
             group[key] = value
 
 
+def _is_of_torch(optimizer: object) -> bool:
+    """Return whether the optimizer is one of torch.optim, or inherits from one."""
+    return any(
+        cls.__module__.startswith("torch.optim.") and cls.__name__ != "Optimizer"
+        for cls in type(optimizer).__mro__
+    )
+
+
 def _forms(
-    number: int, live: Mapping[str, object], stored: Iterable[Mapping[str, object]]
-) -> Iterator[str]:
-    """Yield the values that were a tensor and are a number, or the reverse: the optimizer computes with
-    a tensor in the tensor's precision."""
-    for group in stored:
-        for key in sorted(live.keys() & group.keys() - {*NAMES, *CHOICES}):
-            was, now = form_of(group[key]), form_of(live[key])
-            if was != now:
-                yield f"group {number} {key}: was {was}, is {now}"
+    live: Mapping[str, object], group: Mapping[str, object]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the values that were a tensor and are a number, or the reverse, with what they were and are: the
+    optimizer computes with a tensor in the tensor's precision."""
+    for key in sorted(live.keys() & group.keys() - {*NAMES, *CHOICES}):
+        was, now = form_of(group[key]), form_of(live[key])
+        if was != now:
+            yield key, was, now

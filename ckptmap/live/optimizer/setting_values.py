@@ -9,6 +9,8 @@ from typing import Any
 from ckptmap.live.optimizer.group_objects import is_numpy_number
 from ckptmap.storage.lazy_tensor import LazyTensor
 
+NO_TENSOR = "no tensor"
+
 
 def form_of(value: object) -> str:
     """Return whether a value, or the first one in it, is a tensor, and of which dtype."""
@@ -18,7 +20,7 @@ def form_of(value: object) -> str:
         return form_of(next(iter(value.values() if isinstance(value, Mapping) else value)))
     if isinstance(value, torch.Tensor | LazyTensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor"
-    return "no tensor"
+    return NO_TENSOR
 
 
 def plain(value: object) -> object:

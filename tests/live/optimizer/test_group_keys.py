@@ -119,3 +119,80 @@ def test_groups_that_become_one_are_told_of_every_key(tmp_path: Path) -> None:
     one = torch.optim.AdamW(again.parameters(), lr=1e-3)
     report = ckptmap.load(tmp_path / "c", again, one)
     assert "group 0 mine: its parameters had none, 0.5; it is not there" in report.inexact
+
+
+# ------------------------------------------------------------------------------- tensors that a run makes
+
+
+def adafactor(seed: int, steps: int) -> tuple[nn.Module, Any, Any]:
+    """With a schedule that makes `lr` a tensor in its first step."""
+    from transformers.optimization import Adafactor, AdafactorSchedule
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = Adafactor(model.parameters(), scale_parameter=True, warmup_init=True)
+    schedule = AdafactorSchedule(optimizer)
+    go_on(model, optimizer, schedule, 0, steps)
+    return model, optimizer, schedule
+
+
+def go_on(model: nn.Module, optimizer: Any, schedule: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        model(inputs).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("saved_at", "loaded_at"), [(4, 0), (0, 4), (4, 2)])
+def test_a_rate_that_a_schedule_makes_a_tensor(
+    saved_at: int, loaded_at: int, tmp_path: Path
+) -> None:
+    """Saved as a tensor and loaded where it is a number, and the reverse: it comes back as it was."""
+    model, optimizer, schedule = adafactor(0, saved_at)
+    ckptmap.save(tmp_path / "c", model, optimizer, scheduler=schedule).wait()
+    rate = optimizer.param_groups[0]["lr"]
+    rate = rate.clone() if saved_at else rate
+    other, theirs, rates = adafactor(1, loaded_at)
+    report = ckptmap.load(tmp_path / "c", other, theirs, scheduler=rates, exact=True)
+    assert report.inexact == () and alike(rate, theirs.param_groups[0]["lr"])
+    go_on(model, optimizer, schedule, saved_at, 8)
+    go_on(other, theirs, rates, saved_at, 8)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert alike(optimizer.param_groups[0]["lr"], theirs.param_groups[0]["lr"])
+
+
+class OwnRate(torch.optim.Optimizer):
+    """A class of no library; torch's own would refuse some tensors where it takes many parameters at once."""
+
+    def __init__(self, params: Any, lr: Any) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["sum"] = self.state[param].get("sum", 0) + param.grad
+                param -= group["lr"] * self.state[param]["sum"]
+
+
+def own(kind: Any, lr: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), lr=lr)
+    step_at_random(model, optimizer, 1)
+    return model, optimizer
+
+
+def test_a_tensor_that_an_optimizer_was_built_with_is_compared(tmp_path: Path) -> None:
+    """A compiled step reads it; torch's own classes compute otherwise with a number."""
+    ckptmap.save(tmp_path / "number", *own(OwnRate, 0.1)).wait()
+    with pytest.raises(LoadError, match="group 0 lr: was no tensor, is a float32 tensor"):
+        ckptmap.load(tmp_path / "number", *own(OwnRate, torch.tensor(0.5)), exact=True)
+    ckptmap.save(tmp_path / "tensor", *own(torch.optim.RMSprop, torch.tensor(0.1))).wait()
+    with pytest.raises(LoadError, match="group 0 lr: was a float32 tensor, is no tensor"):
+        ckptmap.load(tmp_path / "tensor", *own(torch.optim.RMSprop, 0.1), exact=True)
+    ckptmap.save(tmp_path / "wide", *own(OwnRate, torch.tensor(0.1, dtype=torch.float64))).wait()
+    with pytest.raises(LoadError, match="group 0 lr: was a float64 tensor, is a float32 tensor"):
+        ckptmap.load(tmp_path / "wide", *own(OwnRate, torch.tensor(0.1)), exact=True)

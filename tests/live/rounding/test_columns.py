@@ -84,7 +84,7 @@ def test_odd_cases_on_four_ranks(tmp_path: Path) -> None:
     plain = torch.optim.AdamW(model.parameters())
     runs.given(model, plain, 2)
     ckptmap.save(tmp_path / "torch", model, plain).wait()
-    parts = "values_that_are_none,recoded,some_gradients,as_tensors,without_rounding,replicas"
+    parts = "values_that_are_none,recoded,some_gradients,as_tensors,by_planners,without_rounding,replicas"
     ranks(4, tmp_path, parts)
     for name in runs.BUILT:
         runs.values_that_are_none(tmp_path, name)
