@@ -10,13 +10,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptmap.live.model.load_report import listed
+from ckptmap.live.model.values_in_memory import expanded
 from ckptmap.live.optimizer.algorithms import algorithm, by_live_names, settings_without_live_name
 from ckptmap.live.optimizer.family import OptimizerParam
 from ckptmap.live.optimizer.group_objects import is_object
 from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.live.optimizer.setting_values import as_read, form_of, in_live_type, is_same, plain
+from ckptmap.storage.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
+    import torch
+
     from ckptmap.live.optimizer.optimizer_types import ParamGroup
 
 CHOICES = (
@@ -192,7 +196,7 @@ class ParamGroups:
             # Another hyper-parameter of the same name, or one that may be either.
             self.inexact.append(f"{title}: was {value}, is {plain(live[key])}")
             return
-        value_to_set = in_live_type(live[key], value)
+        value_to_set = in_live_type(live[key], _tensor(stored, value))
         if not is_same(plain(value_to_set), value):
             self.inexact.append(f"{title}: was {value}, is {plain(value_to_set)}")
         if not is_same(plain(live[key]), plain(value_to_set)):
@@ -218,11 +222,21 @@ class ParamGroups:
 
         now = group[key]
         shared = any(other.get(key) is now for other in self._groups if other is not group)
-        if isinstance(now, torch.Tensor) and not shared and now.shape == value.shape:
+        if isinstance(now, torch.Tensor) and not shared and _can_be_set(now, value):
             with torch.no_grad():
                 now.copy_(value)
         else:
             group[key] = value
+
+
+def _tensor(stored: object, value: object) -> object:
+    """Return what a checkpoint has of a value as it is where it is a tensor of several elements, or none."""
+    return stored if isinstance(stored, LazyTensor) and stored.numel() != 1 else value
+
+
+def _can_be_set(now: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether a tensor can take the values of another in its own memory."""
+    return now.shape == value.shape and not (now.is_inference() or expanded(now))
 
 
 def _forms(
