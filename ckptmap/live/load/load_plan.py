@@ -147,6 +147,7 @@ class LoadPlan:
                 f"{path}: {counted(len(self.mismatched), 'tensor', 'does', 'do')} not fit: {listed(self.mismatched)}",
                 GROWN
                 if all(target.is_buffer for target in self.unfit)
+                and all(one.has_other_shape for one in self.mismatched)
                 else "build the model of this checkpoint, or load with strict=False",
             )
 

@@ -20,9 +20,10 @@ from ckptmap.live.model.live_form import (
     live_forms,
     logical_info,
 )
-from ckptmap.live.model.live_tensor import LiveTensor, expanded, fallback_device, local_boxes
+from ckptmap.live.model.live_tensor import LiveTensor, fallback_device, local_boxes
 from ckptmap.live.model.load_report import Mismatch
 from ckptmap.live.model.tensor_reader import TensorReader
+from ckptmap.live.model.values_in_memory import expanded
 from ckptmap.live.options import LoadOptions
 from ckptmap.live.quantized.dense import decode_step, fill_step
 from ckptmap.storage.lazy_tensor import LazyTensor

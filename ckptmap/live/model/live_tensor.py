@@ -266,13 +266,6 @@ def shard_of(tensor: DTensor) -> torch.Tensor:
         return tensor.to_local()
 
 
-def expanded(local: torch.Tensor) -> bool:
-    """Return whether several elements of the tensor share memory, as after `expand`. The checkpoint
-    has a value for each of them."""
-    steps = zip(local.shape, local.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in steps)
-
-
 def like(old: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
     """Return `local` as a DTensor of the mesh and placements of `old`; as it is where `old` is none."""
     import torch

@@ -31,6 +31,11 @@ class Mismatch:
     def __str__(self) -> str:
         return f"{self.fqn}: model {self.live}, checkpoint {self.stored}"
 
+    @property
+    def has_other_shape(self) -> bool:
+        """Return whether more than the dtype differs: "float32[4, 3]" has the shape last."""
+        return self.live.partition("[")[2] != self.stored.partition("[")[2]
+
 
 @dataclass(frozen=True)
 class CastTensor:

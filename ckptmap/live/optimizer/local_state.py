@@ -21,7 +21,7 @@ from ckptmap.live.model.live_tensor import LiveTensor, cut, is_dtensor
 from ckptmap.live.model.plain_values import has_plain_classes, simplified
 from ckptmap.live.model.tensor_reader import window
 from ckptmap.live.model.tuples import holds_tensor
-from ckptmap.live.model.values_in_memory import require_dense, require_memory
+from ckptmap.live.model.values_in_memory import require_memory, without_values
 from ckptmap.live.optimizer.family import Codes, Moment, OptimizerParam, codes_of, local_of
 from ckptmap.live.optimizer.unwrap import parts_of
 from ckptmap.optim import lowbit_codes
@@ -279,7 +279,7 @@ def _hold_values(state: LocalState, owner: ParamOwner, name: str, value: torch.T
     """Add an entry that is a tensor, and is not quantized."""
     local = local_of(value)
     what = f"optimizer: {name} of {owner.fqn}"
-    require_dense("CKM508", what, local)
+    _require_values(what, local)
     require_memory("CKM508", what, local)
     if not _is_like_param(owner, value):
         state.holdings += [_own_shape_entry(value, path) for path in _paths(owner, name)]
@@ -289,6 +289,16 @@ def _hold_values(state: LocalState, owner: ParamOwner, name: str, value: torch.T
         info = info_of(target.tensor.shape, value)
         path = (*STATE, target.fqn, name)
         state.holdings.append(LocalTensor(path, info, pieces, _primary(target), True))
+
+
+def _require_values(what: str, local: torch.Tensor) -> None:
+    """Raise LoadError CKM508 for an entry that has no plain values on this rank."""
+    if odd := without_values(local):
+        raise LoadError(
+            "CKM508",
+            f"{what} is a tensor {odd}, expected dense values",
+            "save without the optimizer, and save its own state_dict() with torch.save",
+        )
 
 
 def _refuse_nested(owner: ParamOwner, name: str, value: object) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptmap.live.model.load_report import listed
+from ckptmap.live.model.values_in_memory import expanded
 from ckptmap.live.optimizer.algorithms import algorithm, by_live_names, settings_without_live_name
 from ckptmap.live.optimizer.family import OptimizerParam
 from ckptmap.live.optimizer.group_objects import is_object
@@ -23,8 +24,11 @@ from ckptmap.live.optimizer.setting_values import (
     is_same,
     plain,
 )
+from ckptmap.storage.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
+    import torch
+
     from ckptmap.live.optimizer.optimizer_types import ParamGroup
 
 CHOICES = (
@@ -210,7 +214,7 @@ class ParamGroups:
             # Another hyper-parameter of the same name, or one that may be either.
             self.inexact.append(f"{title}: was {value}, is {plain(live[key])}")
             return
-        value_to_set = in_live_type(live[key], value)
+        value_to_set = in_live_type(live[key], _tensor(stored, value))
         if form_of(live[key]) != form_of(stored) and self._made_by_run(live, key, {key: stored}):
             value_to_set = as_read(stored)
         if not is_same(plain(value_to_set), value):
@@ -248,7 +252,7 @@ class ParamGroups:
         now = group[key]
         shared = any(other.get(key) is now for other in self._groups if other is not group)
         in_place = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
-        if in_place and not shared and (now.shape, now.dtype) == (value.shape, value.dtype):
+        if in_place and not shared and _can_be_set(now, value):
             with torch.no_grad():
                 now.copy_(value)
         else:
@@ -261,6 +265,17 @@ def _is_of_torch(optimizer: object) -> bool:
         cls.__module__.startswith("torch.optim.") and cls.__name__ != "Optimizer"
         for cls in type(optimizer).__mro__
     )
+
+
+def _tensor(stored: object, value: object) -> object:
+    """Return what a checkpoint has of a value as it is where it is a tensor of several elements, or none."""
+    return stored if isinstance(stored, LazyTensor) and stored.numel() != 1 else value
+
+
+def _can_be_set(now: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether a tensor can take the values of another in its own memory."""
+    alike = (now.shape, now.dtype) == (value.shape, value.dtype)
+    return alike and not (now.is_inference() or expanded(now))
 
 
 def _forms(

@@ -40,7 +40,10 @@ def plain(value: object) -> object:
         value = value.read()
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            return value.tolist()
+            packed = str(value.dtype).endswith(
+                "_x2"
+            )  # two values in a byte, which torch cannot list
+            return (value.view(torch.uint8) if packed else value).tolist()
         return _shortest(value.item()) if value.dtype == torch.float32 else value.item()
     return value
 
@@ -68,11 +71,13 @@ def in_live_type(live: object, stored: object, padded: bool = True) -> object:
     as betas of another optimizer of the same algorithm must have, unless `padded` is False."""
     import torch
 
+    if isinstance(live, torch.Tensor) and isinstance(stored, LazyTensor) and stored.numel() != 1:
+        return stored.read().to(live)
     value: Any = plain(stored)
     if isinstance(live, torch.Tensor) and isinstance(value, bool | int | float):
         return torch.full_like(live, float(value))
     if isinstance(live, torch.Tensor) and isinstance(value, list):
-        return torch.tensor(value).to(live)
+        return torch.tensor(value, dtype=live.dtype).to(live)
     if is_numpy_number(live) and isinstance(value, bool | int | float):
         number: Any = type(live)
         return number(value)

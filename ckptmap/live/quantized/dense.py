@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ckptmap.live.model.live_form import LoadContext, LoadStep, is_quantized
-from ckptmap.live.model.live_tensor import LiveTensor, device_for, expanded
+from ckptmap.live.model.live_tensor import LiveTensor, device_for
 from ckptmap.live.model.load_report import CastTensor, Decoded
 from ckptmap.live.model.tensor_reader import TensorReader
+from ckptmap.live.model.values_in_memory import expanded
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import ITEMSIZE, Box
 

@@ -15,6 +15,7 @@ from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import ArgumentError
 from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.model.tensor_reader import as_bytes
+from ckptmap.live.model.values_in_memory import without_values
 from ckptmap.tensors import Path
 
 if TYPE_CHECKING:
@@ -73,22 +74,16 @@ def _pieces(path: Path, value: object) -> Iterator[bytes]:
 
 def require_plain(path: Path, value: torch.Tensor) -> None:
     """Raise ArgumentError CKM516 for a tensor whose values are not plain bytes on this rank."""
-    import torch
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-    wraps = is_traceable_wrapper_subclass(value)
-    if wraps or value.is_meta or value.is_quantized or value.layout != torch.strided:
-        kind = f"a {type(value).__name__}, {value.layout}, on {value.device.type}"
-        if wraps:
-            kind = f"a {type(value).__name__}"
-        hint = "give its values as a plain tensor: to_dense(), dequantize()"
-        if is_dtensor(value):
-            hint = (
-                "give its full_tensor(), taken on every rank, or save the model that it is of by a"
-                " ckptmap.save of its own"
-            )
-        where = ".".join(map(str, path))
-        raise ArgumentError("CKM516", f"{where}: is {kind}, expected a plain tensor", hint)
+    if not (odd := without_values(value)):
+        return
+    hint = "give its values as a plain tensor: to_dense(), dequantize()"
+    if is_dtensor(value):
+        hint = (
+            "give its full_tensor(), taken on every rank, or save the model that it is of by a"
+            " ckptmap.save of its own"
+        )
+    where = ".".join(map(str, path))
+    raise ArgumentError("CKM516", f"{where}: is a tensor {odd}, expected a plain tensor", hint)
 
 
 def require_same(digests_of: Sequence[Mapping[str, str]]) -> None:

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptmap.live.optimizer.local_state import HeldGroup
-from ckptmap.live.optimizer.setting_values import form_of, plain
+from ckptmap.live.save.extra_values import digests
 
 Mark = tuple[str, Mapping[str, str]]
-"""The class of an optimizer, and the hyper-parameters of a group as texts that can be compared."""
+"""The class of an optimizer, and digests of the hyper-parameters of a group by name."""
 
 
 def told(groups: Sequence[HeldGroup]) -> str:
@@ -91,8 +91,7 @@ def of_other_params(by_rank: Sequence[Sequence[HeldGroup]]) -> MergedGroups:
 
 
 def _mark(group: HeldGroup) -> Mark:
-    texts = {name: f"{form_of(v)} {plain(v)!r}" for name, v in group.values.items()}
-    return group.optimizer, texts
+    return group.optimizer, digests(group.values)
 
 
 def without_params(groups: Sequence[HeldGroup]) -> list[HeldGroup]:
