@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from ckptmap.core.formatting import some
 from ckptmap.core.printable import join, quote
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
@@ -78,7 +79,7 @@ def _way_to(path: Path, error: OSError) -> str:
 TEXT = re.compile(rb"[\n\r\t -~]{4,}")
 """The head of a plain text: `Entry not found`, as the Hub answers."""
 SIDE_FILES = re.compile(
-    r"(data|dataloader.*|training_args|optim.*|scheduler|scaler|rng_state.*)\.(pt|pth|bin)"
+    r"(data|dataloader.*|training_args|optim.*|scheduler|scaler|rng_state.*)\.(pt|pth|bin|ckpt)"
     r"|random_states_\d+\.pkl|optimizer_\d+"
 )
 """Names of files that training frameworks write beside weights; none is a checkpoint by itself."""
@@ -87,6 +88,11 @@ SIDE_FILES = re.compile(
 ZERO_PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
 """Files of DeepSpeed. Under ZeRO-3 the weights in them are empty placeholders, which would convert
 without an error."""
+ZERO_MODEL = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+"""Files of a step. Beside them ds_to_universal makes a folder `zero`, which has a folder for each weight."""
+_OF_UNIVERSAL = (
+    "convert the checkpoint that it was made of, in whose directory: python zero_to_fp32.py . OUT"
+)
 DCP_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 SHARD = re.compile(r".+-\d{5}-of-(\d{5})\.(safetensors|bin)")
 
@@ -107,6 +113,7 @@ def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, t
             _refuse_part(only)
             return only, (
                 f"opened {checkpoints[0]}, the only checkpoint in the directory",
+                *_left_beside(only),
                 *_one_of_many(only),
             )
     raise refuse_place(place, is_checkpoint)
@@ -122,6 +129,10 @@ def _refuse_part(place: Place) -> None:
             "wait, or run the command that wrote it again, which finishes it",
         )
     names = place.names if place.is_dir else (path.name,)
+    if place.is_dir and "zero" in names and any(map(ZERO_MODEL.fullmatch, names)):
+        raise SourceError(
+            "CKM111", f"{path}: is a universal checkpoint of DeepSpeed", _OF_UNIVERSAL
+        )
     if any(map(ZERO_PART.fullmatch, names)):
         kind = "a DeepSpeed checkpoint" if place.is_dir else "a part of a DeepSpeed checkpoint"
         raise SourceError(
@@ -136,6 +147,14 @@ def _refuse_part(place: Place) -> None:
             f"{path}: is one file of a DCP directory",
             f"give the path of the directory: {quote(str(path.parent))}",
         )
+
+
+def _left_beside(place: Place) -> tuple[str, ...]:
+    """Return a note that names files of training beside the file that was opened in their directory."""
+    if place.is_dir:
+        return ()
+    beside = [*filter(SIDE_FILES.fullmatch, look(Path(place.path).parent, place.mounts).names)]
+    return (f"left behind: {some(beside)}",) if beside else ()
 
 
 def _one_of_many(place: Place) -> tuple[str, ...]:
@@ -272,7 +291,8 @@ def _of_file(place: Place) -> SourceError:
 MARKS: tuple[tuple[str, str, str], ...] = (
     (r"\.metadata\.tmp", "an unfinished DCP save (only .metadata.tmp)", "use an earlier checkpoint"),
     (r"__\d+\.metadata", "a DCP save with one metadata file per rank (use_collectives=False)", "save it again with use_collectives=True"),
-    (r"zero_to_fp32\.py|latest_universal|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "convert it first with its own script: python zero_to_fp32.py . OUT"),
+    (r"zero_to_fp32\.py|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "convert it first with its own script: python zero_to_fp32.py . OUT"),
+    (r"latest_universal", "a universal checkpoint of DeepSpeed", _OF_UNIVERSAL),
     (r"adapter_config\.json", "a peft adapter without its base weights", ""),  # merge_step
     (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; if there is none, the save did not finish: use an earlier checkpoint"),
     (r".*\.ggml", "GGML weights", "convert them from the original safetensors"),

@@ -99,13 +99,22 @@ class _Unresolved(Exception):
 
 
 def _root_of(leaves: Mapping[Path, Leaf], units: Units) -> Path | None:
-    """Return the path of state keyed by index: of several ranks, or of one that lists units (NO_SHARD)."""
+    """Return the path of state keyed by index: of several ranks, or of one that lists units (NO_SHARD).
+
+    Optimizers that keep no state (SGD without momentum) have their groups alone: of flat parameters
+    where the weights lay in such."""
     kinds = PerRank | StoredTensor if units else PerRank
     for path, leaf in leaves.items():
         at = path.index(STATE) if STATE in path else len(path)
         if at + 2 < len(path) and type(path[at + 1]) is int and isinstance(leaf, kinds):
             return path[:at]
-    return None
+    if not _lie_in_units(leaves):
+        return None
+    return next((path[: path.index(GROUPS)] for path in leaves if GROUPS in path), None)
+
+
+def _lie_in_units(leaves: Mapping[Path, Leaf] | Mapping[str, Leaf]) -> bool:
+    return any(isinstance(getattr(leaf, "share", None), InUnit) for leaf in leaves.values())
 
 
 def _weights_root(leaves: Mapping[Path, Leaf], root: Path, units: Units) -> Path | None:
@@ -154,7 +163,10 @@ def _cut(leaf: Leaf) -> bool:
 
 
 def _is_flat(leaves: Mapping[Path, Leaf], keys: StateKeys, weights: Mapping[str, Leaf]) -> bool:
-    """Return whether the state is plain one-dim tensors, no DTensor, beside weights that are cut."""
+    """Return whether the state is plain one-dim tensors, no DTensor, beside weights that are cut; without
+    state, whether the weights lay in flat parameters."""
+    if not keys.state:
+        return _lie_in_units(weights)
     values = [value for path in keys.state for value in by_rank(leaves[path])]
     stored = [value for value in values if isinstance(value, StoredTensor)]
     if len(stored) != sum(isinstance(value, StoredTensor | Opaque) for value in values):

@@ -586,6 +586,15 @@ def deepspeed_step(folder: Path) -> Path:
     return folder
 
 
+@bad("is a universal checkpoint of DeepSpeed")
+def deepspeed_universal(folder: Path) -> Path:
+    """As ds_to_universal leaves it: without the script, which its hint names for another directory."""
+    saved(folder, {"module": WEIGHTS}, name="mp_rank_00_model_states.pt")
+    (folder / "zero" / "w").mkdir(parents=True)
+    saved(folder / "zero" / "w", {"param": torch.ones(2)}, name="fp32.pt")
+    return folder
+
+
 @bad("a part of a DeepSpeed checkpoint")
 def deepspeed_zero3_file(folder: Path) -> Path:
     """Its weights are placeholders: converted, they would be a model of nothing."""

@@ -496,3 +496,15 @@ def test_the_command_for_a_file_of_another_kind_works(kind: str, tmp_path: Path)
     with ckptmap.open(tmp_path / "a model.new.pt") as ckpt:
         assert set(ckpt) == set(state)
         assert all(torch.equal(ckpt[key].read(), value) for key, value in state.items())
+
+
+@pytest.mark.parametrize("end", ["pt", "ckpt"])
+def test_an_optimizer_in_a_file_of_its_own_is_named(end: str, tmp_path: Path) -> None:
+    """SpeechBrain saves `model.ckpt` and `optimizer.ckpt`; loops of people's own do so with `.pt`."""
+    torch.save({"w": torch.ones(2)}, tmp_path / f"model.{end}")
+    torch.save({"state": {}, "param_groups": []}, tmp_path / f"optimizer.{end}")
+    with ckptmap.open(tmp_path) as ckpt:
+        assert ckpt.notes == [
+            f"opened model.{end}, the only checkpoint in the directory",
+            f"left behind: optimizer.{end}",
+        ]

@@ -24,7 +24,12 @@ from ckptmap.core.slot_columns import OutTensors, Slots
 from ckptmap.core.state_paths import joined
 from ckptmap.core.tensor_columns import PlainTensors, nbytes_of
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.formats.huggingface.carrier import MODULES, HfCarrier, weights_of_modules
+from ckptmap.formats.huggingface.carrier import (
+    DIFFUSERS_STEM,
+    MODULES,
+    HfCarrier,
+    weights_of_modules,
+)
 from ckptmap.formats.huggingface.like_files import LikeFiles, like_index, like_words, split_alike
 from ckptmap.formats.huggingface.missing_shards import require_all
 from ckptmap.formats.huggingface.shard_index import (
@@ -49,6 +54,7 @@ from ckptmap.tensors import Box, Path
 
 SUFFIX = ".safetensors"
 ONE_FILE = "model.safetensors"
+DIFFUSERS_FILE = f"{DIFFUSERS_STEM}.safetensors"
 """The file that transformers prefers to any index beside it."""
 DCP_SHARD = re.compile(r"shard-\d+-.+\.safetensors")
 """A file of torch's HuggingFaceStorageWriter: it holds one rank's chunks, under the names of whole
@@ -138,8 +144,9 @@ def _without_index(names: Iterable[str]) -> list[str]:
     directory is of another format."""
     files = [n for n in names if n.endswith(SUFFIX) and not DCP_SHARD.fullmatch(n)]
     numbered = [name for name in files if SHARD.fullmatch(name)]
-    if ONE_FILE in files:
-        return [ONE_FILE]
+    for name in (ONE_FILE, DIFFUSERS_FILE):  # a variant may lie beside: X.fp16.safetensors
+        if name in files:
+            return [name]
     if numbered:
         return numbered
     return files if len(files) == 1 and "adapter_config.json" not in names else []
@@ -149,8 +156,9 @@ def _pick_index(place: Place) -> str | None:
     indexes = _index_names(place.names)
     if len(indexes) < 2:
         return indexes[0] if indexes else None
-    if "model" + INDEX_SUFFIX in indexes:
-        return "model" + INDEX_SUFFIX
+    for stem in ("model", DIFFUSERS_STEM):
+        if stem + INDEX_SUFFIX in indexes:
+            return stem + INDEX_SUFFIX
     raise SourceError(
         "CKM108",
         f"{place.path}: expected one index, found {len(indexes)}: {some(indexes)}",

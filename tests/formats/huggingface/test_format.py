@@ -22,6 +22,7 @@ from ckptmap.tensors import Box, TensorInfo
 from tests.support.container_io import materialise, out_tensors, read_leaf, same
 
 torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 
 @pytest.fixture(scope="module")
@@ -432,6 +433,8 @@ def test_complete_set_without_index(copy: FilePath) -> None:
     [
         (["model.safetensors"], True),
         (["diffusion_pytorch_model.safetensors", "config.json"], True),
+        (["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors"], True),
+        (["diffusion_pytorch_model.bf16.safetensors", "d.fp16.safetensors"], False),
         (["model.safetensors", "adapter_model.safetensors", "adapter_config.json"], True),
         (["adapter_model.safetensors", "adapter_config.json"], False),
         (["shard-00001-model-00001-of-00002.safetensors"], False),
@@ -443,6 +446,17 @@ def test_claims(names: list[str], claimed: bool, tmp_path: FilePath) -> None:
     for name in names:
         (tmp_path / name).write_bytes(emit([], [], {}))
     assert HfDirectory().claims(look(tmp_path)) == claimed
+
+
+def test_a_variant_beside_the_weights_of_diffusers_is_named(tmp_path: FilePath) -> None:
+    """`save_pretrained(variant="fp16")` into the directory of the others, which diffusers loads unless told."""
+    plain, half = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors"
+    for name, dtype in ((plain, "float32"), (half, "float16")):
+        tensor = torch.ones(2, dtype=getattr(torch, dtype))
+        safetensors_torch.save_file({"w": tensor}, tmp_path / name)
+    with ckptmap.open(tmp_path) as ckpt:
+        assert ckpt["w"].dtype == "float32"
+        assert ckpt.notes == [f"not read, because no index lists it: {half}"]
 
 
 def test_torchs_sharded_safetensors_are_not_taken(tmp_path: FilePath) -> None:

@@ -155,6 +155,36 @@ def test_parameters_without_state(tmp_path: Path) -> None:
     assert caught.value.code == "CKM504"
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["param_names", "index"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_optimizer_that_keeps_no_state(world_size: int, named: bool, tmp_path: Path) -> None:
+    """SGD without momentum has its groups alone, which list flat parameters."""
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "src.pt")
+    convert(tmp_path / "src.pt", tmp_path / "local", world_size=world_size)
+    for file in (tmp_path / "local").glob("optim_*.pt"):
+        saved = torch.load(file)
+        assert saved["state"] == {} and len(saved["param_groups"][0]["params"]) == 4
+        if not named:  # as torch saves it, unless the optimizer was given names
+            (tmp_path / "local" / "ckptmap.manifest.json").unlink(missing_ok=True)
+            del saved["param_groups"][0]["param_names"]
+            torch.save(saved, file)
+    if named:
+        assert ckptmap.verify(tmp_path / "local", against=tmp_path / "src.pt").ok
+    like = {} if named else {"like": tmp_path / "src.pt"}
+    ckptmap.convert(
+        tmp_path / "local", tmp_path / "back.pt", to="full", optimizer_keys="index", **like
+    )  # type: ignore[arg-type]
+    back = torch.load(tmp_path / "back.pt")
+    found = torch.optim.SGD(tiny().parameters(), lr=7.0)
+    found.load_state_dict(back["optimizer"])
+    assert found.param_groups[0]["lr"] == 0.1
+    for fqn, value in model.state_dict().items():
+        assert_same(back["model"][fqn], value, fqn)
+
+
 def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
     model = tiny()
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=torch.tensor(0.25), foreach=False)
