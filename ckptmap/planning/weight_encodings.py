@@ -35,12 +35,13 @@ from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
 from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.protocols.offers import offers
-from ckptmap.quantization.linear_weights import CONV1D_MODELS
+from ckptmap.quantization.linear_weights import CONV1D_MODELS, is_expert
 from ckptmap.quantization.unsupported_schemes import (
     INT8_WITHOUT_SCALES,
     RESTORE,
     WITHOUT_SCALES,
     foreign_tensors,
+    may_be_codes,
     who_reads,
 )
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -61,7 +62,7 @@ class WeightEncodings:
     written        FQN of every weight that is written -> its encoding and logical info
     foreign        FQN of a part of a quantized tensor that cannot be decoded here -> its scheme
     beside_ties    FQN -> which tied weight keeps a weight from being encoded
-    left_by_shape  FQN -> why a weight whose name the scheme takes stays as it is
+    left_by_shape  FQN -> why a weight whose name the scheme takes, or that may hold codes, stays as it is
     """
 
     anew: Mapping[str, Encoding]
@@ -287,12 +288,14 @@ def _foreign_part(request: Request, fqn: str, scheme: str) -> list[Unresolved]:
 
 
 def _left_by_shape(lazy: LazyTensor, scheme: Scheme, options: Options) -> str:
-    """Return why a weight stays as it is where its shape alone keeps it from being encoded."""
+    """Return why a weight stays as it is where its shape alone keeps it from being encoded, or a dtype of codes."""
     if lazy.encoding_.name != "dense" or matches_any(lazy.fqn, options.no_encode):
         return ""
     info = lazy.info
     rounded = TensorInfo(tuple(-(-extent // ROUND) * ROUND for extent in info.shape), info.dtype)
-    if scheme.target(lazy.fqn, info) is not None or scheme.target(lazy.fqn, rounded) is None:
+    if scheme.target(lazy.fqn, info) is not None:
+        return ""
+    if scheme.target(lazy.fqn, rounded) is None and not may_be_codes(info):
         return ""
     refused = scheme.encoding(info)
     if isinstance(refused, Refusal):
