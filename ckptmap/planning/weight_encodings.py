@@ -13,8 +13,9 @@ from ckptmap.core.columns import distinct, each
 from ckptmap.core.name_globs import matches_any
 from ckptmap.core.quantized_codes import (
     FallsBack,
+    KeepsCodes,
+    OfOneFormat,
     ScalesActivations,
-    StacksExperts,
     TakesByForm,
     TakesConv1D,
 )
@@ -115,7 +116,7 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
     scales: dict[str, str] = {}
     if not all(map(_is_silent, distinct(kinds).values())):
         scales = _activation_scales(ckpt, anew, dict(zip(fqns, kinds, strict=True)))
-    notes = [*_decoded_experts(anew, scheme), *_fallbacks(written, scheme)]
+    notes = [*_decoded(ckpt, anew, scheme), *_fallbacks(written, scheme)]
     remarks = Remarks(scales, unresolved, notes)
     return WeightEncodings(anew, written, foreign, beside, left, remarks)
 
@@ -205,13 +206,20 @@ def _config(request: Request) -> Mapping[str, object] | None:
         return None
 
 
-def _decoded_experts(anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:
-    """Return a note on weights that are dense, since the scheme's library would misread them as experts."""
-    if not offers(scheme, StacksExperts):
+def _decoded(ckpt: Checkpoint, anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:
+    """Return notes on quantized weights that are dense in the output of a scheme that keeps other codes."""
+    if scheme is None or not isinstance(scheme, KeepsCodes):
         return []
-    why = "is an expert, which transformers would not decode in the blocks of its codes"
-    dense = {fqn: why for fqn, encoding in anew.items() if encoding.name == "dense"}
-    return listed("is written dense", dense)
+    expert = "is an expert, which transformers would not decode in the blocks of its codes"
+    dense = [fqn for fqn, encoding in anew.items() if encoding.name == "dense"]
+    before = {fqn: ckpt[fqn].encoding_ for fqn in dense}
+    reasons = {
+        fqn: f"has codes of {encoding.only_in} files, and is no layer that {scheme.name} takes"
+        for fqn, encoding in before.items()
+        if offers(encoding, OfOneFormat)
+    }
+    reasons |= {fqn: expert for fqn in dense if fqn not in reasons and is_expert(fqn)}
+    return listed("is written dense", reasons)
 
 
 def _fallbacks(written: Mapping[str, Encoded], scheme: Scheme | None) -> list[str]:
