@@ -86,6 +86,16 @@ class Coded(Protocol):
         """Fill `out` (box.sizes, dtype of `grid.codes`) from parts cut by `code_box`."""
 
 
+@runtime_checkable
+class ScalesAmongCodes(Protocol):
+    """An encoding whose blocks hold codes and scales side by side, so that no part is read whole for its scales.
+
+    `scales` takes parts that `code_box` cut for whole blocks, and returns the scales of these.
+    """
+
+    scales_in_boxes: bool
+
+
 class Recoder(Protocol):
     """Writes codes as they are, and encodes their scales anew. Creating one imports no torch."""
 
@@ -171,6 +181,13 @@ class RoundedOnLoading(Protocol):
 
     def rounded(self, info: TensorInfo) -> str:
         """Return how it rounds the scales of a weight; "" where their dtype is that of the weight."""
+
+
+@runtime_checkable
+class OfOneFormat(Protocol):
+    """An encoding of one file format, `only_in`, whose codes no library reads from other files."""
+
+    only_in: str
 
 
 @runtime_checkable

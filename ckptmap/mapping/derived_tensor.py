@@ -183,6 +183,10 @@ class DerivedCodes(DerivedTensor):
         assert moved is not None, "made by `derive`"
         _, self._codes, self._scales = moved
 
+    @property
+    def why(self) -> str:
+        return "decoded, because its rows are rearranged across quantization blocks, unless the output takes its codes"
+
     def read_codes(self, box: Box, out: torch.Tensor) -> None:
         def read_source(piece: Piece, bounds: Box) -> torch.Tensor:
             codes = out.new_empty(bounds.sizes)

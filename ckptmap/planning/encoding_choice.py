@@ -11,6 +11,7 @@ from ckptmap.core.name_globs import matches_any
 from ckptmap.core.printable import advised
 from ckptmap.core.quantized_codes import (
     KeepsCodes,
+    OfOneFormat,
     Repairs,
     ScalesExactly,
     StacksExperts,
@@ -19,6 +20,7 @@ from ckptmap.core.quantized_codes import (
 from ckptmap.errors import PlanError
 from ckptmap.planning.kept_codes import code_grid
 from ckptmap.planning.options import Options
+from ckptmap.planning.quantization_config import Declares, DeclaresEach
 from ckptmap.protocols import Demands, Encoding, Refusal, Scheme
 from ckptmap.protocols.offers import offers
 from ckptmap.quantization.dense import Dense, DenseAs
@@ -37,6 +39,8 @@ def encoding_for(
     if scheme is None or lazy.encoding == scheme.name or matches_any(lazy.fqn, options.no_encode):
         return _repaired(lazy)
     encoding = _chosen(lazy, scheme, options)
+    if declared and not options.encode and _only_decoded(lazy, scheme, encoding):
+        return Dense()
     if encoding is None:
         return _repaired(lazy)
     if declared:
@@ -83,14 +87,25 @@ def _chosen(lazy: LazyTensor, scheme: Scheme, options: Options) -> Encoding | No
     return encoding
 
 
+def _only_decoded(lazy: LazyTensor, scheme: Scheme, encoding: Encoding | None) -> bool:
+    """Return whether transformers, which reads codes of the scheme, could not read those of this tensor beside them."""
+    loads = offers(scheme, Declares) or offers(scheme, DeclaresEach)
+    if not loads or not offers(lazy.encoding_, OfOneFormat):
+        return False
+    return encoding is None or not _takes_module(lazy, scheme)
+
+
+def _takes_module(lazy: LazyTensor, scheme: Scheme) -> bool:
+    return not offers(scheme, TakesModules) or scheme.takes(lazy.fqn)
+
+
 def _is_misread(lazy: LazyTensor, scheme: Scheme, encoding: Encoding) -> bool:
     return offers(scheme, StacksExperts) and bool(scheme.misread(lazy.fqn, encoding, lazy.info))
 
 
 def _require_module(lazy: LazyTensor, scheme: Scheme) -> None:
     """Raise PlanError CKM203 where the scheme's library would not find the weight by its name."""
-    takes = not offers(scheme, TakesModules) or scheme.takes(lazy.fqn)
-    if not takes:
+    if not _takes_module(lazy, scheme):
         raise PlanError(
             "CKM203",
             f"{lazy.fqn}: cannot be {scheme.name}: by its name it is not the weight of one linear"

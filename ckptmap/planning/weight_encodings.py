@@ -14,8 +14,9 @@ from ckptmap.core.name_globs import matches_any
 from ckptmap.core.printable import advised
 from ckptmap.core.quantized_codes import (
     FallsBack,
+    KeepsCodes,
+    OfOneFormat,
     ScalesActivations,
-    StacksExperts,
     TakesByForm,
     TakesConv1D,
 )
@@ -36,12 +37,13 @@ from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
 from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.protocols.offers import offers
-from ckptmap.quantization.linear_weights import CONV1D_MODELS
+from ckptmap.quantization.linear_weights import CONV1D_MODELS, is_expert
 from ckptmap.quantization.unsupported_schemes import (
     INT8_WITHOUT_SCALES,
     RESTORE,
     WITHOUT_SCALES,
     foreign_tensors,
+    may_be_codes,
     who_reads,
 )
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -62,7 +64,7 @@ class WeightEncodings:
     written        FQN of every weight that is written -> its encoding and logical info
     foreign        FQN of a part of a quantized tensor that cannot be decoded here -> its scheme
     beside_ties    FQN -> which tied weight keeps a weight from being encoded
-    left_by_shape  FQN -> why a weight whose name the scheme takes stays as it is
+    left_by_shape  FQN -> why a weight whose name the scheme takes, or that may hold codes, stays as it is
     """
 
     anew: Mapping[str, Encoding]
@@ -115,7 +117,7 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
     scales: dict[str, str] = {}
     if not all(map(_is_silent, distinct(kinds).values())):
         scales = _activation_scales(ckpt, anew, dict(zip(fqns, kinds, strict=True)))
-    notes = [*_decoded_experts(anew, scheme), *_fallbacks(written, scheme)]
+    notes = [*_decoded(ckpt, anew, scheme), *_fallbacks(written, scheme)]
     remarks = Remarks(scales, unresolved, notes)
     return WeightEncodings(anew, written, foreign, beside, left, remarks)
 
@@ -205,13 +207,20 @@ def _config(request: Request) -> Mapping[str, object] | None:
         return None
 
 
-def _decoded_experts(anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:
-    """Return a note on weights that are dense, since the scheme's library would misread them as experts."""
-    if not offers(scheme, StacksExperts):
+def _decoded(ckpt: Checkpoint, anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:
+    """Return notes on quantized weights that are dense in the output of a scheme that keeps other codes."""
+    if scheme is None or not isinstance(scheme, KeepsCodes):
         return []
-    why = "is an expert, which transformers would not decode in the blocks of its codes"
-    dense = {fqn: why for fqn, encoding in anew.items() if encoding.name == "dense"}
-    return listed("is written dense", dense)
+    expert = "is an expert, which transformers would not decode in the blocks of its codes"
+    dense = [fqn for fqn, encoding in anew.items() if encoding.name == "dense"]
+    before = {fqn: ckpt[fqn].encoding_ for fqn in dense}
+    reasons = {
+        fqn: f"has codes of {encoding.only_in} files, and is no layer that {scheme.name} takes"
+        for fqn, encoding in before.items()
+        if offers(encoding, OfOneFormat)
+    }
+    reasons |= {fqn: expert for fqn in dense if fqn not in reasons and is_expert(fqn)}
+    return listed("is written dense", reasons)
 
 
 def _fallbacks(written: Mapping[str, Encoded], scheme: Scheme | None) -> list[str]:
@@ -288,12 +297,14 @@ def _foreign_part(request: Request, fqn: str, scheme: str) -> list[Unresolved]:
 
 
 def _left_by_shape(lazy: LazyTensor, scheme: Scheme, options: Options) -> str:
-    """Return why a weight stays as it is where its shape alone keeps it from being encoded."""
+    """Return why a weight stays as it is where its shape alone keeps it from being encoded, or a dtype of codes."""
     if lazy.encoding_.name != "dense" or matches_any(lazy.fqn, options.no_encode):
         return ""
     info = lazy.info
     rounded = TensorInfo(tuple(-(-extent // ROUND) * ROUND for extent in info.shape), info.dtype)
-    if scheme.target(lazy.fqn, info) is not None or scheme.target(lazy.fqn, rounded) is None:
+    if scheme.target(lazy.fqn, info) is not None:
+        return ""
+    if scheme.target(lazy.fqn, rounded) is None and not may_be_codes(info):
         return ""
     refused = scheme.encoding(info)
     if isinstance(refused, Refusal):

@@ -103,6 +103,12 @@ def is_expert(fqn: str) -> bool:
     return "experts" in fqn.split(".")
 
 
+def is_embedding(fqn: str) -> bool:
+    """Return whether the tensor belongs to an embedding, by the names of its modules."""
+    path = fqn.lower().split(".")
+    return path[-2:-1] in (["wte"], ["wpe"], ["shared"]) or any("embed" in name for name in path)
+
+
 def is_single_module(fqn: str, info: TensorInfo) -> bool:
     """Return whether a tensor is the weight of an `nn.Linear` that is not an expert."""
     return is_linear_module(fqn, info) and not is_expert(fqn)

@@ -18,6 +18,8 @@ CODES = frozenset(
     {"uint8", "int8", "uint16", "int16", "uint32", "int32", "float8_e4m3fn", "float8_e5m2"}
 )
 """The dtypes that codes are stored in; int64 is for counts and indices."""
+NO_BUFFERS = frozenset({"float4_e2m1fn_x2", "float8_e8m0fnu", "uint16", "uint32", "uint64"})
+"""The dtypes in which no library keeps values, masks or counts of a model."""
 COMPANIONS = ("scale", "zero", "codebook", "absmax", "centroids")
 """Words in the last segment of a key that stands beside the codes of some scheme."""
 PACKED_INTEGERS = "packed int4 (ModelOpt, Gemma)"
@@ -190,6 +192,11 @@ def int8_without_scales(infos: Mapping[str, TensorInfo]) -> list[str]:
         if info.dtype == "int8" and len(info.shape) == 2 and fqn.endswith("weight")
         if fqn.rpartition(".")[0] not in scaled
     ]
+
+
+def may_be_codes(info: TensorInfo) -> bool:
+    """Return whether a plain tensor may hold codes, by its dtype: buffers are masks, counts and indices in others."""
+    return info.dtype in NO_BUFFERS or (info.dtype in ("uint8", "int16") and len(info.shape) == 2)
 
 
 def missing_scales_note(infos: Mapping[str, TensorInfo]) -> list[str]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import index
+from operator import index, mul
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptmap.core import requirements
 from ckptmap.core.devices import tensors_on_cpu
-from ckptmap.core.quantized_codes import Coded
+from ckptmap.core.quantized_codes import Coded, ScalesAmongCodes
 from ckptmap.core.short_repr import short
 from ckptmap.errors import ArgumentError, SourceError
 from ckptmap.protocols import Group
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     Index: TypeAlias = int | slice | EllipsisType
+
+SCALES_AT_ONCE = 1 << 16
+"""Scales of which the blocks are read at once, where codes lie between them."""
 
 
 def info_of(tensor: torch.Tensor) -> TensorInfo:
@@ -230,12 +233,32 @@ class LazyTensor:
         `Coded`."""
         coded = self.encoding_
         assert isinstance(coded, Coded), f"{self.fqn}: {self.encoding} has no codes"
+        if offers(self.encoding_, ScalesAmongCodes):
+            return self._scales_among_codes(coded)
         parts = {
             name: self.read_part(name, Box.whole(self.parts[name].info.shape))
             for name in coded.scale_parts(self.info)
         }
         with self._naming_errors():
             return coded.scales(self.info, parts)
+
+    def _scales_among_codes(self, coded: Coded) -> torch.Tensor:
+        import torch
+
+        from ckptmap.storage.box_reader import row_major_boxes
+
+        grid = coded.grid(self.info)
+        assert grid is not None, f"{self.fqn}: {self.encoding} has no grid"
+        out = torch.empty(grid.scales, dtype=torch.float32)
+        for box in row_major_boxes(Box.whole(grid.scales), SCALES_AT_ONCE):
+            codes = Box(*(tuple(map(mul, at, grid.block)) for at in (box.offsets, box.sizes)))
+            cuts = {name: coded.code_box(self.info, name, codes) for name in self.parts}
+            parts = {name: self.read_part(name, cut) for name, cut in cuts.items() if cut}
+            part = out
+            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                part = part.narrow(dim, offset, size)
+            part.copy_(coded.scales(self.info, parts))
+        return out
 
     def read_codes(self, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (any device) with a box of its canonical codes; only for an encoding that is

@@ -316,3 +316,32 @@ def test_int8_beside_its_scales_does_not_lack_them(scale: tuple[int, ...], tmp_p
         assert not any("without its scales" in note for note in ckpt.notes), ckpt.notes
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
     assert_same_files(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", ["full-bf16", "full-fp32", "hf-bf16", "full-bnb-nf4"])
+def test_dtypes_that_no_library_writes_stay_with_a_note(to: str, tmp_path: Path) -> None:
+    """They may be codes of a form that nobody knows here; masks, counts and indices say nothing."""
+    odd = {
+        "float4_e2m1fn_x2": torch.arange(64, dtype=torch.uint8).view(8, 8).view(torch.float4_e2m1fn_x2),
+        "float8_e8m0fnu": torch.full((8, 8), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        **{kind: torch.ones(8, 8).to(getattr(torch, kind)) for kind in ("uint8", "uint16", "uint32", "uint64")},
+        "int16": torch.ones(8, 8).short(),
+    }  # fmt: skip
+    plain = {
+        "layers.0.fc.weight": torch.ones(64, 64), "mask": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
+        "count": torch.tensor(3), "index": torch.ones(8, 8).long(), "seen": torch.ones(8, 8).bool(),
+    }  # fmt: skip
+    torch.save({**plain, **{f"{name}.weight": t for name, t in odd.items()}}, tmp_path / "in.pt")
+    title = "stays as it is: "
+    lines = [n for n in ckptmap.plan(tmp_path / "in.pt", to).notes if n.startswith(title)]
+    assert sorted(
+        line.removeprefix(title).split(".weight: cannot be ")[0] for line in lines
+    ) == sorted(odd)
+    assert all(
+        line.split(".weight")[0].removeprefix(title) in line.split("cannot be")[1] for line in lines
+    )
+    strict = ckptmap.plan(tmp_path / "in.pt", to, strict=True)
+    assert sorted(one.key for one in strict.unresolved) == sorted(f"{name}.weight" for name in odd)
+    kept = [f"{name}.weight" for name in odd]  # as the hint says
+    assert f"--no-encode '{strict.unresolved[0].key}'" in strict.unresolved[0].hint
+    assert not ckptmap.plan(tmp_path / "in.pt", to, strict=True, no_encode=kept).unresolved

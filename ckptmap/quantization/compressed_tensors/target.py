@@ -8,7 +8,7 @@ from ckptmap.protocols import Encoding
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.compressed_tensors.config_json import DECLARES, beyond_weights, declared
 from ckptmap.quantization.compressed_tensors.stacked_experts import misread
-from ckptmap.quantization.linear_weights import LinearLayerScheme
+from ckptmap.quantization.linear_weights import LinearLayerScheme, is_embedding
 from ckptmap.tensors import TensorInfo
 
 
@@ -18,6 +18,10 @@ class CompressedTarget(ReadsFiles, LinearLayerScheme):
     name: str
     suffix: str
     declares = DECLARES
+
+    def takes(self, fqn: str) -> bool:
+        """Return whether transformers can load the tensor: the library puts no codes into embeddings there."""
+        return not is_embedding(fqn)
 
     def misread(self, fqn: str, encoding: Encoding, info: TensorInfo) -> str:
         return misread(fqn, encoding, info)

@@ -7,14 +7,16 @@ Values are fp32, as ggml and `gguf.quants.dequantize` compute them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.formats.gguf.block_types import BY_NAME, BlockType
 from ckptmap.protocols import Encoder, Encoding, Refusal
 from ckptmap.quantization.dense import Dense
 from ckptmap.quantization.gguf import decoders
+from ckptmap.quantization.gguf.codes import GRIDS, codes_of, grid_of, scales_of
 from ckptmap.quantization.gguf.encoders import ENCODERS, BlockEncoder
 from ckptmap.tensors import Box, TensorInfo
 
@@ -33,6 +35,8 @@ class GgufBlocks:
 
     takes = VALUES
     """The dtype of the values that it encodes: `TakesDtype`."""
+    only_in = "GGUF"
+    """See `core.quantized_codes.OfOneFormat`."""
 
     @property
     def name(self) -> str:
@@ -111,6 +115,36 @@ class GgufBlocks:
     def afresh(self) -> Encoding:
         """Return the encoding that changed values are written in: fp32 where none are encoded here."""
         return self if self.kind in ENCODERS else Dense()
+
+    # ------------------------------------------------------------------ codes as they are
+
+    scales_in_boxes = True
+    """Scales lie among codes: see `core.quantized_codes.ScalesAmongCodes`."""
+
+    def grid(self, info: TensorInfo) -> CodeGrid | None:
+        return grid_of(self.kind, info.shape)
+
+    def scale_parts(self, info: TensorInfo) -> Sequence[str]:
+        return ("",)
+
+    def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        rows = parts[""].shape[:-1]
+        return scales_of(self.kind, parts[""].reshape(-1, self.type.nbytes)).view(*rows, -1)
+
+    def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        packed = GRIDS[self.kind].packed
+        *at, first = box.offsets
+        *rows, count = box.sizes
+        return self.part_box(info, part, Box((*at, first * packed), (*rows, count * packed)))
+
+    def codes(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        if not box.numel:
+            return
+        skip = box.offsets[-1] % (self.type.numel // GRIDS[self.kind].packed)
+        codes = codes_of(self.kind, parts[""].reshape(-1, self.type.nbytes))
+        out.copy_(codes.reshape(*box.sizes[:-1], -1).narrow(-1, skip, box.sizes[-1]))
 
     def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         return record(self.kind, info.shape)

@@ -43,15 +43,15 @@ def q4_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(_five_bits(blocks[:, 2:6], blocks[:, 6:])).sub_(16.0).mul_(halves(blocks, 0))
+    out.copy_(five_bits(blocks[:, 2:6], blocks[:, 6:])).sub_(16.0).mul_(halves(blocks, 0))
 
 
 def q5_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(_five_bits(blocks[:, 4:8], blocks[:, 8:]))
+    out.copy_(five_bits(blocks[:, 4:8], blocks[:, 8:]))
     out.mul_(halves(blocks, 0)).add_(halves(blocks, 2))
 
 
-def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Join high bits u8 [n, 4] and low nibbles u8 [n, 16] to codes u8 [n, 32]."""
     return nibbles(low, 16).flatten(1).bitwise_or_(bits(high) << 4)
 
@@ -63,11 +63,22 @@ def iq4_nl(blocks: torch.Tensor, out: torch.Tensor) -> None:
     torch.mul(levels("iq4", IQ4_LEVELS, codes), halves(blocks, 0), out=out)
 
 
-def mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
+def powers(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the scales of MXFP4: blocks u8 [n, 17] -> f32 [n, 1]; that of the exponent 255 is infinite."""
+    return _halved_powers(blocks) * 2
+
+
+def _halved_powers(blocks: torch.Tensor) -> torch.Tensor:
     import torch
 
     table = powers_halved(blocks.device)
-    scale = table.index_select(0, blocks[:, 0].to(torch.int32)).unsqueeze(-1)
+    return table.index_select(0, blocks[:, 0].to(torch.int32)).unsqueeze(-1)
+
+
+def mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    import torch
+
+    scale = _halved_powers(blocks)
     codes = nibbles(blocks[:, 1:], 16).flatten(1)
     torch.mul(levels("e2m1", E2M1_DOUBLED, codes), scale, out=out)
 

@@ -133,10 +133,9 @@ class Fp4Recoder:
 
     step = 1
     state_nbytes = 0
-    fidelity = "exact"
 
-    def __init__(self, packed_dtype: str, scale_dtype: str) -> None:
-        self._packed, self._scale = packed_dtype, scale_dtype
+    def __init__(self, packed_dtype: str, scale_dtype: str, fidelity: str = "exact") -> None:
+        self._packed, self._scale, self.fidelity = packed_dtype, scale_dtype, fidelity
 
     def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> Iterable[Write]:
         import torch

@@ -10,7 +10,7 @@ along the second last dim of w, and `rows` is its last.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Extra = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Further parts that move with a tensor and do not change its values: (name, dtype, shape)."""
+VALUES = "e2m1 * power of two in fp32"
+POSITIVE_ZEROS = f"{VALUES}, the code of -0 read as 0"
+"""How values follow from codes and scales; ggml has the second."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class PackedFp4:
     """How exponents are chosen: see `ExponentRule`."""
     activations: ClassVar[tuple[str, ...]] = ()
     """The names of further parts that scale activations."""
-    values_name: ClassVar[str] = "e2m1 * power of two in fp32"
+    values_name: ClassVar[str] = VALUES
 
     scale_dtype: str = "uint8"
     packed_dtype: str = "uint8"
@@ -256,11 +259,14 @@ class PackedFp4:
         return self if fits else None
 
     def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
-        """Return a recoder for codes of its own blocks whose scales are powers of two, too, else None."""
-        mine = self.grid(info)
-        if mine != grid or self.extra:
+        """Return a recoder for codes of its own blocks whose scales are powers of two, too, else None.
+
+        It is exact but for the sign of zeros that were read as positive.
+        """
+        read = replace(grid, values=self.values_name) if grid.values == POSITIVE_ZEROS else grid
+        if self.grid(info) != read or self.extra:
             return None
-        return Fp4Recoder(self.packed_dtype, self.scale_dtype)
+        return Fp4Recoder(self.packed_dtype, self.scale_dtype, "exact" if read is grid else "codes")
 
 
 def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
