@@ -146,6 +146,11 @@ SCHEMES = (
         records=("fp8-fp4",),
     ),
     KnownScheme(
+        "ckptmap.quantization.microscaling.deepseek_fp4:QuarkMxfp4Scheme",
+        ends=("_scale",),
+        records=("quark-mxfp4",),
+    ),
+    KnownScheme(
         "ckptmap.quantization.microscaling.gpt_oss:GptOssMxfp4", "mxfp4", ("_blocks",), ("mxfp4",)
     ),
     KnownScheme(
