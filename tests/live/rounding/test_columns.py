@@ -63,7 +63,7 @@ def test_ten_steps_on_any_mesh_in_one_go_or_two(tmp_path: Path) -> None:
         runs.without_stop(tmp_path, name)
         for steps in ("four", "ten"):
             alone = tmp_path / f"{name}-alone-{steps}"
-            for setup in ("tp", "fsdp-tp", "fsdp-columns"):
+            for setup in runs.SETUPS:
                 assert differing(tmp_path / f"{name}-{setup}-{steps}", alone) == [], setup
     for world in (2, 3, 4):
         ranks(world, tmp_path, "goes_on")
