@@ -121,14 +121,15 @@ def _schedulers(trainer: Any) -> Any:
 class TitanManager:
     """A manager with the methods that torchtitan's trainer calls of its own checkpoint manager.
 
-    model_parts    one model; several are stages of a pipeline, which ckptmap does not save
+    model_parts    one model, or the stages of a pipeline that this rank has
     optimizers     torchtitan's container, or one optimizer
     lr_schedulers  torchtitan's container, or one scheduler
     dataloader     an object with `state_dict` and `load_state_dict`; its state is of each rank
     states         further such objects by name: `{"train_state": trainer}`
+    load_options   of `ckptmap.load`: exact, strict, ... On other stages than saved it, strict=False
 
     The step that is saved is due as the manager says, and always where it is the last one. Tested with
-    torchtitan 0.3.0: its containers, its data loader, and the calls of its trainer, `load(step)`,
+    torchtitan 0.3.0: its trainer under FSDP2, its containers, its data loader, and the calls `load(step)`,
     `save(curr_step, last_step)`, `maybe_wait_for_staging()`, `maybe_wait_for_saving()`, `close()`. In a
     script the line is `trainer.checkpointer = TitanManager(manager, trainer.model_parts, ...)`.
     """
@@ -141,16 +142,17 @@ class TitanManager:
         lr_schedulers: Scheduler | None = None,
         dataloader: Stateful | None = None,
         states: Mapping[str, Stateful] | None = None,
+        **load_options: Any,
     ) -> None:
-        if len(model_parts) != 1:
+        if not model_parts:
             raise ArgumentError(
-                "CKM516",
-                f"model_parts: has {len(model_parts)} parts, expected one",
-                "stages of a pipeline are saved by torchtitan's own manager, which ckptmap reads",
+                "CKM516", "model_parts: is empty, expected a model", "pass trainer.model_parts"
             )
         self.manager = manager
+        self._load_options = load_options
         self.report: LoadReport | None = None
-        self._run = (model_parts[0], optimizers, lr_schedulers)
+        model = model_parts[0] if len(model_parts) == 1 else [*model_parts]
+        self._run = (model, optimizers, lr_schedulers)
         loader = {} if dataloader is None else {"dataloader": dataloader}
         self._stateful = {**loader, **(states or {})}
 
@@ -164,7 +166,9 @@ class TitanManager:
     def load(self, step: int = -1) -> bool:
         """Restore a step, the newest for -1, and return whether there is one."""
         wanted: int | str = "latest" if step == -1 else step
-        self.report = self.manager.restore(*self._run, step=wanted, stateful=self._stateful)
+        self.report = self.manager.restore(
+            *self._run, step=wanted, stateful=self._stateful, **self._load_options
+        )
         return self.report is not None
 
     def maybe_wait_for_staging(self) -> None:

@@ -39,10 +39,30 @@ def test_example(
     assert EXAMPLES[name] in capsys.readouterr().out
 
 
-def test_stages_of_a_pipeline_are_refused(tmp_path: Path) -> None:
+def test_parts_of_a_model(tmp_path: Path) -> None:
+    """Stages of a pipeline keep the FQNs of the whole model."""
+    manager = ckptmap.CheckpointManager(tmp_path / "parts")
+    with pytest.raises(ArgumentError, match="is empty, expected a model"):
+        TitanManager(manager, [])
+    with pytest.raises(LoadError, match="weight is in parts 0 and 1, expected it in one"):
+        TitanManager(manager, [nn.Linear(2, 2), nn.Linear(2, 2)]).save(1, last_step=True)
+    whole = nn.ModuleDict({str(n): nn.Linear(2, 2) for n in range(3)})
+    parts = [nn.ModuleDict({n: whole[n] for n in names}) for names in (("0", "2"), ("1",))]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
+    stages = TitanManager(manager, parts, optimizers, exact=True)
+    assert stages.save(2, last_step=True)
+    with torch.no_grad():
+        before = {name: param.clone() for name, param in whole.named_parameters()}
+        for param in whole.parameters():
+            param.zero_()
+    assert stages.load() and stages.report is not None and stages.report.inexact == ()
+    assert all(torch.equal(before[name], param) for name, param in whole.named_parameters())
+    with ckptmap.open(manager.latest()) as ckpt:
+        assert {*ckpt} == {*before}
+
+
+def test_a_titan_manager_of_one_model(tmp_path: Path) -> None:
     manager = ckptmap.CheckpointManager(tmp_path)
-    with pytest.raises(ArgumentError, match="has 2 parts, expected one"):
-        TitanManager(manager, [nn.Linear(2, 2), nn.Linear(2, 2)])
     one = TitanManager(manager, [nn.Linear(2, 2)])
     assert not one.load() and one.save(3, last_step=True) and one.load(3)
     assert one.report is not None and one.report.step == 3
@@ -119,6 +139,13 @@ def test_trainer_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     run_ranks("tests.ranks.trainer_worlds", 3, ["save", str(tmp_path)], timeout=240)
     for world in (2, 1):
         run_ranks("tests.ranks.trainer_worlds", world, ["resume", str(tmp_path)], timeout=240)
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
+def test_torchtitans_own_trainer_on_two_ranks(tmp_path: Path) -> None:
+    """Under FSDP2, bit for bit: tests/ranks/torchtitan_trainer.py."""
+    for phase in ("whole", "first", "again"):
+        run_ranks("tests.ranks.torchtitan_trainer", 2, [str(tmp_path), phase], timeout=240)
 
 
 @pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
