@@ -39,7 +39,7 @@ def read_by_code(ckpt: Checkpoint, scheme: Scheme, model_types: Collection[str])
     reasons = _inside_attention(ckpt, scheme)
     for model_type in sorted(SHARED.keys() & set(model_types)):
         for fqn in ckpt:
-            if SHARED[model_type] in fqn.split(".") and _is_encoded(ckpt, scheme, fqn):
+            if f".{SHARED[model_type]}." in f".{fqn}" and _is_encoded(ckpt, scheme, fqn):
                 reasons[fqn] = (
                     f"is shared by several layers of {model_type}, of which one would find its scales"
                 )

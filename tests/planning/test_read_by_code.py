@@ -64,6 +64,22 @@ SHARED = {
 }  # fmt: skip
 
 
+GEMMA = {
+    "text_config": {
+        **SIZES, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2,
+        "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "max_position_embeddings": 64,
+    },
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 16,
+    },
+}  # fmt: skip
+
+
+def _canvas() -> dict[str, torch.Tensor]:
+    return {"input_ids": IDS, "decoder_input_ids": IDS.flip(1)}
+
+
 def _image() -> dict[str, torch.Tensor]:
     ids = torch.cat([torch.full((1, 4), 95), IDS], 1)
     return {"input_ids": ids, "pixel_values": torch.linspace(-1, 1, 768).view(1, 3, 16, 16)}
@@ -84,6 +100,9 @@ MODELS: Mapping[str, Made] = {
     ),
     "layoutlmv3": ("LayoutLMv3Model", "layoutlmv3", LAYOUT, _page, "rel_pos_bias"),
     "zamba2": ("Zamba2ForCausalLM", "zamba2", SHARED, _text, "shared_transformer.self_attn.q_proj"),
+    "diffusion_gemma": (
+        "DiffusionGemmaForBlockDiffusion", "diffusion_gemma", GEMMA, _canvas, "decoder.layers.0.self_attn.q_proj",
+    ),
     "blip-2": ("Blip2ForConditionalGeneration", "blip-2", BLIP, _image, ""),
     "trocr": ("VisionEncoderDecoderModel", "vision-encoder-decoder", TROCR, _line, ""),
 }  # fmt: skip
@@ -114,6 +133,9 @@ CASES = [(kind, form) for kind in list(MODELS)[:5] for form in ("bnb-nf4", "int8
 TIED = [
     ("zamba2", "bnb-int8"),
     ("zamba2", "ct-int8"),
+    ("diffusion_gemma", "bnb-nf4"),
+    ("diffusion_gemma", "bnb-int8"),
+    ("diffusion_gemma", "ct-fp8"),
     ("blip-2", "ct-int8"),
     ("trocr", "ct-int8"),
     ("trocr", "bnb-nf4"),

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,6 +124,7 @@ def merge_adapter(
             tied = next((Tied(embedding, head) for head, embedding in untied.items()), None)
         merger = _Merger(ckpt, adapter, scheme, names_in_base(adapter, ckpt, tied), tied)
         groups = merger.groups()
+        _require_stored(groups, ckpt, adapter)
         require_targeted(adapter)
         notes = [*_copies_note(merger.copies), *merger.alike]
         notes += target_notes(adapter, ckpt, merger.named)
@@ -145,6 +147,20 @@ def in_adapters_names(
         return ckpt
     config = None if config_from is None else os.fspath(config_from)
     return translated(ckpt, HUB, ckpt.index.naming, config)
+
+
+def _require_stored(groups: Collection[str], ckpt: Checkpoint, adapter: Adapter) -> None:
+    """Raise SourceError CKM322 where a merged tensor is computed from several of the base's when it is read."""
+    computed = {} if ckpt.translation is None else ckpt.translation.decoded
+    fqn = next((fqn for fqn in groups if fqn in computed), None)
+    if fqn is not None:
+        convert = shlex.join(["ckptmap", "convert", ckpt.path, "NAMED", "--to", "hf-fp32"])
+        merge = shlex.join(["ckptmap", "merge", "NAMED", adapter.path, "DST"])
+        raise SourceError(
+            "CKM322",
+            f"{adapter.path}: {fqn}: is computed from other tensors of the base {ckpt.shown}, expected one tensor there",
+            f"give the base its names first: {convert}, then {merge}",
+        )
 
 
 def _copies_note(copies: Sequence[LazyTensor]) -> list[str]:

@@ -35,12 +35,16 @@ _WITHIN: Mapping[str, str] = {
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EMBEDDINGS = ("embed_tokens", "embed_in", "shared", "wte")
 """What the embeddings of language models within others are called; those of BERT have heads as in `_WITHIN`."""
-SHARED: Mapping[str, str] = {"zamba": "shared_transf", "zamba2": "shared_transformer"}
-"""Model types: the segment of a block that several layers of the model share; the file holds it once."""
+SHARED: Mapping[str, str] = {
+    "diffusion_gemma": "decoder.layers", "zamba": "shared_transf", "zamba2": "shared_transformer",
+}  # fmt: skip
+"""Model types: the segments of a block that several layers of the model share; the file holds it once."""
+_TWINS = (".decoder.layers.", ".encoder.language_model.layers.")
+"""Two modules of DiffusionGemma that share all their weights, under the names of the first; the second has buffers too."""
 _DECODER = "decoder"
 """The section, and the module, of the model that writes, in one of two models (`vision-encoder-decoder`)."""
 _OUTERMOST = ("model", "transformer")
-_BLOCKS = frozenset(SHARED.values())
+_BLOCKS = frozenset(block for block in SHARED.values() if "." not in block)
 
 
 def of_config(config: Mapping[str, object]) -> tuple[str, ...]:
@@ -75,12 +79,18 @@ def unstored(names: Collection[str], heads: Collection[str]) -> list[str]:
 
 def copies(modules: Collection[str], names: Collection[str]) -> list[str]:
     """Return the modules that share the weight of one of these, in other layers of a checkpoint of the keys `names`."""
+    made = set(_twins(modules, names))
     shared = [name for name in modules if not _BLOCKS.isdisjoint(name.split("."))]
-    if not shared:
-        return []
-    numbers = {match[1] for match in map(_LAYER.search, names) if match}
-    made = {_LAYER.sub(f".layers.{number}.", name, 1) for name in shared for number in numbers}
+    numbers = {match[1] for match in map(_LAYER.search, names) if match} if shared else set()
+    made |= {_LAYER.sub(f".layers.{number}.", name, 1) for name in shared for number in numbers}
     return sorted(made.difference(modules))
+
+
+def _twins(modules: Collection[str], names: Collection[str]) -> Iterator[str]:
+    """Yield the modules of the second of two stacks of layers that share the weights of the first."""
+    first, second = _TWINS
+    if any(second in name for name in names):
+        yield from (name.replace(first, second, 1) for name in modules if first in name)
 
 
 def _beside_embeddings(names: Collection[str]) -> Iterator[str]:
