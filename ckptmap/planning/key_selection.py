@@ -30,8 +30,8 @@ NAMES_SHOWN = 3
 UNITS_SHOWN = 4
 """Patterns of FSDP units that a note lists."""
 _SAVE_PLAIN = (
-    "save it as a plain tensor: weight.dequantize() makes one of a quantized tensor; ckptmap never"
-    " builds objects of a class that it does not know"
+    "save it as a plain tensor: weight.dequantize() makes one of a quantized tensor; or convert the dense"
+    " checkpoint that it was made from; ckptmap never builds objects of a class that it does not know"
 )
 
 

@@ -103,6 +103,8 @@ SCHEMES = (
     _scheme("SpQR", ".dense_weights"),
     _scheme("compressed-tensors", ".weight_packed", ".weight_packed", ".weight_scale",
             ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
+    _scheme("scaled uint8", ".weight_zero_point", ".weight", ".weight_scale", ".weight_zero_point",
+            payload=("uint8",)),
     _scheme("BitNet", ".weight_scale", ".weight", ".weight_scale", payload=("uint8",), single=True),
     _scheme(PACKED_INTEGERS, ".weight_scale", ".weight", ".weight_scale", ".weight_scale_2",
             ".input_scale", ".pre_quant_scale", payload=("uint8",)),
@@ -133,6 +135,7 @@ READERS: Mapping[str, str] = {
     "Metal": "transformers runs it on an Apple GPU",
     "MLX": "mlx-lm makes it dense, with mlx[cpu] on Linux, too: `mlx_lm.convert --dequantize --hf-path SRC --mlx-path DENSE`",
     "BitNet": "transformers runs it",
+    "scaled uint8": "AMD Quark loads it",
     PACKED_INTEGERS: "transformers runs Gemma's, TensorRT-LLM ModelOpt's",
     "GPTQ or AWQ": "put the config.json, quantize_config.json or quant_config.json that it was saved with beside the"
     " weights: gptq, gptq_v2 and gemm are decoded",

@@ -274,6 +274,10 @@ LAYERS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
         "weight": ((64, 8), torch.uint32), "scales": ((64, 1), torch.bfloat16),
         "biases": ((64, 1), torch.bfloat16),
     },
+    "scaled uint8": {  # as Quark 0.13 exported Uint8PerTensorSpec
+        "weight": ((64, 64), torch.uint8), "weight_scale": ((), torch.float32),
+        "weight_zero_point": ((), torch.uint8),
+    },
     "packed int4 (ModelOpt, Gemma)": {  # as ModelOpt 0.47 exported W4A8_AWQ
         "weight": ((32, 64), torch.uint8), "weight_scale": ((64, 1), torch.float32),
         "weight_scale_2": ((), torch.float32), "input_scale": ((), torch.float32),

@@ -14,6 +14,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 from ckptmap.formats.gguf.header import GgufHeader
@@ -225,16 +226,8 @@ def _is_mixtral(header: GgufHeader, name: str) -> bool:
     return name == "llama" and bool(header.count("llama.expert_count"))
 
 
-def _qwen2_moe(header: GgufHeader, config: Config) -> Config:
-    return {"norm_topk_prob": False, "decoder_sparse_step": 1}
-
-
 def _perhaps_biased(header: GgufHeader, config: Config) -> Config:
     return _biased(header)
-
-
-def _qwen3_moe(header: GgufHeader, config: Config) -> Config:
-    return {"norm_topk_prob": True, "decoder_sparse_step": 1, **_biased(header)}
 
 
 def _per_head(config: Config) -> int:
@@ -243,16 +236,23 @@ def _per_head(config: Config) -> int:
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
 
 
-def _gemma2(header: GgufHeader, config: Config) -> Config:
-    of_27b = config["num_hidden_layers"] == 46
+def _queries(layers_of_27b: int, config: Config) -> Config:
+    of_27b = config["num_hidden_layers"] == layers_of_27b
     scalar = _per_head(config) if of_27b else config.get("head_dim", 256)
-    return {"query_pre_attn_scalar": scalar, **_biased(header)}
+    return {"query_pre_attn_scalar": scalar}
 
 
-def _gemma3(header: GgufHeader, config: Config) -> Config:
-    of_27b = config["num_hidden_layers"] == 62
-    scalar = _per_head(config) if of_27b else config.get("head_dim", 256)
-    return {"query_pre_attn_scalar": scalar, **_biased(header)}
+ASSUMED: Mapping[str, Callable[[Config], Config]] = {
+    "qwen2moe": lambda config: {"norm_topk_prob": False, "decoder_sparse_step": 1},
+    "qwen3moe": lambda config: {"norm_topk_prob": True, "decoder_sparse_step": 1},
+    "gemma2": partial(_queries, 46),
+    "gemma3": partial(_queries, 62),
+}
+"""What llama.cpp takes of an architecture by its name and sizes, whatever the model was trained with."""
+
+
+def _assumed_or_biased(name: str, header: GgufHeader, config: Config) -> Config:
+    return {**ASSUMED[name](config), **_biased(header)}
 
 
 def _phi3(header: GgufHeader, config: Config) -> Config:
@@ -278,11 +278,25 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", fixed=_llama),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", fixed=_perhaps_biased),
-    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", EXPERTS, _qwen2_moe),
-    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", EXPERTS, _qwen3_moe),
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        EXPERTS,
+        lambda header, config: ASSUMED["qwen2moe"](config),
+    ),
+    "qwen3moe": Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", EXPERTS, partial(_assumed_or_biased, "qwen3moe")
+    ),
     "gemma": Architecture("gemma", "GemmaForCausalLM", fixed=_perhaps_biased),
-    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", SOFTCAPS, _gemma2),
-    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", {**SOFTCAPS, **LOCAL_BASE}, _gemma3),
+    "gemma2": Architecture(
+        "gemma2", "Gemma2ForCausalLM", SOFTCAPS, partial(_assumed_or_biased, "gemma2")
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        {**SOFTCAPS, **LOCAL_BASE},
+        partial(_assumed_or_biased, "gemma3"),
+    ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", fixed=_phi3),
     "gpt-oss": Architecture(
         "gpt_oss",

@@ -17,6 +17,7 @@ from typing import TypeGuard
 
 from ckptmap.formats.gguf.config_json import (
     ARCHITECTURES,
+    ASSUMED,
     LOCAL_BASE,
     NEEDED,
     SIZES,
@@ -47,6 +48,8 @@ OF_EXPERTS, EXPERT_SIZES = (
     ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
     ("expert_count", "expert_used_count"),
 )
+WITHOUT_WINDOW = ("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe")
+"""Architectures in which llama.cpp slides no window."""
 MAX_U32 = 2**32 - 1
 PART = "partial_rotary_factor"
 TOLD_APART = "phi3"
@@ -89,7 +92,7 @@ def metadata_of(config: Config) -> ModelMetadata:
     }
     keys |= {f"{name}.{key}": value for key, value in _sizes(name, config).items()}
     scaling, factors, notes = _rope_scaling(name, config)
-    notes += _unstated(name, config)
+    notes += _unstated(name, config) + _otherwise(name, config)
     keys |= {f"{name}.{key}": value for key, value in scaling.items()}
     return ModelMetadata(keys, factors, notes)
 
@@ -118,14 +121,8 @@ def _sizes(name: str, config: Config) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for key, named in {**SIZES, **_own(name)}.items():
         value = _value(config, named)
-        if key == "attention.sliding_window" and name in (
-            "llama",
-            "qwen2",
-            "qwen3",
-            "qwen2moe",
-            "qwen3moe",
-        ):
-            continue  # llama.cpp slides no window there
+        if key == "attention.sliding_window" and name in WITHOUT_WINDOW:
+            continue
         if (number := _number(key, value)) is not None:
             found[key] = number
     if "attention.head_count" in found:
@@ -167,6 +164,23 @@ def _unstated(name: str, config: Config) -> list[str]:
     if part is not None and not _is_part(part):
         notes.append(_odd(PART, part, f"{name}.rope.dimension_count"))
     return notes
+
+
+def _otherwise(name: str, config: Config) -> list[str]:
+    """Return notes on what llama.cpp computes otherwise than the config says, since GGUF has no key for it."""
+    sizes = [named for key, named in SIZES.items() if key in NEEDED]
+    known = all(_int(config, named) for named in sizes)
+    assumed = dict(ASSUMED[name](dict(config))) if name in ASSUMED and known else {}
+    slides = config.get("use_sliding_window", config.get("model_type") in ALSO)
+    shorter = _int(config, "sliding_window") < _int(config, "max_position_embeddings")
+    if name in WITHOUT_WINDOW and slides and shorter:
+        assumed["sliding_window"] = None
+    return [
+        f"config.json: {key}: {config[key]!r:.40} has no key in GGUF for {name}: llama.cpp computes"
+        f" {'without it' if value is None else f'with {value}'}"
+        for key, value in assumed.items()
+        if config.get(key) is not None and config[key] != value
+    ]
 
 
 def _odd(named: str, value: object, key: str) -> str:

@@ -1,7 +1,9 @@
 """Open GGUF files, the format of llama.cpp, as a checkpoint: tensors by name, from headers alone.
 
 A tensor of codes and scales is stored bytes and a record, `{"scheme": "gguf", "type": "Q4_K", ...}`, by which
-`quantization.gguf` decodes it. Its type is not decoded here: it is an opaque leaf, which a plan refuses.
+`quantization.gguf` decodes it. It is an opaque leaf, which a plan refuses, where its type is not decoded here, and where
+a scale of the tensor lies beside its blocks (`blk.0.attn_q.scale`, as llama.cpp writes for NVFP4 of other programs): the
+values of the blocks are not those of the weight.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from ckptmap.tensors import Leaf, Opaque, Path, TensorInfo
 
 VALUES = "float32"
 """The dtype of decoded values, as ggml computes them."""
+SCALE = ".scale"
 
 
 class GgufFile:
@@ -50,12 +53,15 @@ class GgufFile:
         span = _manifest(headers, place.mounts)
         with paused_gc():
             entries = [entry for header in headers for entry in header.tensors]
+            scaled = _scaled(entries)
             return Index(
                 self.name,
-                _leaves(headers),
+                _leaves(headers, scaled),
                 tuple(header.file for header in headers),
                 records={
-                    e.name: _record(e) for e in entries if not e.type.dtype and e.type.decoded
+                    e.name: _record(e)
+                    for e in entries
+                    if not e.type.dtype and _is_decoded(e, scaled)
                 },
                 notes=tuple(untold(whole(headers))),
                 about=about(headers[0]),
@@ -118,9 +124,22 @@ def config_at(path: FilePath, mounts: Mounts) -> Config | None:
     return config_of(whole(headers_of(str(path), path.is_dir(), names, mounts)))
 
 
-def _leaves(headers: Sequence[GgufHeader]) -> PlainTensors | dict[Path, Leaf]:
+def _scaled(entries: Sequence[GgufTensor]) -> frozenset[str]:
+    """Return the names of tensors in blocks beside which a scale of the whole tensor lies."""
+    stems = {e.name.removesuffix(SCALE) for e in entries if e.name.endswith(SCALE)}
+    blocks = (e.name for e in entries if stems and not e.type.dtype)
+    return frozenset(name for name in blocks if name.removesuffix(".weight") in stems)
+
+
+def _is_decoded(entry: GgufTensor, scaled: frozenset[str]) -> bool:
+    return entry.type.decoded and entry.name not in scaled
+
+
+def _leaves(
+    headers: Sequence[GgufHeader], scaled: frozenset[str]
+) -> PlainTensors | dict[Path, Leaf]:
     placed = [(entry, header.file) for header in headers for entry in header.tensors]
-    kept = [(entry, file) for entry, file in placed if entry.type.dtype or entry.type.decoded]
+    kept = [(e, file) for e, file in placed if e.type.dtype or _is_decoded(e, scaled)]
     infos: dict[TensorInfo, TensorInfo] = {}
     stored = [_stored(entry) for entry, _ in kept]
     tensors = PlainTensors(
@@ -131,9 +150,15 @@ def _leaves(headers: Sequence[GgufHeader]) -> PlainTensors | dict[Path, Leaf]:
     if len(kept) == len(placed):
         return tensors
     undecoded: dict[Path, Leaf] = {
-        (entry.name,): Opaque("ggml", entry.type.name, info=TensorInfo(entry.shape, VALUES))
+        (entry.name,): Opaque(
+            "ggml",
+            f"{entry.type.name} beside a scale of the tensor"
+            if entry.name in scaled
+            else entry.type.name,
+            info=TensorInfo(entry.shape, VALUES),
+        )
         for entry, _ in placed
-        if not entry.type.dtype and not entry.type.decoded
+        if not entry.type.dtype and not _is_decoded(entry, scaled)
     }
     return {**dict(tensors.items()), **undecoded}
 

@@ -88,6 +88,24 @@ def test_a_type_that_is_not_decoded_is_named_and_refused(tmp_path: Path) -> None
     assert [item.key for item in ckptmap.plan(path, "full").unresolved] == ["a"]
 
 
+def test_blocks_beside_a_scale_of_the_tensor_are_not_the_weight(tmp_path: Path) -> None:
+    """llama.cpp's converter writes ModelOpt's NVFP4 so: `scale` multiplies what the blocks decode to. A hint that dropped
+    it led to weights of another size."""
+    blocks = np.zeros((2, BY_NAME["NVFP4"].nbytes), np.uint8)
+    made = {f"{name}.weight": ("NVFP4", blocks) for name in ("a", "b")}
+    made["a.scale"] = ("F32", np.full(1, 0.5, np.float32))
+    made["c.weight"], made["c.scale"] = (("F32", np.ones(4, np.float32)) for _ in "ab")
+    path = write(tmp_path / "m.gguf", made)
+    with ckptmap.open(path) as ckpt:
+        assert {*ckpt} == {"a.scale", "b.weight", "c.weight", "c.scale"}
+        assert ckpt["b.weight"].encoding == "gguf-nvfp4"
+        (item,) = ckpt.refused
+        assert item.key == "a.weight" and "NVFP4 beside a scale of the tensor" in item.reason
+    for drop in ((), ("a.scale",)):
+        plan = ckptmap.plan(path, "full-fp32", drop=drop)
+        assert [item.key for item in plan.unresolved] == ["a.weight"]
+
+
 def test_version_2_is_read_alike(mixed: Path, tmp_path: Path) -> None:
     data = bytearray(mixed.read_bytes())
     data[4] = 2

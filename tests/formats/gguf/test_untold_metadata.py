@@ -111,3 +111,27 @@ def test_metadata_without_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (note,) = ckptmap.open(path).index.notes
     assert "state no llama.context_length, llama.attention.layer_norm_rms_epsilon, and" in note
     assert "no max_position_embeddings, rms_norm_eps: transformers takes its defaults" in note
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "said"),
+    [
+        ("qwen2_moe", "norm_topk_prob", True, "with False"),
+        ("qwen3_moe", "norm_topk_prob", False, "with True"),
+        ("gemma2", "query_pre_attn_scalar", 144, "with 256"),
+        ("gemma3", "query_pre_attn_scalar", 168, "with 256"),
+        ("mixtral", "sliding_window", 32, "without it"),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise(
+    name: str, key: str, value: object, said: str, tmp_path: Path
+) -> None:
+    """Its converter writes nothing of these, too: the program knows them by the architecture."""
+    (note,) = noted(tmp_path, name, **{key: value})
+    assert f"{key}: {value!r} has no key in GGUF" in note and note.endswith(said)
+
+
+@pytest.mark.parametrize("slides", [False, True])
+def test_a_window_that_does_not_slide_needs_no_note(slides: bool, tmp_path: Path) -> None:
+    notes = noted(tmp_path, "qwen2", sliding_window=32, use_sliding_window=slides)
+    assert [note.endswith("llama.cpp computes without it") for note in notes] == [True] * slides
