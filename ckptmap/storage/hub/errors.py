@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from json import JSONDecodeError
 from typing import Any
 
 from ckptmap.core.formatting import first_line
@@ -83,6 +84,14 @@ def _said(error: BaseException, where: str, kind: Kind, doing: str) -> CkptmapEr
             "CKM701",
             f"{where}: is not a name that the Hub takes: {first_line(seen)}",
             "write hf://org/name",
+        )
+    if isinstance(
+        seen, JSONDecodeError | KeyError
+    ):  # huggingface_hub reads answers without a check
+        return kind(
+            "CKM708",
+            f"{where}: what answers is not the Hub{_while(doing)}: {type(seen).__name__}: {first_line(seen)}",
+            "check HF_ENDPOINT, proxies, and whether this network wants a login; then run the same command again",
         )
     if doing and isinstance(seen, OSError | ValueError | RuntimeError):
         # huggingface_hub and hf_xet raise these if an answer breaks the protocol.
