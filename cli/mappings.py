@@ -107,7 +107,7 @@ def _find_path(scheme: str) -> str:
     from ckptmap.errors import PlanError
     from ckptmap.mapping.catalog import find
 
-    matches = find(scheme)
+    matches = find(scheme, option="")
     if len({entry.family for entry in matches}) > 1:
         raise PlanError(
             "CKM604",

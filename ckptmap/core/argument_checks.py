@@ -138,6 +138,12 @@ def device(name: str, value: object) -> None:
         )
 
 
+def flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False, of NumPy either: every text is true, "no" as well."""
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
+        raise _refusal(name, value, "True or False")
+
+
 def string(name: str, value: object) -> None:
     if not isinstance(value, str):
         raise _refusal(name, value, "a string")

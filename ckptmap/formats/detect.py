@@ -138,8 +138,8 @@ def _refuse_part(place: Place) -> None:
         raise SourceError(
             "CKM111",
             f"{path}: is {kind}, whose files do not record the shapes of the whole tensors",
-            "convert it first with its own script, which is in the directory above:"
-            " python zero_to_fp32.py . OUT",
+            "convert it first with its own script, which is in the directory above: "
+            f"cd {quote(str(path.parent if place.is_dir else path.parent.parent))} && python zero_to_fp32.py . OUT",
         )
     if not place.is_dir and DCP_PART.fullmatch(path.name):
         raise SourceError(
@@ -275,6 +275,12 @@ def _of_file(place: Place) -> SourceError:
     if foreign is not None:
         what, hint = foreign
         return SourceError("CKM101", f"{path}: is {what}, which ckptmap does not read", hint)
+    if not head.strip(b"\0"):
+        return SourceError(
+            "CKM104",
+            f"{path}: begins with zeros, expected a checkpoint: {nbytes} bytes were reserved and not written",
+            "copy or download it again, or use an earlier checkpoint",
+        )
     if nbytes < 16:
         return SourceError(
             "CKM104",
@@ -291,7 +297,7 @@ def _of_file(place: Place) -> SourceError:
 MARKS: tuple[tuple[str, str, str], ...] = (
     (r"\.metadata\.tmp", "an unfinished DCP save (only .metadata.tmp)", "use an earlier checkpoint"),
     (r"__\d+\.metadata", "a DCP save with one metadata file per rank (use_collectives=False)", "save it again with use_collectives=True"),
-    (r"zero_to_fp32\.py|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "convert it first with its own script: python zero_to_fp32.py . OUT"),
+    (r"zero_to_fp32\.py|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "convert it first with its own script: cd {} && python zero_to_fp32.py . OUT"),
     (r"latest_universal", "a universal checkpoint of DeepSpeed", _OF_UNIVERSAL),
     (r"adapter_config\.json", "a peft adapter without its base weights", ""),  # merge_step
     (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; if there is none, the save did not finish: use an earlier checkpoint"),
@@ -316,7 +322,8 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
         return SourceError("CKM101", f"{place.path}: is an empty directory", "check the path")
     mark = _mark(place)
     if mark is not None:
-        hint = mark[1] or merge_step(Path(place.path), place.mounts)
+        hint = mark[1].replace("{}", quote(place.path))
+        hint = hint or merge_step(Path(place.path), place.mounts)
         return SourceError("CKM111", f"{place.path}: is {mark[0]}", hint)
     checkpoints = _candidates(place, is_checkpoint)
     adapters = adapters_in(place)

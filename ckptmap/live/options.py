@@ -158,6 +158,8 @@ class LoadOptions:
         argument_checks.choice("nf4", self.nf4, NF4_CLASSES)
         argument_checks.choice("random", self.random, RANDOM)
         argument_checks.choice("verify", self.verify, VERIFY)
+        if self.base is not None:
+            argument_checks.path("base", self.base)
         if self.exact and self.verify == "none":
             raise ArgumentError(
                 "CKM516",

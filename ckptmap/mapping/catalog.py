@@ -104,7 +104,7 @@ def find(text: str, option: str = "--names") -> list[CatalogEntry]:
     """Return the mapping files that a name may mean, latest era first.
 
     A name is a path, `family/scheme` or `scheme`, the latter two with or without `@era`. Raises
-    PlanError CKM603 where it matches none; `option` is where the user gave it.
+    PlanError CKM603 where it matches none; `option` is where the user gave it, "" for an argument.
     """
     if text.endswith(SUFFIX):
         return [_entry(text, _mark(text))]
@@ -160,7 +160,7 @@ def unknown(text: str, option: str = "--names") -> PlanError:
         hint = f"did you mean {' or '.join(near)}? list the schemes with: ckptmap mappings list"
     return PlanError(
         "CKM603",
-        f"{option} {text!r} is not a known scheme, nor a mapping file",
+        f"{option} {text!r} is not a known scheme, nor a mapping file".lstrip(),
         hint,
     )
 

@@ -142,6 +142,10 @@ class Options:
             if getattr(self, name) is not None:
                 argument_checks.path(name, getattr(self, name))
                 self._store(name, os.fspath(getattr(self, name)))
+        for name in ("strict", "use_orig_params"):
+            argument_checks.flag(name, getattr(self, name))
+        if self.keep_layout is not None:
+            argument_checks.flag("keep_layout", self.keep_layout)
         for name in STRINGS:
             if getattr(self, name) is not None:
                 argument_checks.string(name, getattr(self, name))
@@ -216,6 +220,8 @@ class RunOptions:
             bound = argument_checks.nbytes("max_memory", self.max_memory)
             object.__setattr__(self, "max_memory", bound)
         argument_checks.integer("threads", self.threads or 0, 0)
+        for name in ("overwrite", "sync", "low_disk"):
+            argument_checks.flag(name, getattr(self, name))
         argument_checks.callback("progress", self.progress)
 
     @property

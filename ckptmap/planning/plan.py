@@ -18,6 +18,7 @@ from typing import Unpack
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core import argument_checks
 from ckptmap.core.columns import each
 from ckptmap.core.formatting import counted, human, some
 from ckptmap.core.printable import as_lines
@@ -237,6 +238,7 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, for `convert --plan`. Raises DestinationError CKM304 where the file
         cannot be written."""
+        argument_checks.path("path", path)
         text = json.dumps(self.to_json(), indent=1) + "\n"
         try:
             FilePath(path).write_text(text, encoding="utf-8")

@@ -12,6 +12,8 @@ import pickle
 import re
 import shutil
 import struct
+import subprocess
+import sys
 import tarfile
 import warnings
 import zipfile
@@ -595,6 +597,13 @@ def deepspeed_universal(folder: Path) -> Path:
     return folder
 
 
+@bad("begins with zeros, expected a checkpoint: 4096 bytes were reserved and not written")
+def zeros(folder: Path) -> Path:
+    """What a power cut leaves of a file whose blocks were never written."""
+    (folder / "model.pt").write_bytes(bytes(4096))
+    return folder / "model.pt"
+
+
 @bad("a part of a DeepSpeed checkpoint")
 def deepspeed_zero3_file(folder: Path) -> Path:
     """Its weights are placeholders: converted, they would be a model of nothing."""
@@ -786,3 +795,21 @@ def test_a_working_directory_that_is_gone(
     out = capsys.readouterr()
     assert out.err.startswith(f"error[{code}]: ") and out.err.count("\n") == 2, out.err
     assert not out.out and not (tmp_path / "dst").exists()
+
+
+def test_the_script_of_deepspeed_is_named_with_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command of the hint runs as it stands, whatever the working directory."""
+    run = tmp_path / "it's a run"
+    step = run / "global_step1"
+    step.mkdir(parents=True)
+    (run / "zero_to_fp32.py").write_text("open('found', 'w')")
+    part = step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({}, part)
+    for path in (run, step, part):
+        assert main(["inspect", str(path)]) == 2
+        command = capsys.readouterr().err.partition("hint: ")[2].strip()
+        command = "cd " + command.partition(": cd ")[2].replace("python ", f"{sys.executable} ")
+        subprocess.run(["bash", "-c", command], check=True, cwd=tmp_path)
+        (run / "found").unlink()

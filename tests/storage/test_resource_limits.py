@@ -62,6 +62,19 @@ def test_too_few_open_files(source: Path, tmp_path: Path) -> None:
     convert(source, out, to="fsdp2", world_size=4)
 
 
+def test_what_is_kept_is_said_by_the_exit_code(source: Path, tmp_path: Path) -> None:
+    """Exit code 2 says that nothing is left on the disk: a run that keeps its work ends with 3."""
+    convert(source, tmp_path / "dcp", to="fsdp2", world_size=32)
+    line = ("convert", tmp_path / "dcp", tmp_path / "out.pt", "--to", "full")
+    done = limited("RLIMIT_NOFILE", 14, *line)
+    assert done.stderr.startswith("error[CKM313]: "), done.stderr
+    left = sorted(tmp_path.glob(".out.pt.ckptmap-*"))
+    assert done.returncode == (3 if left else 2), left
+    assert left, "too few files to have begun: the case is gone"
+    assert limited("RLIMIT_NOFILE", 200, *line).returncode == 0
+    assert not [*tmp_path.glob(".out*")]
+
+
 def test_verify_that_cannot_read_says_nothing_of_the_output(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "out", to="fsdp2", world_size=2)
     done = limited("RLIMIT_NOFILE", 4, "verify", tmp_path / "out")

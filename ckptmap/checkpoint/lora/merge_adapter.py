@@ -199,7 +199,8 @@ class _Merger:
 
     def groups(self) -> dict[str, Group]:
         if not self.adapter.lows and not self.adapter.trained:
-            raise SourceError("CKM320", f"{self.where}: holds no tensor", "save the adapter again")
+            hint = "save the adapter again, or leave out less with --leave"
+            raise SourceError("CKM320", f"{self.where}: holds no tensor to merge", hint)
         made: dict[str, Group] = {}
         for name, lazy in self.adapter.trained.items():
             fqn = self._base_name(name, lazy)

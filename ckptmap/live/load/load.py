@@ -30,7 +30,14 @@ from ckptmap.live.load.mending_names import arguments_hint, other_models_hint
 from ckptmap.live.load.over_base import with_bases
 from ckptmap.live.load.same_checkpoint import content_facts
 from ckptmap.live.load.tensor_matcher import TensorMatcher
-from ckptmap.live.model import loaded_bases, module_extra_state, name_scheme, peft, several_models
+from ckptmap.live.model import (
+    loaded_bases,
+    module_extra_state,
+    name_scheme,
+    peft,
+    several_models,
+    stateful,
+)
 from ckptmap.live.model.base_names import without
 from ckptmap.live.model.caller_state import cpu_outside_inference_mode
 from ckptmap.live.model.collective_errors import agreed, peer_groups
@@ -199,6 +206,7 @@ def _check(
         argument_checks.path("path", path)
     several_models.check("model", model)
     check_scheduler(scheduler, "load_state_dict")
+    stateful.check(options.stateful)
     options.check()
 
 

@@ -63,6 +63,8 @@ def unsaved(optimizer: object, objects: Iterable[object]) -> list[str]:
     if optimizer is None:
         return found
     for one in several_of(optimizer).values() or [optimizer]:
+        if not callable(getattr(type(one), "state_dict", None)) or not hasattr(one, "__dict__"):
+            continue  # no optimizer: it is refused where its parameters are asked for
         layers = [*layers_of(one)]
         for layer in layers:
             found += [

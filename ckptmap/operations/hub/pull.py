@@ -14,6 +14,7 @@ from pathlib import Path
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.framework_members import unread_note
 from ckptmap.checkpoint.open import open, open_in
+from ckptmap.core import argument_checks
 from ckptmap.core.formatting import counted, human
 from ckptmap.core.log import log
 from ckptmap.core.printable import as_lines, one_line
@@ -86,6 +87,7 @@ def pull(
     where there is no checkpoint, DestinationError where the destination must not be written,
     RunError CKM709 where a file is not the one that the Hub lists.
     """
+    argument_checks.path("src", src)
     named_place(dst)  # before the first request
     if not is_hub(src):
         refuse_elsewhere(str(src))

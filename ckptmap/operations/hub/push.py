@@ -160,6 +160,8 @@ def push(
     """
     started = time.monotonic()
     argument_checks.known_keywords(options, (*OPTION_NAMES, *ALIASES, *OWN), "push()")
+    argument_checks.path("src", src)
+    argument_checks.string("repo", repo)
     phases = Phases.of(progress)
     log.info("push %s to %s", one_line(str(src)), one_line(repo))
     name = _require_possible(src, repo, revision, pr)

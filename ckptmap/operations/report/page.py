@@ -13,6 +13,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import Difference
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.rename import renamed
+from ckptmap.core import argument_checks
 from ckptmap.core.formatting import counted, human
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.printable import one_line
@@ -89,7 +90,7 @@ def report(
     values it reads headers only. Nothing is written. Raises SourceError where a path is no
     checkpoint, PlanError where `to` is no setup, ArgumentError CKM516 for an option of a conversion without `to`; a conversion that is refused is told in the page.
     """
-    aims = [to] if isinstance(to, str) else list(to or ())
+    aims = list(argument_checks.patterns("to", () if to is None else to))
     options = options_from(aims[0] if aims else "", keywords, "report()")
     _require_use(options, values, bool(aims), against is not None)
     with ExitStack() as stack:

@@ -7,6 +7,7 @@ see. So the text of the error depends on whether a token was sent.
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from ckptmap.core.formatting import first_line
 from ckptmap.errors import CkptmapError, SourceError
 
+NOT_THE_HUB = "check HF_ENDPOINT, proxies, and whether this network wants a login; then run the same command again"
 Kind = type[CkptmapError]
 """The class to raise: SourceError or DestinationError before any work, RunError during the work."""
 
@@ -84,6 +86,10 @@ def _said(error: BaseException, where: str, kind: Kind, doing: str) -> CkptmapEr
             f"{where}: is not a name that the Hub takes: {first_line(seen)}",
             "write hf://org/name",
         )
+    # huggingface_hub checks no answer.
+    if isinstance(seen, json.JSONDecodeError | KeyError):
+        what = f"what answers is not the Hub{_while(doing)}: {type(seen).__name__}"
+        return kind("CKM708", f"{where}: {what}: {first_line(seen)}", NOT_THE_HUB)
     if doing and isinstance(seen, OSError | ValueError | RuntimeError):
         # huggingface_hub and hf_xet raise these if an answer breaks the protocol.
         return kind(

@@ -79,6 +79,8 @@ def parse(text: str) -> HubName:
     revision, path = _cut_revision(rest) if at else ("", rest)
     if at and not revision:
         raise _malformed(text, "the revision after @ is empty", "a branch, a tag or a commit")
+    if at and not revision.strip("."):  # in a URL these are folders: the Hub would answer for main
+        raise _malformed(text, f"the revision is {revision!r}", "a branch, a tag or a commit")
     if path and problem_in_repository(path):
         raise _malformed(text, f"the path is {path!r}", "names of folders and files")
     return HubName(repo, revision, path)

@@ -225,9 +225,8 @@ def test_names_of_layers() -> None:
 def test_options_of_a_conversion_need_one(corpus: Corpus) -> None:
     path = corpus["hf_sharded_fp32"].path
     for wrong in ({"world_size": 8}, {"values": True}, {"exclude": "lm_head*"}):
-        with pytest.raises(
-            ckptmap.CkptmapError, match=f"{next(iter(wrong))} says how a conversion"
-        ):
+        option = f"--{next(iter(wrong)).replace('_', '-')}"
+        with pytest.raises(ckptmap.CkptmapError, match=f"{option} says how a conversion"):
             ckptmap.report(path, **wrong)
     with pytest.raises(ckptmap.CkptmapError, match="world_size"):
         ckptmap.report(path, to="full", wrold_size=8)

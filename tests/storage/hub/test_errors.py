@@ -24,6 +24,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # ------------------------------------------------------------------ what can be wrong
 
+NOT_THE_HUB = {"a login page": b"<html>log in</html>", "other JSON": b'{"error": "told to fail"}'}
+
 
 def failing(hub: Hub, large: Path, wrong: str) -> str:
     """The name to open, once the Hub is such that this goes wrong."""
@@ -34,8 +36,12 @@ def failing(hub: Hub, large: Path, wrong: str) -> str:
     if wrong.isdigit():
         said = {"Retry-After": "17"} if wrong == "429" else {}
         hub.faults.append(Fault("GET /api/models", status=int(wrong), headers=said, times=99))
+    if wrong in NOT_THE_HUB:  # a login page of the network, or another server
+        body = NOT_THE_HUB[wrong]
+        hub.faults.append(Fault("GET /api/models", status=200, body=body, times=99))
     return {
         "missing": "hf://org/nothing", "revision": "hf://org/m@v9", "folder": "hf://org/m/sub",
+        "no revision": "hf://org/m@..",
     }.get(wrong, "hf://org/m")  # fmt: skip
 
 
@@ -50,6 +56,9 @@ WRONG = {
     "403": ("CKM707", "this token may not do that", "hf auth login"),
     "429": ("CKM708", "the Hub answers 429", "wait 17 seconds, then run"),
     "500": ("CKM708", "the Hub answers 500", "run the same command again"),
+    "a login page": ("CKM708", "what answers is not the Hub", "check HF_ENDPOINT, proxies, and"),
+    "other JSON": ("CKM708", "what answers is not the Hub: KeyError", "check HF_ENDPOINT"),
+    "no revision": ("CKM701", "the revision is '..', expected a branch", "write hf://org/name"),
 }
 
 
