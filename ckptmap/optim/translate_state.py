@@ -1,7 +1,8 @@
 """Rename optimizer state together with its weights, from one naming scheme to another.
 
 A moment has the shape of its weight and is split, fused and permuted with it. A step count goes
-to every tensor made of its weight; tensors that are put together must have the same one.
+to every tensor made of its weight; tensors that are put together must have the same one. State of
+a parameter without a weight keeps its name.
 """
 
 from __future__ import annotations
@@ -152,16 +153,21 @@ class _StateTranslation:
         group_params = set(group[PARAMS])
         for name in params:
             mapped = self.targets.get(name)
-            outside = (
-                [s for s in mapped.sources if s not in group_params] if mapped is not None else []
-            )
-            if mapped is not None and outside:
+            if mapped is None or self._is_named_so(name, mapped):
+                continue
+            outside = [s for s in mapped.sources if s not in group_params]
+            if outside:
                 raise self._cannot_follow(
                     mapped, f"{outside[0]} is not in parameter group {number}"
                 )
         return {
             key: list(params) if key in (PARAMS, NAMES) else value for key, value in group.items()
         }
+
+    def _is_named_so(self, name: str, mapped: MappedTensor) -> bool:
+        """Return whether the state is that of a parameter with the new name. It has no weight in the checkpoint where
+        the model puts others into its state dict: torchtitan's `wqkv` is saved as `wq`, `wk` and `wv`."""
+        return name not in self.infos and self.states.keys().isdisjoint(mapped.sources)
 
     def _renamed(self, params: Collection[str]) -> Iterator[str]:
         for key in params:

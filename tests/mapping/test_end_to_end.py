@@ -573,3 +573,36 @@ def test_ranks_share_the_work_of_a_translation(published: Path, tmp_path: Path) 
     run_ranks("tests.ranks.translating", 2, [str(published), str(tmp_path / "two.pt")], timeout=120)
     ckptmap.convert(published, tmp_path / "one.pt", to="full", names="meta")
     assert (tmp_path / "two.pt").read_bytes() == (tmp_path / "one.pt").read_bytes()
+
+
+def test_moments_of_fused_weights_beside_weights_that_are_split(tmp_path: Path) -> None:
+    """As torchtitan 0.3 saves them: its modules split `wqkv` for their state dict, and optimizers know nothing of it.
+    Put together from two conversions; its own trainer is in tests/ranks/torchtitan_trainer.py."""
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(config())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8)).loss.backward()
+    optimizer.step()
+    ckptmap.save(tmp_path / "hf", model, optimizer).wait()
+    model.config.save_pretrained(tmp_path / "hf")
+    given: dict[str, Any] = {"to": "full", "config_from": tmp_path / "hf" / "config.json"}
+    for names in ("torchtitan", "torchtitan-fused"):
+        ckptmap.convert(tmp_path / "hf", tmp_path / f"{names}.pt", names=f"llama/{names}", **given)
+    split, fused = (
+        torch.load(tmp_path / f"{names}.pt") for names in ("torchtitan", "torchtitan-fused")
+    )
+    torch.save({**split, "optimizer": fused["optimizer"]}, tmp_path / "theirs.pt")
+    ckptmap.convert(
+        tmp_path / "theirs.pt", tmp_path / "again.pt", names="llama/torchtitan-fused", **given
+    )
+    again = torch.load(tmp_path / "again.pt")
+    wqkv = "layers.1.attention.qkv_linear.wqkv.weight"
+    assert wqkv in again["model"] and wqkv in again["optimizer"]["state"]
+    assert again["model"].keys() == fused["model"].keys()
+    assert all(torch.equal(again["model"][name], fused["model"][name]) for name in again["model"])
+    assert again["optimizer"]["state"].keys() == fused["optimizer"]["state"].keys()
+    for name, state in again["optimizer"]["state"].items():
+        for entry, value in state.items():
+            assert torch.equal(value, fused["optimizer"]["state"][name][entry]), (name, entry)
+    with pytest.raises(PlanError, match=r"wqkv\.weight: its optimizer state belongs to no weight"):
+        ckptmap.convert(tmp_path / "theirs.pt", tmp_path / "no.pt", names="llama/hf", **given)

@@ -1,10 +1,11 @@
-"""torchtitan's own trainer (0.3.0) with FSDP2 on CPUs: a run goes on bit for bit from what a CheckpointManager saved.
+"""torchtitan's own trainer (0.3.0) with FSDP2 on CPUs: a run goes on bit for bit from what a CheckpointManager saved, and
+what torchtitan itself saved is restored.
 
 It takes its device from torch, and asks it for memory that a CPU does not count: both are replaced. Attention is torch's,
 since FlexAttention has no backward on a CPU, and the SPMD backend that of DTensors alone: others, and its pipelines, want
 a later torch than 2.13.
 
-python -m tests.ranks.torchtitan_trainer FOLDER whole|first|again
+python -m tests.ranks.torchtitan_trainer FOLDER whole|first|again|theirs|restored
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Tokenizer(BaseTokenizer):
         return WORDS
 
 
-def built(folder: Path) -> Any:
+def built(folder: Path, saves: bool) -> Any:
     spec = model_registry("debugmodel")
     for _, _, layer, name in [*spec.model.traverse(FlexAttention.Config)]:
         setattr(layer, str(name), ScaledDotProductAttention.Config())
@@ -126,7 +127,7 @@ def built(folder: Path) -> Any:
             spmd_backend="partial_dtensor",
         ),
         checkpoint=CheckpointManager.Config(
-            enable=False, interval=3, last_save_model_only=False, keep_latest_k=0
+            enable=saves, interval=3, last_save_model_only=False, keep_latest_k=0
         ),
         activation_checkpoint=None,
         dump_folder=str(folder),
@@ -157,6 +158,16 @@ def values(trainer: Any) -> dict[str, torch.Tensor]:
     }
 
 
+def moments(trainer: Any) -> dict[str, torch.Tensor]:
+    state = trainer.optimizers.optimizers[0].state
+    return {
+        f"{name} {entry}": state[param][entry].full_tensor().clone()
+        for part in trainer.model_parts
+        for name, param in part.named_parameters()
+        for entry in ("exp_avg", "exp_avg_sq")
+    }
+
+
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
@@ -170,7 +181,7 @@ def ended(trainer: Any, last: int) -> None:
 def main(folder: Path, phase: str) -> None:
     """Run a phase of a story in processes of its own: torchtitan sets up its process groups once."""
     torch.set_num_threads(1)
-    trainer = built(folder)
+    trainer = built(folder, saves=phase == "theirs")
     truth = folder / f"{dist.get_rank()}.pt"
     if phase == "whole":
         ended(trainer, LAST)
@@ -178,6 +189,16 @@ def main(folder: Path, phase: str) -> None:
     elif phase == "first":
         ours(trainer, folder / "ours")
         ended(trainer, 3)
+    elif phase == "theirs":
+        ended(trainer, 3)
+        torch.save(values(trainer) | moments(trainer), folder / f"{dist.get_rank()}-theirs.pt")
+    elif phase == "restored":
+        spoil(trainer)
+        manager = ckptmap.CheckpointManager(folder / "checkpoint")
+        report = manager.restore(trainer.model_parts[0], trainer.optimizers.optimizers[0])
+        assert report is not None and report.step == 3 and "torchtitan-fused" in report.names
+        found = values(trainer) | moments(trainer)
+        assert same(found, torch.load(folder / f"{dist.get_rank()}-theirs.pt"))
     else:
         spoil(trainer)
         again(trainer, folder)

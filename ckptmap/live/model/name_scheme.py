@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.translate_names import translated
@@ -84,9 +84,31 @@ def schemes_for(
 
 
 def config_of(model: torch.nn.Module) -> dict[str, object] | None:
-    """Return the transformers config of the model inside its wrappers; None: it has none."""
+    """Return the config of the model inside its wrappers, transformers' or what torchtitan's says of sizes; None: it
+    has neither."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(config, "model_type") and hasattr(config, "to_dict"):
             return as_config(config)
+        if type(config).__module__.startswith("torchtitan.models."):
+            return _sizes_of_titan(config)
     return None
+
+
+def _sizes_of_titan(config: Any) -> dict[str, object] | None:
+    """Return the sizes that torchtitan's config of a decoder states, by the words of transformers. Source:
+    torchtitan, models/common/attention.py: `n_kv_heads` is that of the fused layer, or of the attention."""
+    try:
+        layers, attention = config.layers, config.layers[0].attention
+        heads, projections = attention.n_heads, attention.qkv_linear
+        shared = [getattr(one, "n_kv_heads", None) for one in (projections, attention)]
+        return {
+            "hidden_size": config.dim,
+            "vocab_size": config.vocab_size,
+            "num_hidden_layers": len(layers),
+            "num_attention_heads": heads,
+            "num_key_value_heads": next(filter(None, shared), heads),
+            "head_dim": projections.head_dim,
+        }
+    except (AttributeError, IndexError, TypeError):
+        return None  # of another model, or release
