@@ -221,4 +221,4 @@ def test_several_ranks_write_the_same_bytes(tmp_path: Path) -> None:
             assert (tmp_path / to / name).read_bytes() == (
                 tmp_path / "one" / to / name
             ).read_bytes()
-    assert "--exact-scales" in done.stdout and not (tmp_path / "coarse").exists()
+    assert "exact_scales=True" in done.stdout and not (tmp_path / "coarse").exists()

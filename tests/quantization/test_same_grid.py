@@ -160,7 +160,10 @@ def decoded(path: Path) -> Decoded:
         return torchao(stored, json.loads(metadata[WEIGHT]))
     name = next(key for key in (f"{WEIGHT}_scale", f"{WEIGHT}_scale_inv") if key in stored)
     is_power = stored[name].dtype in (torch.uint8, torch.float8_e8m0fnu)
-    return stored[WEIGHT].double(), spread(powers(stored[name]) if is_power else stored[name])
+    scales = powers(stored[name]) if is_power else stored[name]
+    if stored[WEIGHT].dtype == torch.uint8:  # Quark's, two to a byte
+        return fp4(stored[WEIGHT], scales)
+    return stored[WEIGHT].double(), spread(scales)
 
 
 @pytest.mark.parametrize(("name", "suffix"), PAIRS)

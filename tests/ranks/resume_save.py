@@ -71,7 +71,7 @@ def sharded_extra(folder: Path) -> None:
     average = {"average": dict(model.state_dict())}
     for background in (True, False):
         expect(
-            CkptmapError, "extra.average.embed.weight: is a DTensor",
+            CkptmapError, "extra.average.embed.weight: is a tensor of class DTensor",
             lambda background=background: save(
                 folder / "sharded", model, extra=average, background=background
             ),

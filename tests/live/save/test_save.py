@@ -236,9 +236,9 @@ def test_strange_optimizers_and_reserved_names_are_refused(tmp_path: Path) -> No
         ckptmap.save(tmp_path / "out", model, extra={"rng": 1})
     with pytest.raises(PlanError, match=r"extra\.what.*cannot be written"):
         ckptmap.save(tmp_path / "out", model, extra={"what": object()})
-    with pytest.raises(ArgumentError, match=r"extra\.deep\.0: is a Tensor, torch\.sparse_coo"):
+    with pytest.raises(ArgumentError, match=r"extra\.deep\.0: is a tensor of torch\.sparse_coo"):
         ckptmap.save(tmp_path / "out", model, extra={"deep": [torch.eye(2).to_sparse()]})
-    with pytest.raises(ArgumentError, match=r"extra\.none: is a Tensor, .* on meta"):
+    with pytest.raises(ArgumentError, match=r"extra\.none: is a tensor on meta"):
         ckptmap.save(tmp_path / "out", model, extra={"none": torch.empty(2, device="meta")})
     listing = torch.optim.SGD(model.parameters())
     listing.state[model.embed.weight]["old"] = [torch.ones(2)]
