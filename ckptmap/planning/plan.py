@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path as FilePath
 from typing import Unpack
 
@@ -300,6 +301,7 @@ def _summary(conversion: Conversion) -> TensorSummary:
 
 def _lines(*columns: Sequence[object]) -> Iterator[bytes]:
     """Yield one line a row of the columns, with a space between its values, a batch at a time."""
+    line = " ".join(["%s"] * len(columns)) + "\n"
     for at in range(0, len(columns[0]), BATCH):
-        rows = zip(*[map(str, column[at : at + BATCH]) for column in columns], strict=True)
-        yield "\n".join([*map(" ".join, rows), ""]).encode()
+        rows = list(zip(*[column[at : at + BATCH] for column in columns], strict=True))
+        yield (line * len(rows) % (*chain.from_iterable(rows),)).encode()

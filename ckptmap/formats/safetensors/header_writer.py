@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from ckptmap.core.columns import distinct_at
 from ckptmap.core.formatting import human
@@ -37,16 +37,10 @@ def emit(keys: Sequence[str], infos: Sequence[TensorInfo], metadata: Mapping[str
     _check_written(keys)
     forms = {id(info): _written_form(keys[at], info) for at, info in distinct_at(infos)}
     stops = list(map(str, accumulate(nbytes_of(infos), initial=0)))
-    items += [
-        f'{name}:{form},"data_offsets":[{start},{end}]}}'
-        for name, form, start, end in zip(
-            map(json.encoder.encode_basestring, keys),
-            map(forms.__getitem__, map(id, infos)),
-            stops,
-            stops[1:],
-            strict=False,
-        )
-    ]
+    names = map(json.encoder.encode_basestring, keys)
+    entries = zip(names, map(forms.__getitem__, map(id, infos)), stops, stops[1:], strict=False)
+    one = '%s:%s,"data_offsets":[%s,%s]}'  # one call for all: there may be 100,000
+    items += [",".join([one] * len(keys)) % (*chain.from_iterable(entries),)] if keys else []
     raw = ("{" + ",".join(items) + "}").encode("utf-8")
     raw += b" " * (-len(raw) % ALIGN)
     if len(raw) > MAX_HEADER_NBYTES:
