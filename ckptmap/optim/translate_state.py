@@ -153,7 +153,7 @@ class _StateTranslation:
         group_params = set(group[PARAMS])
         for name in params:
             mapped = self.targets.get(name)
-            if mapped is None or self._is_named_so(name, mapped):
+            if mapped is None or (name in group_params and self._is_named_so(name, mapped)):
                 continue
             outside = [s for s in mapped.sources if s not in group_params]
             if outside:
@@ -165,7 +165,7 @@ class _StateTranslation:
         }
 
     def _is_named_so(self, name: str, mapped: MappedTensor) -> bool:
-        """Return whether the state is that of a parameter with the new name. It has no weight in the checkpoint where
+        """Return whether the state of a stored parameter has the new name already. It has no weight in the checkpoint where
         the model puts others into its state dict: torchtitan's `wqkv` is saved as `wq`, `wk` and `wv`."""
         return name not in self.infos and self.states.keys().isdisjoint(mapped.sources)
 

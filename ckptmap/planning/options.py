@@ -311,9 +311,8 @@ def options_from(to: str, keywords: Mapping[str, object], call: str) -> Options:
 
     Raises ArgumentError CKM516 with the nearest name where a keyword is unknown.
     """
-    given: dict[str, Any] = _by_field(
-        keywords
-    )  # of types that `Options` turns into those it stores
+    # Values are of types that `Options` turns into those it stores.
+    given: dict[str, Any] = _by_field(keywords)
     argument_checks.known_keywords(given, OPTION_NAMES, call)
     with spelled({ALIASES[name]: name for name in keywords if name in ALIASES}):
         return Options(to=to, **given)

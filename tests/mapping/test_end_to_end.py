@@ -528,14 +528,16 @@ def test_step_counts_that_differ_are_not_put_together(
     assert not (tmp_path / "out.pt").exists()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_weights_of_two_groups_are_not_put_together(
-    llama: LlamaForCausalLM, tmp_path: Path
+    kind: Any, llama: LlamaForCausalLM, tmp_path: Path
 ) -> None:
+    """Nor those of SGD without momentum, which has groups alone."""
     model = LlamaForCausalLM(llama.config)
     names = [name for name, _ in model.named_parameters()]
     late = [p for name, p in model.named_parameters() if "k_proj" in name]
     rest = [p for name, p in model.named_parameters() if "k_proj" not in name]
-    optimizer = torch.optim.AdamW([{"params": rest}, {"params": late, "lr": 0.1}])
+    optimizer = kind([{"params": rest}, {"params": late, "lr": 0.1}])
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

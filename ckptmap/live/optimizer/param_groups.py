@@ -67,9 +67,8 @@ class ParamGroups:
         self.inexact: list[str] = []
         self._setters: list[Callable[[], None]] = []
         self._same: set[int] = set()  # ids of groups whose optimizer's class saved the checkpoint
-        self._defaults: dict[
-            int, Mapping[str, object]
-        ] = {}  # of those whose class is a library's own
+        # By the id of a group whose class is a library's own: what the class gives a new group.
+        self._defaults: dict[int, Mapping[str, object]] = {}
         self._group_of = {fqn: group for group in stored for fqn in group["params"]}
         live: dict[int, list[ParamOwner]] = {}
         for owner in owners:
