@@ -271,10 +271,10 @@ class LoadReport(ShortRepr):
                 f"  not compared with checksums: {human(self.source.unchecked)} of records that"
                 ' were read in part; verify="full" reads their rest'
             )
-        lines.append(
-            f"  most bytes held by load: {human(self.peak_host_nbytes)} host, "
-            f"{human(self.peak_device_nbytes)} device"
-        )
+        held = {"host": self.peak_host_nbytes, "device": self.peak_device_nbytes}
+        if any(held.values()):
+            places = [f"{human(nbytes)} on the {place}" for place, nbytes in held.items() if nbytes]
+            lines.append(f"buffers: at most {', '.join(places)}")
         return as_lines(lines)
 
 
