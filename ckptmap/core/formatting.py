@@ -19,11 +19,12 @@ def counted(count: int, noun: str, one: str = "", many: str = "") -> str:
     return f"{text} {verb}" if verb else text
 
 
-def some(names: Sequence[str], shown: int = FEW) -> str:
-    """Return the first names of a list, and how many more there are: "a, b, c and 23 more"."""
-    if len(names) <= shown + 1:  # the last name is no longer than "and 1 more"
-        return ", ".join(names)
-    return f"{', '.join(names[:shown])} and {len(names) - shown:,} more"
+def some(names: Sequence[object], shown: int = FEW) -> str:
+    """Return the first names of a list, and how many more there are: "a, b, c and 23 more"; one name and the
+    number of others where `shown` is 1."""
+    if len(names) <= shown + (shown > 1):  # the last of several is no longer than "and 1 more"
+        return ", ".join(map(str, names))
+    return f"{', '.join(map(str, names[:shown]))} and {len(names) - shown:,} more"
 
 
 def human(nbytes: int) -> str:

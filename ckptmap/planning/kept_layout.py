@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.split_roles import EXTRA_KEY, MODEL_KEYS, is_reserved_name, split_roles
+from ckptmap.core.formatting import some
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.planning.request import Request
@@ -125,6 +126,4 @@ def kept_note(request: Request, root: Path, extra: Collection[tuple[Path, Path]]
 
 
 def _first(moves: Iterable[str]) -> str:
-    found = list(moves)
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(found[:SHOWN]) + more
+    return some(list(moves), SHOWN)
