@@ -47,21 +47,20 @@ def terminal_width() -> int | None:
         return None
 
 
-def fitted(heads: Sequence[str], tails: Sequence[str], indent: str = "  ") -> list[str]:
+def fitted(heads: Sequence[str], tails: Sequence[str]) -> list[str]:
     """Return lines of a table: `head  tail`, the heads aligned.
 
     Where a line would be wider than the terminal, each tail stands below its head: no name is cut.
     """
     width = max(map(len, heads), default=0)
-    lines = [f"{indent}{head:<{width}}  {tail}" for head, tail in zip(heads, tails, strict=True)]
+    lines = [f"  {head:<{width}}  {tail}" for head, tail in zip(heads, tails, strict=True)]
     limit = terminal_width()
     if limit is None or max(map(len, lines), default=0) <= limit:
         return lines
-    below = 3 * indent
     return [
         line
         for head, tail in zip(heads, tails, strict=True)
-        for line in (f"{indent}{head}", f"{below}{tail.lstrip()}")
+        for line in (f"  {head}", f"      {tail.lstrip()}")
     ]
 
 

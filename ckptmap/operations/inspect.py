@@ -172,9 +172,6 @@ class InspectReport:
                 if self._matches_keys(lazy.fqn):
                     yield role, lazy
 
-    def _meant(self) -> str:
-        return suggestion(self.keys, list(self.ckpt))
-
     def _matches_keys(self, fqn: str) -> bool:
         return self.keys == "*" or matches(fqn, self.keys)
 
@@ -183,7 +180,10 @@ class InspectReport:
     def __str__(self) -> str:
         facts = [(name, text) for name, text in self.facts() if text]
         block = [f"  {name:<11}{text}" for name, text in facts]
-        lines = self._table() or [f"  no tensor has such a name; {self._meant()}".rstrip("; ")]
+        lines = self._table()
+        if not lines:
+            meant = suggestion(self.keys, list(self.ckpt))
+            lines = [f"  no tensor has such a name; {meant}".rstrip("; ")]
         return as_lines([self.ckpt.shown, *block, "", *lines])
 
     def _table(self) -> list[str]:
