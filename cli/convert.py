@@ -32,10 +32,8 @@ EXAMPLES = (
     "ckptmap convert hf://org/name out/ --to fsdp2-nf4 --low-disk",
 )
 
-LAST = ("low_disk", "sync")
 
-
-@takes_options(*(name for name in TABLE if name not in LAST), "plan_file", "rank_timeout", *LAST)
+@takes_options(*TABLE)
 def command(
     src: Src,
     dst: Dst,

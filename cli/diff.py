@@ -35,8 +35,8 @@ EXAMPLES = (
     param_order="The names behind the indices of A's optimizer state.",
 )
 def command(
-    a: Annotated[str, typer.Argument(metavar="A")],
-    b: Annotated[str, typer.Argument(metavar="B")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
     values: Annotated[
         bool, typer.Option("--values", help="Also compare decoded values, bit for bit.")
     ] = False,
@@ -45,8 +45,11 @@ def command(
     quiet: NoProgress = False,
     json: Json = False,
 ) -> None:
-    """Compare two checkpoints: names, shapes, dtypes, encodings, and values beside tensors (step,
-    scheduler, settings of the optimizer). The exit code is 1 where they differ."""
+    """Show what differs between two checkpoints.
+
+    Names, shapes, dtypes, encodings and plain values (step, scheduler, settings of the optimizer) are
+    compared. The exit code is 1 where they differ.
+    """
     import ckptmap
 
     like = {"like": typed.values["like"]}

@@ -49,8 +49,9 @@ def command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show versions, devices, all setups and encodings, and whether the parts of torch and torchao that live
-    models use work.
+    """Show versions, devices, setups, encodings, and what works here.
+
+    Tried are the parts of torch and torchao that live models use.
 
     With --from or --to: show which encodings a live model of the setup can hold with the installed
     libraries.
@@ -231,7 +232,7 @@ def _verdict(fix: dict[str, Any]) -> str:
     if fix["problem"]:
         return f"FAILS: {fix['problem']}"
     if fix["asks"]:
-        return f"is needed: {fix['asks']}"
+        return f"needs a repair: {fix['asks']}"
     low, high = fix["tested"]
     span = low if low == high else f"{low} to {high}"
     return "works" if fix["within_tested"] else f"works, though tested with {span} only"

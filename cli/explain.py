@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Annotated
 
 import typer
@@ -29,6 +30,7 @@ def command(
 ) -> None:
     """Show what an error code means and what to do about it."""
     from ckptmap import error_codes
+    from ckptmap.core.formatting import terminal_width
 
     out = Printer(json)
     if code is None:
@@ -46,4 +48,7 @@ def command(
             {"code": name, "title": entry.title, "why": entry.why, "next": entry.next_step}
         )
     else:
-        out.text(f"{name}: {entry.title}\n\n{entry.why}\n\nNext: {entry.next_step}")
+        paragraphs = (f"{name}: {entry.title}", entry.why, f"Next: {entry.next_step}")
+        width = terminal_width() or max(map(len, paragraphs))
+        lines = [textwrap.fill(text, width, break_on_hyphens=False) for text in paragraphs]
+        out.text("\n\n".join(lines))

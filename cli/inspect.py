@@ -44,7 +44,7 @@ def command(
     quiet: NoProgress = False,
     json: Json = False,
 ) -> None:
-    """Show the container, setup, wrappers, encodings and tensors of a checkpoint.
+    """Show what a checkpoint holds: format, names, dtypes, tensors.
 
     It reads headers only and unpickles nothing. It imports torch only where a config.json has to
     name optimizer state that is keyed by index.

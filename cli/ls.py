@@ -23,7 +23,7 @@ def command(
     ],
     json: Json = False,
 ) -> None:
-    """List the checkpoints of a run: step, setup, ranks, tensors, bytes, metrics."""
+    """List the checkpoints of a run, with their steps and metrics."""
     from ckptmap.operations.list_steps import list_steps
 
     Printer(json).show(list_steps(Path(root)))

@@ -67,9 +67,10 @@ def command(
     ] = False,
     json: Json = False,
 ) -> None:
-    """List naming schemes, show or check one, test a mapping file, or draft a new one.
+    """List, show, check, test or draft mapping files of names.
 
-    ckptmap/mapping/README.md describes the form of a mapping file. ckptmap looks for files in the
+    A mapping file holds one naming scheme: the rules between Hugging Face's names and others.
+    ckptmap/mapping/README.md describes its form. ckptmap looks for files in the
     directories of CKPTMAP_MAPPINGS, then among its own.
     """
     out = Printer(json)

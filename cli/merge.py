@@ -90,10 +90,10 @@ def command(
     quiet: Quiet = False,
     json: Json = False,
 ) -> None:
-    """Merge a LoRA adapter (rsLoRA, DoRA, modules_to_save) into its base, tensor by tensor.
+    """Merge a LoRA adapter into its base model.
 
-    Weights are merged in fp32 and rounded once. BASE may be quantized. DST appears when it is
-    complete.
+    rsLoRA, DoRA and modules_to_save are taken, too. Weights are added in fp32 and rounded once. BASE may be
+    quantized. DST appears when it is complete.
     """
     from ckptmap.execution.ranks import ALONE
     from ckptmap.operations.convert import run

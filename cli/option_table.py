@@ -57,180 +57,203 @@ class CliOption:
     complete: Completer | None = None
 
 
-TABLE: Mapping[str, CliOption] = {
-    "world_size": CliOption(
-        "Number of ranks to shard DST for, 1 or more; default: as many as wrote SRC.", at_least=1
-    ),
-    "max_memory": CliOption(
-        "Upper bound for all buffers of a rank, 2MiB or more; default:"
-        f" {MAX_MEMORY >> 20}MiB, with a device {DEVICE_MEMORY >> 20}MiB.",
-        "SIZE",
-        kind=str | None,
-        read=parse_memory,
-    ),
-    "digest": CliOption(
-        "Digests to store in the manifest: xxh3 of every tensor; sha256: of every file as well;"
-        " none: `verify` can then check structure only, and a killed run begins anew.",
-        "|".join(DIGESTS),
-        check=one_of(*DIGESTS),
-        complete=choices(*DIGESTS),
-        show_default=True,
-    ),
-    "check_source": CliOption(
-        "Compare the checksums that SRC states: stored: of all bytes that are read; full: also of"
-        " records that are read in part; none: convert SRC as it is.",
-        "|".join(CHECKS),
-        check=one_of(*CHECKS),
-        complete=choices(*CHECKS),
-        show_default=True,
-    ),
-    "device": CliOption(
-        "Device for arithmetic: cpu, cuda, cuda:1.",
-        show_default=True,
-        complete=choices("cpu", "cuda"),
-    ),
-    "threads": CliOption("Number of threads; default: one a core, at most 4.", at_least=1),
-    "overwrite": CliOption("Replace DST when the new one is complete."),
-    "include": CliOption(
-        "Write only weights with these plain names (with --names and --rename: names in DST);"
-        " repeatable.",
-        "GLOB",
-    ),
-    "exclude": CliOption(
-        "Leave out weights with these plain names (with --names: names in SRC or in DST);"
-        " repeatable.",
-        "GLOB",
-    ),
-    "drop": CliOption(
-        "Leave out this entry of SRC, whatever it is: a key or a glob (with --rename: a new name);"
-        " repeatable.",
-        "KEY",
-    ),
-    "optimizer": CliOption(
-        "Whether to convert or to leave out the optimizer state.",
-        "keep|drop",
-        check=one_of("keep", "drop"),
-        complete=choices("keep", "drop"),
-        show_default=True,
-    ),
-    "optimizer_keys": CliOption(
-        "Keys of optimizer state in DST; index is what optimizer.load_state_dict takes. Default: fqn, and"
-        " those of SRC with --keep-layout.",
-        "fqn|index|flattened",
-        complete=OPTIMIZER_KEYS,
-    ),
-    "param_order": CliOption(
-        "The names behind the indices of SRC's optimizer state: one name a line and an empty line"
-        " between groups, or JSON with one list of names a group.",
-        "FILE",
-        kind=str | None,
-        read=read_param_order,
-    ),
-    "like": CliOption(
-        "Another checkpoint of the same model, or its config.json, to take names, shapes and the"
-        " order of parameters from.",
-        "PATH",
-    ),
-    "mesh": CliOption(
-        "The device mesh of DTensors: replicate=2,shard=4 or dp=2,tp=4.",
-        "DIMS",
-    ),
-    "tp_plan": CliOption(
-        "How weights are split over the mesh dim tp. TOML or JSON: name pattern to colwise, rowwise"
-        " or replicate.",
-        "FILE",
-    ),
-    "fsdp_units": CliOption(
-        "Modules that FSDP1 wraps besides the root, for example 'layers.*'; repeatable.",
-        "GLOB",
-    ),
-    "use_orig_params": CliOption(
-        "The FSDP1 model that loads DST is built with use_orig_params=True."
-    ),
-    "root": CliOption(
-        "The dict of DST that holds the weights: model, app/model, or '' for none.", "KEY"
-    ),
-    "keep_layout": CliOption(
-        "Leave every entry of a torch.save file where it is; default: where DST is one, too, and only"
-        " prefixes of names change.",
-        names=("--keep-layout/--no-keep-layout",),
-    ),
-    "source_root": CliOption(
-        "The dict of SRC that holds the weights, or one of its models by name.", "KEY"
-    ),
-    "wrap": CliOption(
-        "Name weights as below these wrappers, outermost first: ddp,compile.",
-        "NAMES",
-        kind=str | None,
-        read=_wrappers,
-    ),
-    "names_like": CliOption("Give weights the names that they have in this checkpoint.", "PATH"),
-    "strip_prefix": CliOption(
-        "Remove these segments from the head of all names that begin with them: student.", "PREFIX"
-    ),
-    "rename": CliOption(
-        "Rename by a pattern of whole names, in which {x} takes one segment or more:"
-        " 'encoder.{n}.{x}=layers.{n}.{x}'; repeatable.",
-        "OLD=NEW",
-    ),
-    "add_prefix": CliOption(
-        "Put these segments before all names, after --strip-prefix and --rename.", "PREFIX"
-    ),
-    "names": CliOption(
-        "Naming scheme of DST: meta, torchtune, hf, auto (hf where the names of SRC are known), or a"
-        " mapping file; see `ckptmap mappings list`.",
-        "SCHEME",
-        complete=SCHEMES,
-    ),
-    "names_from": CliOption(
-        "Naming scheme of SRC; default: recognized by its keys.", "SCHEME", complete=SCHEMES
-    ),
-    "encode": CliOption(
-        "Encode only weights with these names; repeatable.",
-        "GLOB",
-        names=("--encode", "--quantize"),
-    ),
-    "no_encode": CliOption(
-        "Do not encode weights with these names; repeatable.",
-        "GLOB",
-        names=("--no-encode", "--keep"),
-    ),
-    "strict": CliOption("Refuse the plan where the shape of a weight keeps it dense."),
-    "exact_scales": CliOption(
-        "Store quantization scales without loss where the encoding has a form for that.",
-        kind=bool,
-        default=False,
-    ),
-    "base": CliOption(
-        "A quantized checkpoint with the scales of payloads that SRC holds without scales.",
-        "PATH",
-    ),
-    "max_shard_size": CliOption(
-        "Size of the largest file where DST is split into several; default: 5GB, and one file for GGUF.",
-        "SIZE",
-        field="max_shard_nbytes",
-        names=("--max-shard-size", "--max-shard-nbytes"),
-        kind=str | None,
-        read=parse_nbytes,
-    ),
-    "config_from": CliOption(
-        "A config.json, or a directory with one and a tokenizer, to copy into DST.", "PATH"
-    ),
-    "as_": CliOption(
-        "A checkpoint of the same model that DST is like, in place of --to: its setup, names, encodings"
-        " and files. Weights that it decodes to, bit for bit, are its bytes again.",
-        "PATH",
-        names=("--as",),
-    ),
-    "low_disk": CliOption(
-        "With hf://: keep one file of SRC at a time, beside DST, instead of all in the cache."
-    ),
-    "sync": CliOption(
-        "Whether to wait for the disk before DST appears. With --no-sync, as with cp, DST may lack"
-        " bytes after a power cut in the next half minute; `verify` finds that, but not with"
-        " --digest none. A killed run still leaves all or nothing.",
-        names=("--sync/--no-sync",),
-        default=True,
-    ),
+GROUPS: Mapping[str, Mapping[str, CliOption]] = {
+    "Options": {
+        "as_": CliOption(
+            "In place of --to: write DST in the form of this checkpoint of the same model, with its setup, names,"
+            " encodings and files. Weights that did not change get its bytes.",
+            "PATH",
+            names=("--as",),
+        ),
+        "world_size": CliOption(
+            "Number of ranks to shard DST for, 1 or more; default: as many as wrote SRC.",
+            at_least=1,
+        ),
+        "config_from": CliOption(
+            "Copy config.json and the tokenizer from here into DST: a directory, or a config.json.",
+            "PATH",
+        ),
+        "overwrite": CliOption("Replace DST when the new one is complete."),
+    },
+    "Which tensors": {
+        "include": CliOption(
+            "Write only weights with these names, as `inspect` shows them (with --names and --rename: names in"
+            " DST); repeatable.",
+            "GLOB",
+        ),
+        "exclude": CliOption(
+            "Leave out weights with these names (with --names: names in SRC or in DST); repeatable.",
+            "GLOB",
+        ),
+        "drop": CliOption(
+            "Leave out this entry of SRC, whatever it is: a key or a glob (with --rename: a new name);"
+            " repeatable.",
+            "KEY",
+        ),
+        "optimizer": CliOption(
+            "Convert the optimizer state, or leave it out.",
+            "keep|drop",
+            check=one_of("keep", "drop"),
+            complete=choices("keep", "drop"),
+            show_default=True,
+        ),
+    },
+    "Files and shards": {
+        "mesh": CliOption(
+            "The device mesh of DTensors: replicate=2,shard=4 or dp=2,tp=4.",
+            "DIMS",
+        ),
+        "tp_plan": CliOption(
+            "How weights are split over the mesh dim tp: TOML or JSON, from patterns of names to colwise, rowwise"
+            " or replicate.",
+            "FILE",
+        ),
+        "fsdp_units": CliOption(
+            "Modules that FSDP1 wraps besides the root, for example 'layers.*'; repeatable.",
+            "GLOB",
+        ),
+        "use_orig_params": CliOption(
+            "The FSDP1 model that loads DST is built with use_orig_params=True."
+        ),
+        "max_shard_size": CliOption(
+            "Size of the largest file where DST is split into several; default: 5GB, and one file for GGUF.",
+            "SIZE",
+            field="max_shard_nbytes",
+            names=("--max-shard-size", "--max-shard-nbytes"),
+            kind=str | None,
+            read=parse_nbytes,
+        ),
+        "root": CliOption(
+            "The dict of DST that holds the weights: model, app/model, or '' for none.", "KEY"
+        ),
+        "source_root": CliOption(
+            "The dict of SRC that holds the weights, or one of its models by name.", "KEY"
+        ),
+        "like": CliOption(
+            "Another checkpoint of the same model, or its config.json, to take names, shapes and the"
+            " order of parameters from.",
+            "PATH",
+        ),
+        "keep_layout": CliOption(
+            "Leave every entry of a torch.save file where it is. Default: yes if DST is such a file, too, and only"
+            " prefixes of names change.",
+            names=("--keep-layout/--no-keep-layout",),
+        ),
+    },
+    "Names": {
+        "strip_prefix": CliOption(
+            "Remove these segments from the head of all names that begin with them: student.",
+            "PREFIX",
+        ),
+        "rename": CliOption(
+            "Rename by a pattern of whole names, in which {x} takes one segment or more:"
+            " 'encoder.{n}.{x}=layers.{n}.{x}'; repeatable.",
+            "OLD=NEW",
+        ),
+        "add_prefix": CliOption(
+            "Put these segments before all names, after --strip-prefix and --rename.", "PREFIX"
+        ),
+        "names": CliOption(
+            "Naming scheme of DST: meta, torchtune, hf, auto (hf where the names of SRC are known), or a"
+            " mapping file; see `ckptmap mappings list`.",
+            "SCHEME",
+            complete=SCHEMES,
+        ),
+        "names_from": CliOption(
+            "Naming scheme of SRC; default: recognized by its keys.", "SCHEME", complete=SCHEMES
+        ),
+        "names_like": CliOption(
+            "Give weights the names that they have in this checkpoint.", "PATH"
+        ),
+        "wrap": CliOption(
+            "Put the segments of these wrappers before names, outermost first: ddp,compile.",
+            "NAMES",
+            kind=str | None,
+            read=_wrappers,
+        ),
+    },
+    "Optimizer state": {
+        "optimizer_keys": CliOption(
+            "How DST keys optimizer state: fqn, by the name of the parameter; index, by its number, as"
+            " optimizer.load_state_dict takes it; flattened. Default: fqn; with --keep-layout as SRC does.",
+            "fqn|index|flattened",
+            complete=OPTIMIZER_KEYS,
+        ),
+        "param_order": CliOption(
+            "The names behind the indices of SRC's optimizer state: one name a line and an empty line"
+            " between groups, or JSON with one list of names a group.",
+            "FILE",
+            kind=str | None,
+            read=read_param_order,
+        ),
+    },
+    "Encodings": {
+        "encode": CliOption(
+            "Encode only weights with these names; repeatable.",
+            "GLOB",
+            names=("--encode", "--quantize"),
+        ),
+        "no_encode": CliOption(
+            "Do not encode weights with these names; repeatable.",
+            "GLOB",
+            names=("--no-encode", "--keep"),
+        ),
+        "strict": CliOption(
+            "Refuse the plan if the shape of a weight keeps it from being encoded."
+        ),
+        "exact_scales": CliOption(
+            "Store scales without loss, if the encoding has a form for that.",
+            kind=bool,
+            default=False,
+        ),
+        "base": CliOption(
+            "A checkpoint that has the scales of quantized weights that SRC holds without scales.",
+            "PATH",
+        ),
+    },
+    "How it runs": {
+        "max_memory": CliOption(
+            "Upper bound of all buffers of a rank, 2MiB or more; default:"
+            f" {MAX_MEMORY >> 20}MiB, with a device {DEVICE_MEMORY >> 20}MiB.",
+            "SIZE",
+            kind=str | None,
+            read=parse_memory,
+        ),
+        "device": CliOption(
+            "Device for arithmetic: cpu, cuda, cuda:1.",
+            show_default=True,
+            complete=choices("cpu", "cuda"),
+        ),
+        "threads": CliOption("Number of threads; default: one a core, at most 4.", at_least=1),
+        "digest": CliOption(
+            "Digests to store in the manifest: xxh3 of every tensor; sha256: of every file as well;"
+            " none: `verify` can then check structure only, and a killed run begins anew.",
+            "|".join(DIGESTS),
+            check=one_of(*DIGESTS),
+            complete=choices(*DIGESTS),
+            show_default=True,
+        ),
+        "check_source": CliOption(
+            "Which checksums of SRC are compared: stored: those of tensors that are read; full: also those of tensors"
+            " that are read in part, whose rest is read for it; none: none.",
+            "|".join(CHECKS),
+            check=one_of(*CHECKS),
+            complete=choices(*CHECKS),
+            show_default=True,
+        ),
+        "low_disk": CliOption(
+            "With hf://: keep one file of SRC at a time, beside DST, instead of all in the cache."
+        ),
+        "sync": CliOption(
+            "Whether to wait for the disk before DST appears. With --no-sync, as with cp, DST may lack"
+            " bytes after a power cut in the next half minute; `verify` finds that, but not with"
+            " --digest none. A killed run still leaves all or nothing.",
+            names=("--sync/--no-sync",),
+            default=True,
+        ),
+    },
 }
-"""In the order of the help."""
+"""Title in the help of a command with many options -> the options below it, in order."""
+TABLE: Mapping[str, CliOption] = {
+    name: option for group in GROUPS.values() for name, option in group.items()
+}

@@ -35,7 +35,7 @@ def command(
     quiet: NoProgress = False,
     json: Json = False,
 ) -> None:
-    """Show what a conversion would do: source, target, fidelity and bytes of each tensor.
+    """Show what a conversion would do with each tensor.
 
     It reads headers only and writes nothing. The exit code is 1 where the plan cannot account for a
     key of SRC.

@@ -39,9 +39,9 @@ def command(
     quiet: Quiet = False,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Fetch a checkpoint from the Hub; the size and hash of every file is verified.
+    """Fetch a checkpoint from the Hub, and check each file.
 
-    Without --to, files come as they are: those that the index names and those beside it. With --to
+    The size and the hash of each file are compared. Without --to, files come as they are: those that the index names and those beside it. With --to
     this is `ckptmap convert`, which has all options of a conversion. The same command continues a
     run that was stopped.
     """

@@ -82,7 +82,7 @@ def command(
     quiet: Quiet = False,
     json: Json = False,
 ) -> None:
-    """Publish a checkpoint on the Hub: all of it at once, or nothing.
+    """Publish a checkpoint on the Hub: all of it, or nothing.
 
     The files are uploaded into a pull request (with --revision: a work branch), every size and
     SHA-256 is checked there, then it is merged. The same command continues a push that was stopped,

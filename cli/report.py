@@ -56,10 +56,10 @@ def command(
     save: Save = "report.html",
     quiet: NameOnly = False,
 ) -> None:
-    """Write one HTML file that shows a checkpoint: what it is, what is wrong, where its bytes lie.
+    """Write one HTML file that shows what a checkpoint is.
 
-    The file needs no network and runs nothing that a name in a checkpoint says. Options of a
-    conversion hold for --to. Of a damaged checkpoint the file says what is wrong, and the exit code
+    It shows what is wrong, and where the bytes lie. The file needs no network and runs nothing that a
+    name in a checkpoint says. Options of a conversion hold for --to. Of a damaged checkpoint the file says what is wrong, and the exit code
     is 2.
     """
     from pathlib import Path

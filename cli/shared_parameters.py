@@ -51,7 +51,7 @@ _TO = typer.Option(
     "--to",
     metavar="SETUP",
     show_default=False,
-    help="Setup to convert to: hf, full-bf16, fsdp2-nf4.",
+    help="Setup to convert to: hf, full-bf16, fsdp2-nf4; `ckptmap doctor` lists all.",
     autocompletion=SETUPS,
 )
 To = Annotated[str | None, _TO]

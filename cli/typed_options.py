@@ -17,7 +17,7 @@ import typer
 
 from ckptmap.planning.options import Options, RunOptions
 
-from .option_table import TABLE, Value, read_param_order
+from .option_table import GROUPS, TABLE, Value, read_param_order
 from .shared_parameters import number
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def _parameter(name: str, help: str) -> inspect.Parameter:
         *(option.names or ("--" + name.replace("_", "-"),)),
         metavar=option.metavar or (None if option.at_least is None else "N"),
         help=help or option.help,
+        rich_help_panel=next(title for title, group in GROUPS.items() if name in group),
         show_default=option.show_default,
         callback=option.check,
         parser=None if option.at_least is None else number(int, option.at_least),
@@ -112,15 +113,12 @@ def takes_options(*names: str, **help: str) -> Callable[[Command], Command]:
     """Return a decorator that gives a command options of a conversion.
 
     The command receives them as its argument `typed`. They stand in its help where `typed` stands
-    in its signature, in the order of `names`; a name may be that of a parameter of the command
-    itself, which then stands among them. `help` replaces texts of the table.
+    in its signature, in the order of `names`. `help` replaces texts of the table.
     """
 
     def decorate(command: Command) -> Command:
-        own = dict(inspect.signature(command, eval_str=True).parameters)
-        among = [
-            own.pop(name) if name in own else _parameter(name, help.get(name, "")) for name in names
-        ]
+        own = inspect.signature(command, eval_str=True).parameters
+        among = [_parameter(name, help.get(name, "")) for name in names]
         parameters: list[inspect.Parameter] = []
         for parameter in own.values():
             parameters += among if parameter.name == "typed" else [parameter]
@@ -129,7 +127,7 @@ def takes_options(*names: str, **help: str) -> Callable[[Command], Command]:
         @functools.wraps(command)
         def run(**given: Value) -> None:
             values = {item.name: given.get(item.name, item.default) for item in parameters}
-            typed = {name: values.pop(name) for name in names if name in TABLE}
+            typed = {name: values.pop(name) for name in names}
             command(**values, typed=TypedOptions(typed))
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -6,9 +6,10 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from ckptmap.core.printable import printable
 from ckptmap.errors import Interrupted
@@ -22,6 +23,28 @@ COMMANDS = (
 )  # fmt: skip
 """Modules of this package; each has a function `command` and `EXAMPLES`."""
 HELP = {"help_option_names": ["-h", "--help"]}
+FLAT = 16
+"""Up to this many options are listed without titles."""
+
+
+class _Grouped(TyperCommand):
+    """A command whose help has options below titles, where there are many."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        shown = [(param, param.get_help_record(ctx)) for param in self.get_params(ctx)]
+        options = [param for param, record in shown if record and isinstance(param, TyperOption)]
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param, record in shown:
+            if record is None:
+                continue
+            title = "Options" if param in options else "Arguments"
+            if param in options and len(options) > FLAT:
+                title = param.rich_help_panel or title
+            sections.setdefault(title, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 class _EscapedRecord(logging.LogRecord):
@@ -58,7 +81,8 @@ def build(args: Sequence[str]) -> typer.Typer:
     for name in args[:1] if args and args[0] in COMMANDS else COMMANDS:
         module = importlib.import_module(f".{name}", __package__)
         examples = _lines("Examples:", *module.EXAMPLES)
-        app.command(name, epilog=examples, context_settings=HELP)(_interruptible(module.command))
+        command = _interruptible(module.command)
+        app.command(name, cls=_Grouped, epilog=examples, context_settings=HELP)(command)
     return app
 
 

@@ -47,7 +47,11 @@ def command(
     quiet: NoProgress = False,
     json: Json = False,
 ) -> None:
-    """Check coverage, sizes and digests against the manifest; exit code 1 where one is wrong."""
+    """Prove that an output is whole, and equal to its source.
+
+    Files, sizes and digests are compared with the manifest of DST, values with SRC if --against names
+    it. The exit code is 1 where something is wrong.
+    """
     import ckptmap
 
     of_source = [typed.values[name] for name in ("source_root", "like", "param_order")]

@@ -245,10 +245,7 @@ def _is_unreadable(leaf: Leaf) -> bool:
 
 def _name(member: Member) -> str:
     """Return the name that the user sees: of a file, a directory, or the first of a set of files."""
-    if not member.names:
-        return FilePath(member.path).name
-    more = f" and {len(member.names) - 1} more" if len(member.names) > 1 else ""
-    return f"{member.names[0]}{more}"
+    return some(member.names, 1) or FilePath(member.path).name
 
 
 def _document(file: FilePath, mounts: Mounts) -> PlainValue:

@@ -13,6 +13,7 @@ from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import LogicalTensors, PlacedWeights
 from ckptmap.core.columns import distinct, few
 from ckptmap.core.encoding_records import EncodingRecords
+from ckptmap.core.formatting import some
 from ckptmap.core.quantized_codes import Repairs
 from ckptmap.core.state_paths import class_of, described, join, opaques
 from ckptmap.core.stored_parts import StoredParts
@@ -200,7 +201,4 @@ def encoding_notes(forms: Mapping[str, WeightForm | LoneWeight]) -> list[str]:
     for fqn, form in forms.items() if remarks else ():
         if id(form.encoding) in remarks:
             by_remark.setdefault(remarks[id(form.encoding)], []).append(fqn)
-    return [
-        f"{fqns[0]}{f' and {len(fqns) - 1} more' if len(fqns) > 1 else ''}: {remark}"
-        for remark, fqns in by_remark.items()
-    ]
+    return [f"{some(fqns, 1)}: {remark}" for remark, fqns in by_remark.items()]

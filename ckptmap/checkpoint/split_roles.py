@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 
 from ckptmap.checkpoint.module_extra_state import state_at
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, some
 from ckptmap.core.printable import quote
 from ckptmap.core.state_paths import RESOLVED, UNRESOLVED
 from ckptmap.core.tensor_columns import PlainTensors
@@ -267,8 +267,7 @@ def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
             f"{where}: holds no model weights, only what is named as optimizer state",
             _way_to_weights(where),
         )
-    names = ", ".join("/".join(map(str, (*prefix, name))) for name in dicts[:SHOWN])
-    names += f" and {len(dicts) - SHOWN} more" if len(dicts) > SHOWN else ""
+    names = some(["/".join(map(str, (*prefix, name))) for name in dicts], SHOWN)
     raise SourceError(
         "CKM205",
         f"{where}: several dicts could be the weights: {names}",

@@ -18,6 +18,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import same_parts
 from ckptmap.checkpoint.logical_tensors import DENSE, LogicalTensors
 from ckptmap.checkpoint.name_translation import NameTranslation
+from ckptmap.core.formatting import some
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import PlanError
 from ckptmap.mapping.derived_tensor import DerivedTensor
@@ -116,7 +117,7 @@ def _decoding_notes(tensors: Mapping[str, DerivedTensor]) -> Iterator[str]:
     for name, lazy in tensors.items():
         by_reason.setdefault(lazy.why, []).append(name)
     for reason, names in by_reason.items():
-        yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+        yield f"{some(names, 1)}: {reason}"
 
 
 def translated(

@@ -19,11 +19,12 @@ def counted(count: int, noun: str, one: str = "", many: str = "") -> str:
     return f"{text} {verb}" if verb else text
 
 
-def some(names: Sequence[str], shown: int = FEW) -> str:
-    """Return the first names of a list, and how many more there are: "a, b, c and 23 more"."""
-    if len(names) <= shown + 1:  # the last name is no longer than "and 1 more"
-        return ", ".join(names)
-    return f"{', '.join(names[:shown])} and {len(names) - shown:,} more"
+def some(names: Sequence[object], shown: int = FEW) -> str:
+    """Return the first names of a list, and how many more there are: "a, b, c and 23 more"; one name and the
+    number of others where `shown` is 1."""
+    if len(names) <= shown + (shown > 1):  # the last of several is no longer than "and 1 more"
+        return ", ".join(map(str, names))
+    return f"{', '.join(map(str, names[:shown]))} and {len(names) - shown:,} more"
 
 
 def human(nbytes: int) -> str:
@@ -46,21 +47,20 @@ def terminal_width() -> int | None:
         return None
 
 
-def fitted(heads: Sequence[str], tails: Sequence[str], indent: str = "  ") -> list[str]:
+def fitted(heads: Sequence[str], tails: Sequence[str]) -> list[str]:
     """Return lines of a table: `head  tail`, the heads aligned.
 
     Where a line would be wider than the terminal, each tail stands below its head: no name is cut.
     """
     width = max(map(len, heads), default=0)
-    lines = [f"{indent}{head:<{width}}  {tail}" for head, tail in zip(heads, tails, strict=True)]
+    lines = [f"  {head:<{width}}  {tail}" for head, tail in zip(heads, tails, strict=True)]
     limit = terminal_width()
     if limit is None or max(map(len, lines), default=0) <= limit:
         return lines
-    below = 3 * indent
     return [
         line
         for head, tail in zip(heads, tails, strict=True)
-        for line in (f"{indent}{head}", f"{below}{tail.lstrip()}")
+        for line in (f"  {head}", f"      {tail.lstrip()}")
     ]
 
 

@@ -36,15 +36,12 @@ def has_digits(pattern: str) -> bool:
     return _DIGIT.search(pattern) is not None
 
 
-def without_numbers(
-    names: Collection[str], replaced: Callable[[str], str], masks: Sequence[str] | None = None
-) -> list[str]:
+def without_numbers(names: Collection[str], replaced: Callable[[str], str]) -> list[str]:
     """Return `replaced(name)` for each name.
 
     replaced  puts a sign in the place of numbers, and looks at digits only for being one, or being 0
-    masks     those of the names, if the caller has them
     """
-    masks = digit_masks(names) if masks is None else masks
+    masks = digit_masks(names)
     made = {mask: replaced(mask) for mask in {*masks}}
     mixed = {mask for mask, text in made.items() if has_digits(text)}  # w1 and w2 have one mask
     if not mixed:

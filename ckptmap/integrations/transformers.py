@@ -21,13 +21,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckptmap.core.formatting import some
 from ckptmap.core.sizes import Size
 from ckptmap.errors import LoadError
 from ckptmap.integrations import trainer_arguments
 from ckptmap.live.load.load import load
 from ckptmap.live.model import name_scheme, peft, rng_state
 from ckptmap.live.model.find_targets import find_targets
-from ckptmap.live.model.load_report import LoadReport, listed
+from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer.run_settings import MODE_ADVICE
 from ckptmap.live.optimizer.unwrap import unwrapped
@@ -156,7 +157,7 @@ class _TrainerLoader:
         if self._changed and self._options.get("exact"):
             raise LoadError(
                 "CKM507",
-                f"{self._path}: training cannot go on bit for bit: {listed(self._changed)}",
+                f"{self._path}: training cannot go on bit for bit: {some(self._changed)}",
                 "give TrainingArguments these values, or resume without exact",
             )
         if step is None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ckptmap.core.formatting import some
 from ckptmap.core.strided_boxes import Piece
 from ckptmap.errors import PlanError
 from ckptmap.mapping import value_ops
@@ -271,8 +272,8 @@ class _Resolver:
         if other is not None:
             raise PlanError(
                 "CKM608",
-                f"{self.scheme.title}: {mapped.name} would be made twice: of {_first_three(other.sources)} by"
-                f" {other.rule}, and of {_first_three(mapped.sources)} by {mapped.rule}",
+                f"{self.scheme.title}: {mapped.name} would be made twice: of {some(other.sources, 3)} by"
+                f" {other.rule}, and of {some(mapped.sources, 3)} by {mapped.rule}",
                 "leave one of them out with --exclude, or correct the mapping file",
             )
         self.targets[mapped.name] = mapped
@@ -384,8 +385,3 @@ def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
     return len(expected) == len(shape) and all(
         known is None or known == size for known, size in zip(expected, shape, strict=True)
     )
-
-
-def _first_three(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-    return ", ".join(keys[:3]) + more

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ckptmap.core.formatting import some
 from ckptmap.core.strided_boxes import StridedBox
 from ckptmap.errors import PlanError
 from ckptmap.mapping import value_ops
@@ -48,10 +49,9 @@ def translate_names(
     choice = choose(infos, to, source, model_config)
     resolution = translate(infos, choice.source, choice.target, model_config, complete=not partial)
     if resolution.unmapped:
-        more = f" and {len(resolution.unmapped) - 1} more" if len(resolution.unmapped) > 1 else ""
         raise PlanError(
             "CKM609",
-            f"{choice.text}: no rule matches {resolution.unmapped[0]}{more}",
+            f"{choice.text}: no rule matches {some(resolution.unmapped, 1)}",
             "leave them out, or add rules for them to a mapping file of your own",
         )
     return applied(resolution, state_dict)

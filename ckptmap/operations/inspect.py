@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.columns import distinct, distinct_at, each
-from ckptmap.core.formatting import counted, human
+from ckptmap.core.formatting import counted, human, some
 from ckptmap.core.name_globs import matches, suggestion
 from ckptmap.core.name_shapes import digit_masks
 from ckptmap.core.printable import as_lines, quote
@@ -172,9 +172,6 @@ class InspectReport:
                 if self._matches_keys(lazy.fqn):
                     yield role, lazy
 
-    def _meant(self) -> str:
-        return suggestion(self.keys, list(self.ckpt))
-
     def _matches_keys(self, fqn: str) -> bool:
         return self.keys == "*" or matches(fqn, self.keys)
 
@@ -183,7 +180,10 @@ class InspectReport:
     def __str__(self) -> str:
         facts = [(name, text) for name, text in self.facts() if text]
         block = [f"  {name:<11}{text}" for name, text in facts]
-        lines = self._table() or [f"  no tensor has such a name; {self._meant()}".rstrip("; ")]
+        lines = self._table()
+        if not lines:
+            meant = suggestion(self.keys, list(self.ckpt))
+            lines = [f"  no tensor has such a name; {meant}".rstrip("; ")]
         return as_lines([self.ckpt.shown, *block, "", *lines])
 
     def _table(self) -> list[str]:
@@ -219,18 +219,18 @@ class InspectReport:
         yield "container", f"{ckpt.index.container}, {files}{world}"
         yield "setup", ckpt.setup
         yield "about", ckpt.index.about
-        yield "wrappers", _first_items(list(ckpt.wrappers))
+        yield "wrappers", some(list(ckpt.wrappers), SHOWN)
         yield "names", " or ".join(entry.title_with_aliases for entry in self.schemes)
         numel = self.numel()
         size = human(self._nbytes())
         yield "weights", f"{counted(len(self.looks), 'tensor')}, {numel:,} parameters, {size}"
         yield "dtypes", _histogram(self._count_by("dtype"))
         yield "encodings", _histogram(self._count_by("encoding"))
-        yield "tied", _first_items([_as_equal(names) for names in self.ckpt.sharing()])
+        yield "tied", some([_as_equal(names) for names in self.ckpt.sharing()], SHOWN)
         yield "optimizer", self.optimizer_line()
         yield "other", counted(len(self.other), "tensor") if self.other else ""
         extra = [f"{join(path)} = {_short_text(value)}" for path, value in ckpt.plain.items()]
-        yield "extra", _first_items(extra)
+        yield "extra", some(extra, SHOWN)
         told = [f"{key} = {value}" for key, value in ckpt.index.metadata.items()]
         yield "metadata", ", ".join(told)
         for item in ckpt.refused:
@@ -300,11 +300,6 @@ def _kind(lazy: LazyTensor) -> str:
 
 def _histogram(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common())
-
-
-def _first_items(items: list[str]) -> str:
-    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-    return ", ".join(items[:SHOWN]) + more
 
 
 def _as_equal(names: Sequence[str]) -> str:

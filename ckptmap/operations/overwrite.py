@@ -93,9 +93,8 @@ def _refuse_stranger(target: Path, written: Collection[str]) -> None:
     if inside:
         raise _refusal(f"{target}: holds other checkpoints beside its own: {some(inside)}")
     if foreign:
-        more = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
         raise _refusal(
-            f"{target}: holds files that do not belong to its checkpoint: {', '.join(foreign[:SHOWN])}{more}",
+            f"{target}: holds files that do not belong to its checkpoint: {some(foreign, SHOWN)}",
             FOREIGN,
         )
 

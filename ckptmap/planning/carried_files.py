@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptmap.core.columns import distinct
+from ckptmap.core.formatting import some
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.layout_builder import TensorLayout
 from ckptmap.planning.output_names import OutputNames, unknown_to_transformers
@@ -90,9 +91,8 @@ def _cache_notes(names: OutputNames, files: Mapping[str, CarriedFile]) -> list[s
     config = files.get("config.json")
     if not scales or (config is not None and b'"kv_cache' in config.read()):
         return []
-    more = f" and {len(scales) - 1} more" if len(scales) > 1 else ""
     return [
-        f"{scales[0]}{more}: scales a quantized KV cache, which the new config.json does not declare: transformers"
+        f"{some(scales, 1)}: scales a quantized KV cache, which the new config.json does not declare: transformers"
         " passes over it; leave such scales out with --exclude '*.[kv]_scale'"
     ]
 

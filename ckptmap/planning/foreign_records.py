@@ -6,12 +6,15 @@ no scheme here decodes keeps its entry, since nobody could read its parts withou
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from ckptmap import registry
+from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.printable import advised
 from ckptmap.errors import PlanError
+from ckptmap.planning.output_names import OutputNames
+from ckptmap.planning.weight_encodings import WeightEncodings
 from ckptmap.protocols.offers import offers
 
 
@@ -26,25 +29,25 @@ class KeepsRecords(Protocol):
 
 
 def foreign_records(
-    records: Mapping[str, Mapping[str, object]],
-    decoded: Container[str],
-    written: Mapping[str, str],
+    ckpt: Checkpoint, names: OutputNames, encodings: WeightEncodings
 ) -> dict[str, Mapping[str, object]]:
-    """Return the records of tensors that are not `decoded`, and whose parts are all written as bytes.
+    """Return the records of tensors that the checkpoint does not decode, and whose parts are all written as bytes.
 
-    `written` has the names in the output of what is written, by stored key. Raises PlanError CKM618
-    where a part has another name there: nobody could read the tensor, because its record names it.
+    Raises PlanError CKM618 where a part has another name in the output: nobody could read the tensor, because
+    its record names it.
     """
     carried: dict[str, Mapping[str, object]] = {}
-    if not records:  # all schemes are imported only to ask about a record
+    if not ckpt.index.records:  # all schemes are imported only to ask about a record
         return carried
+    origins = ckpt.origins
+    written = {
+        key: names.weights[fqn] for fqn in encodings.written for key in origins.get(fqn, (fqn,))
+    }
     schemes = [scheme for scheme in registry.schemes() if offers(scheme, KeepsRecords)]
-    for fqn, record in records.items():
+    for fqn, record in ckpt.index.records.items():
         answers = (scheme.kept_record(fqn, record) for scheme in schemes)
-        answer = next(
-            (answer_of_scheme for answer_of_scheme in answers if answer_of_scheme is not None), None
-        )
-        if answer is None or fqn in decoded or not all(key in written for key in answer[1]):
+        answer = next((one for one in answers if one is not None), None)
+        if answer is None or fqn in ckpt or not all(key in written for key in answer[1]):
             continue
         for key in answer[1]:
             if written[key] != key:

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.split_roles import EXTRA_KEY, MODEL_KEYS, is_reserved_name, split_roles
+from ckptmap.core.formatting import some
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.planning.request import Request
@@ -97,34 +98,30 @@ def optimizer_keys(request: Request, kept: bool) -> str:
     return request.ckpt.optimizer_reader.form or FQN if kept else FQN
 
 
-def moves(request: Request, root: Path, extra: Collection[tuple[Path, Path]]) -> Iterator[str]:
-    """Yield what lies elsewhere in the output: `state_dict -> model`, `epoch -> extra.epoch`.
+def _moves(request: Request, root: Path, extra: Collection[tuple[Path, Path]]) -> str:
+    """Return the first of what lies elsewhere in the output: "state_dict -> model, epoch -> extra.epoch".
 
     extra  the path of each other entry, as it was and as it is written
     """
     before = request.ckpt.roles.model_root
-    if before and before != root:
-        yield f"{join(before)} -> {join(root) or 'the top'}"
     heads = {old[0]: new[: len(new) - len(old) + 1] for old, new in extra if old != new}
-    yield from (f"{head} -> {join(new)}" for head, new in heads.items())
+    found = [f"{join(before)} -> {join(root) or 'the top'}"] if before and before != root else []
+    return some([*found, *(f"{head} -> {join(new)}" for head, new in heads.items())], SHOWN)
 
 
 def moved(request: Request, root: Path, extra: Collection[tuple[Path, Path]]) -> str:
-    """Return what lies elsewhere in the output, and the option that leaves it, where it can; "": nothing."""
-    found = _first(moves(request, root, extra))
+    """Return what lies elsewhere in the output, and the option that leaves it, where it can; "": nothing, or the
+    setup has a file for each entry."""
+    if request.setup.filing is not None:
+        return ""
+    found = _moves(request, root, extra)
     can_stay = may_keep(request) and request.options.root is None
     return f"{found}; to leave them there: --keep-layout" if found and can_stay else found
 
 
 def kept_note(request: Request, root: Path, extra: Collection[tuple[Path, Path]]) -> list[str]:
     """Return a note on a layout that is kept unasked; `root` and `extra` are those of --no-keep-layout."""
-    found = _first(moves(request, root, extra))
+    found = _moves(request, root, extra)
     if request.options.keep_layout or not found:
         return []
     return [f"all entries stay where they are; with --no-keep-layout: {found}"]
-
-
-def _first(moves: Iterable[str]) -> str:
-    found = list(moves)
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(found[:SHOWN]) + more

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+from ckptmap.core.formatting import some
 from ckptmap.core.name_globs import suggestion
 from ckptmap.core.printable import advised
 from ckptmap.core.state_paths import join
@@ -132,9 +133,8 @@ def _unread(left: Mapping[str, str]) -> list[str]:
     """Return a note on entries that are left out, of which nothing was read but the names of classes."""
     if not left:
         return []
-    shown = ", ".join(f"{key} ({left[key]})" for key in list(left)[:NAMES_SHOWN])
-    more = f" and {len(left) - NAMES_SHOWN} more" if len(left) > NAMES_SHOWN else ""
-    return [f"left out, and not read: {shown}{more}"]
+    named = [f"{key} ({kind})" for key, kind in left.items()]
+    return [f"left out, and not read: {some(named, NAMES_SHOWN)}"]
 
 
 def _in_group(key: str) -> str:

@@ -15,6 +15,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import NO_STATES, States, states_of
 from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.split_roles import is_reserved_name
+from ckptmap.core.formatting import some
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
 from ckptmap.mapping.prefixes import nearest_change
@@ -130,9 +131,8 @@ def _keep_plain_names(lacking: Sequence[str]) -> list[str]:
     """Return a note on weights that the checkpoint of --names-like does not have."""
     if not lacking:
         return []
-    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
     return [
-        f"{lacking[0]}{more}: not in the checkpoint of --names-like, so plain names are written"
+        f"{some(lacking, 1)}: not in the checkpoint of --names-like, so plain names are written"
     ]
 
 
@@ -266,8 +266,7 @@ def unknown_to_transformers(names: Mapping[str, str]) -> list[str]:
     renamed = [name for fqn, name in names.items() if name != fqn]
     if not renamed:
         return []
-    more = f" and {len(renamed) - 1} more" if len(renamed) > 1 else ""
     return [
-        f"transformers would not find {renamed[0]}{more}, and would initialize them at random: it"
+        f"transformers would not find {some(renamed, 1)}, and would initialize them at random: it"
         " loads plain names, without --wrap and --names-like"
     ]

@@ -30,8 +30,6 @@ from ckptmap.errors import DestinationError, PlanError
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
 from ckptmap.planning.options import (
-    DEVICE_MEMORY,
-    MAX_MEMORY,
     Options,
     RunOptionKeywords,
     RunOptions,
@@ -280,8 +278,7 @@ class Plan:
         lines.append(
             f"total: {counted(len(self.steps), 'tensor')}, {human(self.nbytes_in)} ->"
             f" {human(self.nbytes_out)} in {counted(len(self.files), 'file')};"
-            f" {kinds or 'nothing'}; buffers at most --max-memory,"
-            f" {human(MAX_MEMORY)} unless given, {human(DEVICE_MEMORY)} with a device"
+            f" {kinds or 'nothing'}"
         )
         return as_lines(lines)
 

@@ -9,7 +9,6 @@ frozen value with remarks for the user.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Unpack
 
@@ -24,10 +23,10 @@ from ckptmap.planning.file_layout import file_layout
 from ckptmap.planning.flat_param_order import with_units
 from ckptmap.planning.foreign_records import foreign_records
 from ckptmap.planning.kept_layout import moved
-from ckptmap.planning.key_selection import Selection, select
+from ckptmap.planning.key_selection import select
 from ckptmap.planning.optimizer_state import OptimizerState, optimizer_state
 from ckptmap.planning.options import OptionKeywords, Options, options_from
-from ckptmap.planning.output_names import OutputNames, output_names
+from ckptmap.planning.output_names import output_names
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.prefix_notes import prefix_notes
@@ -42,7 +41,7 @@ from ckptmap.planning.request import Request
 from ckptmap.planning.source import PlanSource, open_source
 from ckptmap.planning.tensor_layout import tensor_layout
 from ckptmap.planning.unmatched_patterns import require_matches
-from ckptmap.planning.weight_encodings import WeightEncodings, weight_encodings
+from ckptmap.planning.weight_encodings import weight_encodings
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import errors_by_given_path
 from ckptmap.typed_options import as_given
@@ -123,13 +122,14 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
     require_matches(request, layout.steps.fqns, remarks.dropped)
     remarks += encoding_remarks(request, layout, encodings, remarks.dropped, layout.tied)
     values = {names.of_extra(path): value for path, value in selection.values.items()}
-    records = {**layout.records, **_foreign_records(ckpt, names, encodings)}
+    records = {**layout.records, **foreign_records(ckpt, names, encodings)}
     if request.reference is not None and request.reference.needs_no_records:
         records = {}
     files, encodes = file_layout(
         request, layout, {**optimizer.values, **values}, records, sharding.world_size, carried.stem,
         carried.inner,
     )  # fmt: skip
+    entries = (*selection.values, *selection.others) if request.setup.holds_extra else ()
     notes = [*selection.copied.source_notes(ckpt, carried.files), *source.notes, *remarks.notes]
     return Plan(
         ckpt, request.aim, request.options, sharding.world_size, layout.steps, files, encodes,
@@ -137,25 +137,6 @@ def _plan_stages(source: PlanSource, request: Request) -> Plan:
         [replace(one, hint=as_given(one.hint)) for one in remarks.unresolved],
         layout.keys, records, request.fingerprints,
         tuple(as_given(ckpt.files.mounts.with_origins(note)) for note in notes),
-        _moved(request, selection, names),
+        moved(request, names.root, names.places(entries)),
         request.reference,
     )  # fmt: skip
-
-
-def _moved(request: Request, selection: Selection, names: OutputNames) -> str:
-    paths = (*selection.values, *selection.others) if request.setup.holds_extra else ()
-    if request.setup.filing is not None:
-        return ""
-    return moved(request, names.root, names.places(paths))
-
-
-def _foreign_records(
-    ckpt: Checkpoint, names: OutputNames, encodings: WeightEncodings
-) -> dict[str, Mapping[str, object]]:
-    if not ckpt.index.records:
-        return {}
-    origins = ckpt.origins
-    written = {
-        key: names.weights[fqn] for fqn in encodings.written for key in origins.get(fqn, (fqn,))
-    }
-    return foreign_records(ckpt.index.records, ckpt, written)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, some
 from ckptmap.core.printable import advised
 from ckptmap.core.quantized_codes import (
     EncodesSome,
@@ -126,18 +126,13 @@ def _other_names(
 ) -> PlanError:
     told = []
     if missing:
-        told.append(f"{request.ckpt.shown} lacks {_some(missing)}")
+        told.append(f"{request.ckpt.shown} lacks {some(missing, LISTED)}")
     if extra:
-        told.append(f"{reference.shown} lacks {_some(extra)}")
+        told.append(f"{reference.shown} lacks {some(extra, LISTED)}")
     hint = "give the checkpoint that this model came from: --as PATH"
     if extra and not missing:
         hint = f"{hint}; or leave out what it lacks: {advised(exclude=extra[0])}"
     return PlanError("CKM212", f"not of one model: {'; '.join(told)}", hint)
-
-
-def _some(fqns: Sequence[str]) -> str:
-    more = f" and {len(fqns) - LISTED} more" if len(fqns) > LISTED else ""
-    return ", ".join(fqns[:LISTED]) + more
 
 
 def _differs(request: Request, reference: Reference, fqn: str, want: str, got: str) -> PlanError:

@@ -15,6 +15,7 @@ from glob import escape
 from pathlib import Path as FilePath
 from typing import Any
 
+from ckptmap.core.formatting import some
 from ckptmap.core.json_text import parse_json
 from ckptmap.core.printable import quote
 from ckptmap.errors import PlanError
@@ -42,9 +43,8 @@ def with_exact_scales(first_plan: Plan, fqns: Sequence[str]) -> Plan | None:
     # One that is not encoded then moves as bytes: its own scales were exact.
     if not fqns or any(before[fqn] == after.get(fqn) for fqn in fqns):
         return None
-    more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
     note = (
-        f"{fqns[0]}{more}: scales are kept exactly, since outliers would have made others zero or of"
+        f"{some(fqns, 1)}: scales are kept exactly, since outliers would have made others zero or of"
         " another sign"
     )
     return replace(exact_plan, notes=(*exact_plan.notes, note))

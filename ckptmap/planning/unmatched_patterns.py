@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from ckptmap.core.formatting import some
 from ckptmap.core.name_globs import matches, suggestion
 from ckptmap.errors import PlanError
 from ckptmap.planning.request import Request
@@ -39,12 +40,11 @@ def require_matches(request: Request, written: Collection[str], dropped: Mapping
         return
     state = [f"optimizer.{fqn}" for fqn in ckpt] if ckpt.optimizer_reader.present else []
     names = [*ckpt, *map(str, ckpt.extra), *(one.key for one in ckpt.refused), *left_out, *state]
-    shown = ", ".join(f"--{option} {pattern!r}" for option, pattern in unmatched[:PATTERNS_SHOWN])
-    more = len(unmatched) - PATTERNS_SHOWN
+    given = [f"--{option} {pattern!r}" for option, pattern in unmatched]
     meant = next(filter(None, (suggestion(pattern, names) for _, pattern in unmatched)), "")
     raise PlanError(
         "CKM206",
-        f"{shown}{f' and {more} more' if more > 0 else ''}: nothing in {ckpt.shown} is named so",
+        f"{some(given, PATTERNS_SHOWN)}: nothing in {ckpt.shown} is named so",
         f"{meant} If not, leave the option out"
         if meant
         else f"{sample(names)}; or leave the option out",

@@ -15,6 +15,7 @@ from operator import ne
 from typing import TYPE_CHECKING
 
 from ckptmap.core.columns import distinct, distinct_at, few
+from ckptmap.core.formatting import some
 from ckptmap.core.quantized_codes import ScalesActivations
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.protocols.offers import offers
@@ -63,8 +64,7 @@ def activation_notes(forms: Mapping[str, WeightForm | LoneWeight], mounts: Mount
             text = f"config.json states no static scales of activations, and {last} is stored"
         wrong.setdefault(text, []).append(fqn)
     for text, fqns in wrong.items():
-        more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
-        yield f"{fqns[0]}{more}: {text}"
+        yield f"{some(fqns, 1)}: {text}"
 
 
 def _last(key: str) -> str:

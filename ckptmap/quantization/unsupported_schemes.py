@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptmap.core.columns import each, few
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, some
 from ckptmap.core.stored_parts import may_end
 from ckptmap.tensors import TensorInfo
 
@@ -219,8 +219,7 @@ def missing_scales_note(infos: Mapping[str, TensorInfo]) -> list[str]:
         (int8_without_scales(infos), INT8_WITHOUT_SCALES),
     ):
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            said = f"{names[0]}{more}: {name}: FSDP2 does not save them; --base PATH restores them"
+            said = f"{some(names, 1)}: {name}: FSDP2 does not save them; --base PATH restores them"
             notes.append(said)
     return notes + foreign_notes(infos)
 

@@ -79,6 +79,15 @@ def test_help_lists_every_command_and_the_exit_codes(run: Any) -> None:
     for name in COMMANDS:
         assert re.search(rf"^  {name} ", done.out, re.MULTILINE)
     assert "130 interrupted" in done.out and "Examples:" in done.out
+    assert "..." not in done.out.split("Commands:")[1]  # no summary is cut in 80 columns
+
+
+def test_help_has_titles_where_there_are_many_options(run: Any) -> None:
+    from ckptmap_cli.option_table import GROUPS
+
+    titles = [f"{title}:" for title in GROUPS]
+    assert [line for line in run("convert", "--help").out.splitlines() if line in titles] == titles
+    assert "Names:" not in run("inspect", "--help").out.splitlines()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -9,6 +9,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import Adapter
 from ckptmap.checkpoint.lora.targets import untargeted
 from ckptmap.checkpoint.lora.untied_head import is_head
+from ckptmap.core.formatting import some
 from ckptmap.core.printable import advised
 from ckptmap.errors import SourceError
 
@@ -25,10 +26,9 @@ def require_targeted(adapter: Adapter) -> None:
     stated = f"target_modules {targets.pattern or list(targets.names or ())}"
     stated += f", exclude_modules {targets.excluded}" if targets.excluded else ""
     stated += f", layers_to_transform {list(targets.layers)}" if targets.layers else ""
-    more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
     raise SourceError(
         "CKM320",
-        f"{config.file}: states {stated[:300]}, but {adapter.path} holds {modules[strangers[0]].a.fqn}{more}:"
+        f"{config.file}: states {stated[:300]}, but {adapter.path} holds {some([modules[name].a.fqn for name in strangers], 1)}:"
         " peft ignores the matrices of modules that are not targeted",
         "give the adapter_config.json that was saved with it: --adapter-config PATH; or leave them out:"
         f" {' '.join(advised(leave=name) for name in strangers[:4])}",
@@ -80,8 +80,7 @@ def _lacking(adapter: Adapter, matrices: list[str], named: Callable[[str], str])
         if module not in known and ".experts." not in module and targets.match(module)
     ]
     if lacking:
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        yield f"target_modules names {lacking[0]}{more}, of which the file holds no matrices"
+        yield f"target_modules names {some(lacking, 1)}, of which the file holds no matrices"
 
 
 def _wholes(adapter: Adapter, matrices: list[str]) -> Iterator[str]:

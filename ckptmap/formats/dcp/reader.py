@@ -19,6 +19,7 @@ from operator import add
 from pathlib import Path as FilePath
 from typing import Any
 
+from ckptmap.core.formatting import some
 from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.state_tree import holds_tensor
 from ckptmap.core.tensor_columns import Extents, PlainTensors
@@ -197,8 +198,7 @@ def _notes(names: Sequence[str], used: set[str]) -> tuple[str, ...]:
     stale = [name for name in names if name.endswith(".distcp") and name not in used]
     if not stale:
         return ()
-    more = f" and {len(stale) - 1} more" if len(stale) > 1 else ""
-    return (f"not read, because an earlier save into this directory wrote it: {stale[0]}{more}",)
+    return (f"not read, because an earlier save into this directory wrote it: {some(stale, 1)}",)
 
 
 class _Leaves:

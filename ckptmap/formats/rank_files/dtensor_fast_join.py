@@ -10,7 +10,7 @@ shape. An irregular tensor goes to the general join of `dtensor_layout`, which r
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -26,7 +26,7 @@ from ckptmap.sharding.dtensor_spec import (
     is_dtensor,
     read_placed,
 )
-from ckptmap.sharding.pickled_mesh import read_mesh
+from ckptmap.sharding.pickled_mesh import attributes, read_mesh
 from ckptmap.tensors import Box, Chunk, Opaque, Region, StoredTensor, TensorInfo
 
 Parts: TypeAlias = Sequence[tuple[int, Box]]
@@ -99,7 +99,7 @@ def _kind(values: RankValues, parsed: Parsed, rank: int, key: str) -> _Kind | No
     leaf = parsed.leaves.get(values.path)
     if not is_dtensor(leaf):
         return None
-    local, spec = _state(leaf).get("_local_tensor"), _state(_state(leaf).get("_spec"))
+    local, spec = attributes(leaf).get("_local_tensor"), attributes(attributes(leaf).get("_spec"))
     cut = (spec.get("placements"), spec.get("shard_order"))
     mesh = spec.get("mesh")
     if not isinstance(local, ReadTensor) or not isinstance(mesh, Opaque):
@@ -113,10 +113,6 @@ def _kind(values: RankValues, parsed: Parsed, rank: int, key: str) -> _Kind | No
         return _Kind(read_placed(value, key), mesh, local)
     except SourceError:
         return None
-
-
-def _state(value: object) -> Mapping[object, object]:
-    return value.state if isinstance(value, Opaque) and isinstance(value.state, dict) else {}
 
 
 def _coordinates(

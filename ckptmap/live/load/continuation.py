@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import as_live
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, some
 from ckptmap.core.state_paths import nest
 from ckptmap.errors import LoadError
 from ckptmap.live.load import pending_gradients
@@ -24,7 +24,7 @@ from ckptmap.live.model import (
     unsaved_buffers,
 )
 from ckptmap.live.model.live_tensor import LiveTensor
-from ckptmap.live.model.load_report import LoadReport, listed
+from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.stateful import SavedStates, Stateful
 from ckptmap.live.optimizer import (
@@ -198,7 +198,7 @@ class Continuation:
         if not fits and wanted != "leave" and not self._rounding.goes_on_elsewhere:
             self.inexact.append("no random streams are recorded for this rank and world size")
         if not fits and self._dropping:
-            names = f"{counted(len(self._dropping), 'module')}: {listed(self._dropping, 3)}"
+            names = f"{counted(len(self._dropping), 'module')}: {some(self._dropping, 3)}"
             self.inexact.append(f"dropout draws other numbers than the saved run would ({names})")
         rounds = bool((self._live.get("optimizer") or {}).get("rounds"))
         if wanted in ("recorded", "auto") and fits:
@@ -224,7 +224,7 @@ class Continuation:
             raise LoadError(
                 "CKM507",
                 f"{self._checkpoint.path}: training cannot go on bit for bit: "
-                + listed(self.inexact),
+                + some(self.inexact),
                 "build the model with the saved names, or load without exact=True"
                 if how_renamed(self._checkpoint)
                 else "restore these settings, or load without exact=True",

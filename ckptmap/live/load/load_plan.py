@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckptmap.checkpoint.lora.adapter_files import HEAD
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, some
 from ckptmap.errors import LoadError
 from ckptmap.live.model import peft
 from ckptmap.live.model.collective_errors import explain
@@ -19,7 +19,6 @@ from ckptmap.live.model.load_report import (
     Encoded,
     LoadReport,
     Mismatch,
-    listed,
 )
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.tensor_reader import TensorReader
@@ -91,14 +90,14 @@ class LoadPlan:
             raise LoadError(
                 "CKM503",
                 f"{path}: {title} weights are trainable in the model, expected requires_grad=False: "
-                + listed(names),
+                + some(names),
                 "freeze them, or load a checkpoint converted with --to hf-bf16",
             )
         if self.decoded and strict_encoding:
             raise LoadError(
                 "CKM504",
                 f"{path}: {counted(len(self.decoded), 'quantized weight')} must be decoded to fit the model: "
-                + listed(self.decoded),
+                + some(self.decoded),
                 "change the world size, or pass strict_encoding=False",
             )
 
@@ -109,11 +108,11 @@ class LoadPlan:
         if missing or self.unexpected:
             seen = []
             if missing:
-                seen.append(f"{len(missing)} missing: {listed(missing)}")
+                seen.append(f"{len(missing)} missing: {some(missing)}")
             if self.unexpected:
-                seen.append(f"{len(self.unexpected)} unexpected: {listed(self.unexpected)}")
+                seen.append(f"{len(self.unexpected)} unexpected: {some(self.unexpected)}")
             if self.refused:
-                seen.append(f"not readable: {listed(self.refused)}")
+                seen.append(f"not readable: {some(self.refused)}")
             raise LoadError(
                 "CKM501",
                 f"{path}: keys do not match the model, {'; '.join(seen)}",
@@ -123,7 +122,7 @@ class LoadPlan:
             raise LoadError(
                 "CKM501",
                 "model: non-persistent buffers are on meta and in no checkpoint:"
-                f" {listed(buffers_on_meta)}",
+                f" {some(buffers_on_meta)}",
                 "build the model with its buffers on a device (accelerate's init_empty_weights, then "
                 "tie_weights), or compute them and load with strict=False",
             )
@@ -134,7 +133,7 @@ class LoadPlan:
         raise LoadError(
             "CKM501",
             f"{path}: none of the model's {len(missing)} tensors is in it, expected at least one"
-            f" although strict=False; the model has {listed(missing)}; it has {listed(self.unexpected)}",
+            f" although strict=False; the model has {some(missing)}; it has {some(self.unexpected)}",
             mend()
             or "load a checkpoint of this model, or give it the model's names first:"
             " ckptmap convert SRC DST --to full --names FILE",
@@ -144,7 +143,7 @@ class LoadPlan:
         if self.mismatched:
             raise LoadError(
                 "CKM502",
-                f"{path}: {counted(len(self.mismatched), 'tensor', 'does', 'do')} not fit: {listed(self.mismatched)}",
+                f"{path}: {counted(len(self.mismatched), 'tensor', 'does', 'do')} not fit: {some(self.mismatched)}",
                 GROWN
                 if all(target.is_buffer for target in self.unfit)
                 and all(one.has_other_shape for one in self.mismatched)
@@ -160,7 +159,7 @@ class LoadPlan:
                 done += 1
         except Exception as error:
             loaded, now = [t.fqn for t in self.targets[:done]], self.targets[done].fqn
-            names = f": {listed(loaded)}" if loaded else ""
+            names = f": {some(loaded)}" if loaded else ""
             text = (
                 f"the model is half loaded, {done} of {counted(len(self.steps), 'tensor')}{names}"
             )

@@ -22,7 +22,8 @@ def arguments_hint(names: Collection[str], targets: Sequence[LiveTensor], given:
     names  those of the checkpoint, before the arguments of this call have changed them
     given  what those arguments change
     """
-    targets = _of_base(targets)
+    # A checkpoint of the base has no tensors of peft's adapters.
+    targets = [one for one in targets if one.adapted is None or not one.adapted.adapter]
     change = nearest_change(names, list(_wanted(targets)))
     if change is None:
         known = known_below(names)
@@ -56,11 +57,6 @@ def state_dict_hint(names: Collection[str], targets: Sequence[LiveTensor]) -> st
 def _text(change: PrefixChange, outcome: str, strict: bool = True) -> str:
     rest = "" if strict else ", strict=False"
     return f"load it with {change.arguments}{rest}: {outcome}"
-
-
-def _of_base(targets: Sequence[LiveTensor]) -> list[LiveTensor]:
-    """Return the tensors without those of peft's adapters, which a checkpoint of the base does not have."""
-    return [target for target in targets if target.adapted is None or not target.adapted.adapter]
 
 
 def _wanted(targets: Sequence[LiveTensor]) -> Iterator[str]:

@@ -15,11 +15,11 @@ from ckptmap.checkpoint.base_record import BaseRecord
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.rename import renamed
+from ckptmap.core.formatting import some
 from ckptmap.core.name_globs import matches, suggestion
 from ckptmap.errors import ArgumentError, CkptmapError, LoadError
 from ckptmap.live.model.base_names import as_loaded, droppable, without
 from ckptmap.live.model.live_tensor import LiveTensor
-from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.mapping.renaming import Renaming
 
@@ -80,11 +80,12 @@ def _require_matches(dropped: Sequence[str], names: Sequence[str], shown: str) -
     for pattern in dropped:
         if not any(matches(name, pattern) for name in names):
             meant = suggestion(pattern, names)
-            some = f"names here are such as {listed(names)}; or leave it out"
             raise LoadError(
                 "CKM206",
                 f"drop={pattern!r}: nothing in {shown} is named so",
-                f"{meant} If not, leave it out" if meant else some,
+                f"{meant} If not, leave it out"
+                if meant
+                else f"names here are such as {some(names)}; or leave it out",
             )
 
 

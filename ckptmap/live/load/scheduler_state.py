@@ -10,9 +10,9 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.core.formatting import some
 from ckptmap.errors import LoadError
 from ckptmap.live.model import integer_keys
-from ckptmap.live.model.load_report import listed
 from ckptmap.live.optimizer import rank_settings, run_settings
 from ckptmap.live.optimizer.param_groups import INITIAL
 from ckptmap.live.optimizer.setting_values import in_live_type
@@ -219,8 +219,8 @@ def _refuse_other_scheduler(scheduler: Scheduler, state: Mapping[str, object]) -
         return
     raise LoadError(
         "CKM508",
-        f"scheduler: the saved state has {listed(sorted(map(str, state)))}, expected"
-        f" {listed(sorted(map(str, names)))}",
+        f"scheduler: the saved state has {some(sorted(map(str, state)))}, expected"
+        f" {some(sorted(map(str, names)))}",
         "give the schedulers that were saved, by the same names, or load without one",
     )
 

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, some
 from ckptmap.live.model import module_walk
-from ckptmap.live.model.load_report import listed
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +30,7 @@ def drawing(dropping: Sequence[str], rounds: bool) -> str:
     """Return what is known to draw from torch's random stream in a step; empty: nothing is. `rounds`: does the
     optimizer, with bits of that stream?"""
     if dropping:
-        return f"dropout ({counted(len(dropping), 'module')}: {listed(dropping, 3)})"
+        return f"dropout ({counted(len(dropping), 'module')}: {some(dropping, 3)})"
     return "rounding" if rounds else ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
@@ -138,7 +138,9 @@ def _refuse_subclass(target: LiveTensor) -> None:
     tensor, local = target.tensor, target.local
     require_dense("CKM505", f"model: {target.fqn}", local)
     kind = type(tensor).__name__
-    if local.is_meta and kind in {*_without_values(), *TRAINED_DENSE}:
+    forms = live_forms() if local.is_meta else ()
+    unmade = {name for form in forms if not form.has_values_on_meta for name in form.classes}
+    if local.is_meta and kind in {*unmade, *TRAINED_DENSE}:
         raise LoadError(
             "CKM505",
             f"model: {target.fqn} is a {kind} on meta, which has no values to fill",
@@ -153,8 +155,3 @@ def _refuse_subclass(target: LiveTensor) -> None:
                 f" {', '.join(quantized_classes())}",
                 "load before quantizing or wrapping this weight",
             )
-
-
-def _without_values() -> Iterator[str]:
-    """Yield the names of the classes that cannot be made from a weight on meta."""
-    return (name for form in live_forms() if not form.has_values_on_meta for name in form.classes)

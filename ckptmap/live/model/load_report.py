@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-from ckptmap.core.formatting import counted, human
+from ckptmap.core.formatting import counted, human, some
 from ckptmap.core.printable import as_lines
 from ckptmap.core.short_repr import ShortRepr
 from ckptmap.storage.source_sums import SourceCheck
@@ -131,7 +131,7 @@ class StateReport(ShortRepr):
             ("settings", self.settings),
         ):
             if items:
-                found.append(f"  {title}: {len(items)}: {listed(items)}")
+                found.append(f"  {title}: {len(items)}: {some(items)}")
         return found
 
 
@@ -213,7 +213,7 @@ class LoadReport(ShortRepr):
         if self.state is not None:
             of_state = (f.name for f in fields(self.state) if f.name not in RESTORED)
             lists |= {f"optimizer, {name}": getattr(self.state, name) for name in of_state}
-        return tuple(f"{name}: {listed(items)}" for name, items in lists.items() if items)
+        return tuple(f"{name}: {some(items)}" for name, items in lists.items() if items)
 
     def to_json(self) -> dict[str, object]:
         """Return one JSON document, `"schema": 1`. Of `extra` and `extra_per_rank` it has the names: their
@@ -239,7 +239,7 @@ class LoadReport(ShortRepr):
             ("pending gradients restored", self.gradients),
         ):
             if items:
-                yield title, f"{len(items)}: {listed(items)}"
+                yield title, f"{len(items)}: {some(items)}"
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows of it."""
@@ -248,7 +248,7 @@ class LoadReport(ShortRepr):
         facts = [("names", self.names), ("renamed", self.renamed), *self._listed()]
         facts += [("", line) for line in self.state.lines()] if self.state is not None else []
         facts += [("random streams", self.streams), ("stochastic rounding", self.rounding)]
-        facts += [("not bit for bit", listed(self.inexact)), ("note", "; ".join(self.notes))]
+        facts += [("not bit for bit", some(self.inexact)), ("note", "; ".join(self.notes))]
         return card(f"loaded {counted(len(self.loaded), 'tensor')}", facts)
 
     def __str__(self) -> str:
@@ -264,24 +264,18 @@ class LoadReport(ShortRepr):
         if self.rounding:
             lines.append(f"stochastic rounding: {self.rounding}")
         if self.inexact:
-            lines.append(f"not bit for bit: {listed(self.inexact)}")
+            lines.append(f"not bit for bit: {some(self.inexact)}")
         lines += [f"note: {note}" for note in self.notes]
         if self.source.unchecked:
             lines.append(
                 f"  not compared with checksums: {human(self.source.unchecked)} of records that"
                 ' were read in part; verify="full" reads their rest'
             )
-        lines.append(
-            f"  most bytes held by load: {human(self.peak_host_nbytes)} host, "
-            f"{human(self.peak_device_nbytes)} device"
-        )
+        held = {"host": self.peak_host_nbytes, "device": self.peak_device_nbytes}
+        if any(held.values()):
+            places = [f"{human(nbytes)} on the {place}" for place, nbytes in held.items() if nbytes]
+            lines.append(f"buffers: at most {', '.join(places)}")
         return as_lines(lines)
-
-
-def listed(items: Sequence[object], shown: int = SHOWN) -> str:
-    """Return the first `shown` items as one text, and how many more there are."""
-    more = f" and {len(items) - shown} more" if len(items) > shown else ""
-    return ", ".join(map(str, items[:shown])) + more
 
 
 class Meter:

@@ -27,11 +27,11 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import CONFIG, HEAD, WEIGHTS
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.checkpoint.open import open_in
+from ckptmap.core.formatting import some
 from ckptmap.errors import LoadError
 from ckptmap.formats.detect import look
 from ckptmap.live.model import module_walk
 from ckptmap.live.model.live_tensor import LiveTensor, PeftNames
-from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.several_models import names_of
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.files import Files
@@ -231,7 +231,7 @@ def _open_wrapped(
     if other and strict:
         raise LoadError(
             "CKM515",
-            f"{path}: its adapter is not the model's: {listed(other)}",
+            f"{path}: its adapter is not the model's: {some(other)}",
             "wrap the model with the adapter's own config: PeftConfig.from_pretrained",
         )
     return open_in(files, weights), [f"adapter {text}" for text in other]

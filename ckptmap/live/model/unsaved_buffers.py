@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ckptmap.core.formatting import some
 from ckptmap.live.model import fsdp1_buffers, module_walk, several_models
-from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.local_digest import blocks_of
 from ckptmap.live.model.values_in_memory import odd_layout
 from ckptmap.live.save.replica_digests import checksums
@@ -130,7 +130,7 @@ def changed(saved: Mapping[str, Sequence[str]], live: Mapping[str, Sequence[str]
     if names:
         what = "buffer or generator is" if len(names) == 1 else "buffers or generators are"
         yield (
-            f"{len(names)} {what} not in the state dict of the model, and not as when it was saved: {listed(names)}"
+            f"{len(names)} {what} not in the state dict of the model, and not as when it was saved: {some(names)}"
             " (register buffers with persistent=True, and save a generator by get_extra_state, or set them before"
             " load)"
         )

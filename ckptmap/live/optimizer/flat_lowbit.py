@@ -13,7 +13,7 @@ FQN is that of the first parameter in the flat shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,7 +61,8 @@ def _parts(value: Moment) -> dict[str, object]:
         parts = {name: tensor.reshape(-1) for name, tensor in codes.parts.items()}
         return {FORM: _coded_form(codes), **parts}
     assert isinstance(value, torch.Tensor)
-    return {FORM: _plain_form(value), PLAIN: value}
+    form: list[object] = [str(value.dtype).removeprefix("torch."), value.numel()]
+    return {FORM: form, PLAIN: value}
 
 
 def _coded_form(codes: Codes) -> list[object]:
@@ -69,10 +70,6 @@ def _coded_form(codes: Codes) -> list[object]:
     for size in codes.shape:
         numel *= size
     return [codes.scheme, codes.block_size, codes.signed, numel]
-
-
-def _plain_form(value: torch.Tensor) -> list[object]:
-    return [str(value.dtype).removeprefix("torch."), value.numel()]
 
 
 # ------------------------------------------------------------------------------- read again
@@ -129,13 +126,10 @@ def fill_entry(
         return None
     if codes.qmap is not None and not torch.equal(_read(saved.parts[QMAP], codes.qmap), codes.qmap):
         return None
-    for name, tensor in _without_table(codes):
-        _copy(saved.parts[name], tensor, reader)
+    for name, tensor in codes.parts.items():
+        if name != QMAP:
+            _copy(saved.parts[name], tensor, reader)
     return live
-
-
-def _without_table(codes: Codes) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, tensor) for name, tensor in codes.parts.items() if name != QMAP)
 
 
 def _read(lazy: LazyTensor, like: torch.Tensor) -> torch.Tensor:

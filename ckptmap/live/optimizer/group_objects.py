@@ -21,7 +21,8 @@ def is_object(value: object) -> bool:
     import torch
 
     if isinstance(value, Mapping):
-        return any(map(is_object, value.values())) or not all(map(_is_key, value))
+        keys = (isinstance(key, bool | int | float | str | None) for key in value)
+        return any(map(is_object, value.values())) or not all(keys)
     if isinstance(value, list | tuple | set | frozenset):
         return any(map(is_object, value))
     plain = (bool, int, float, complex, str, bytes, torch.Tensor)
@@ -64,7 +65,3 @@ def _told(group: Mapping[str, object]) -> Iterator[str]:
             yield f"{key}={value.dtype}{list(value.shape)} of digest {digest}"
         elif is_object(value):
             yield key
-
-
-def _is_key(key: object) -> bool:
-    return isinstance(key, bool | int | float | str | None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from ckptmap.live.model.stateful import Stateful
+
 if TYPE_CHECKING:
     import torch
 
@@ -43,9 +45,5 @@ class PartitionedOptimizer(LiveOptimizer, Protocol):
     """The optimizer of the parameters that this rank steps."""
 
 
-class Scheduler(Protocol):
-    """A learning-rate scheduler of any library."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+Scheduler: TypeAlias = Stateful
+"""A learning-rate scheduler of any library."""

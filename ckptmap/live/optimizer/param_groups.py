@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckptmap.live.model.load_report import listed
+from ckptmap.core.formatting import some
 from ckptmap.live.model.values_in_memory import expanded
 from ckptmap.live.optimizer.algorithms import algorithm, by_live_names, settings_without_live_name
 from ckptmap.live.optimizer.family import OptimizerParam
@@ -180,7 +180,7 @@ class ParamGroups:
         if names:
             self._keep(
                 f"group {number}: what was set for {len(names)} of its parameters is not in the"
-                f" checkpoint: {listed(names)}"
+                f" checkpoint: {some(names)}"
             )
 
     def _kind(self, group: Mapping[str, object]) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, some
 from ckptmap.errors import LoadError
 from ckptmap.live.model.collective_errors import explain
 from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
-from ckptmap.live.model.load_report import StateReport, listed
+from ckptmap.live.model.load_report import StateReport
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer import flat_lowbit, lbfgs, rank_settings, state_placement
@@ -58,15 +58,15 @@ class StatePlan:
         if self.mismatched:
             raise LoadError(
                 "CKM502",
-                f"{path}: optimizer state does not fit: {listed(self.mismatched)}",
+                f"{path}: optimizer state does not fit: {some(self.mismatched)}",
                 "build the model of this checkpoint, or load the model alone",
             )
         if strict and (self.missing or self.unexpected):
             seen = []
             if self.missing:
-                seen.append(f"{len(self.missing)} missing: {listed(self.missing)}")
+                seen.append(f"{len(self.missing)} missing: {some(self.missing)}")
             if self.unexpected:
-                seen.append(f"{len(self.unexpected)} unexpected: {listed(self.unexpected)}")
+                seen.append(f"{len(self.unexpected)} unexpected: {some(self.unexpected)}")
             raise LoadError(
                 "CKM506",
                 f"{path}: optimizer state does not match the optimizer's parameters,"

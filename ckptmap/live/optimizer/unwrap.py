@@ -102,13 +102,10 @@ def groups_of(optimizer: object) -> Iterator[ParamGroup]:
     """Yield every parameter group of an optimizer in order, also one without parameters; of several, one by
     one."""
     for one in each_of(optimizer):
-        for holder in _holders_of_groups(one) if _is_optimizer(one) else ():
-            yield from holder.param_groups
-
-
-def _holders_of_groups(optimizer: LiveOptimizer) -> list[LiveOptimizer]:
-    """Return the optimizers whose groups are set and hold all parameters."""
-    return [optimizer] if is_partitioned(optimizer) else inner_optimizers(optimizer)
+        if _is_optimizer(one):
+            # Those whose groups are set and hold all parameters.
+            for holder in [one] if is_partitioned(one) else inner_optimizers(one):
+                yield from holder.param_groups
 
 
 def parts_of(optimizer: object) -> Iterator[OptimizerParam]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptmap.live.model.load_report import listed
+from ckptmap.core.formatting import some
 from ckptmap.live.optimizer.gradients import AVERAGED
 from ckptmap.live.optimizer.several_optimizers import SeveralOptimizers
 from ckptmap.live.optimizer.unwrap import each_of, inner_optimizers
@@ -111,7 +111,7 @@ class RoundingContinuation:
         if other_blocks:
             yield (
                 f"moments that are not in blocks of the whole tensor, {len(other_blocks)}:"
-                f" {listed(other_blocks)} (they are in blocks of each rank's shard, in the checkpoint or"
+                f" {some(other_blocks)} (they are in blocks of each rank's shard, in the checkpoint or"
                 " here: without exact=True they are decoded into float32)"
             )
 

@@ -43,7 +43,7 @@ from ckptmap.live.optimizer.local_state import (
     info_of,
     owners,
 )
-from ckptmap.live.optimizer.several_optimizers import one_scheduler, scheduler_classes
+from ckptmap.live.optimizer.several_optimizers import scheduler_classes
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.options import SaveOptions
 from ckptmap.live.save import extra_values, group_values, pending_gradients
@@ -53,7 +53,7 @@ from ckptmap.tensors import Box, Path
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.options import Schedulers
+    from ckptmap.live.optimizer.optimizer_types import Scheduler
 
 OWN_NAMES = frozenset(
     {
@@ -71,7 +71,7 @@ def collect(
     targets: Sequence[LiveTensor],
     part: SavedPart,
     optimizer: object,
-    scheduler: Schedulers | None,
+    scheduler: Scheduler | None,
     peers: RankGroup,
     random_state: Mapping[str, object],
     state_of: Mapping[str, object],
@@ -85,7 +85,6 @@ def collect(
 
     Raises as `save` does for what cannot be saved."""
     held = LocalState()
-    run_scheduler = one_scheduler(scheduler)
     extra = extra_values.shared(options.step, options.extra, OWN_NAMES)
     per_rank = argument_checks.extra(options.extra_per_rank, (), "extra_per_rank")
     left_out = beside_params.unsaved(optimizer, (options.stateful or {}).values())
@@ -105,12 +104,12 @@ def collect(
     put(held, _rank_path(rng_state.KEY, peers), random_state, private=True)
     put(held, _rank_path(run_settings.PER_RANK, peers), per_rank, private=True)
     states = {k: m.get_extra_state() for k, m in module_extra_state.getters(model).items()}
-    if run_scheduler is not None:
-        held.settings[run_settings.SCHEDULER] = scheduler_classes(run_scheduler)
+    if scheduler is not None:
+        held.settings[run_settings.SCHEDULER] = scheduler_classes(scheduler)
     if peers.rank == 0:
         for key, value in states.items():
             put(held, ("extra", module_extra_state.KEY, key), value)
-        if run_scheduler is not None:
+        if scheduler is not None:
             put(held, ("extra", "scheduler"), state_of[run_settings.SCHEDULERS])
         for key, value in extra.items():
             put(held, ("extra", key), value)

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from operator import index
 from typing import TYPE_CHECKING
 
+from ckptmap.core.formatting import some
 from ckptmap.errors import ArgumentError
 from ckptmap.live.model import module_walk, unsaved_buffers
-from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer import rank_settings, run_settings
 from ckptmap.live.optimizer.local_state import STATE, HeldGroup, LocalState
@@ -212,7 +212,7 @@ def lost_buffers(buffers: Sequence[str]) -> tuple[str, ...]:
         return ()
     what = "buffer differs" if len(buffers) == 1 else "buffers differ"
     return (
-        f"{len(buffers)} {what} between ranks, those of the lowest were saved: {listed(buffers)}",
+        f"{len(buffers)} {what} between ranks, those of the lowest were saved: {some(buffers)}",
     )
 
 

@@ -40,7 +40,8 @@ def groups(owners: Sequence[ParamOwner], optimizer: object) -> list[HeldGroup]:
     for part, (name, one) in enumerate(_each_by_name(optimizer)):
         title = f"{name} {type(one).__name__}"
         for at, group in enumerate(groups_of(one)):
-            values = {k: _kept(at, k, v) for k, v in group.items() if _is_kept(k, v)}
+            kept = {k: v for k, v in group.items() if k not in LEFT_OUT and not is_object(v)}
+            values = {k: _kept(at, k, v) for k, v in kept.items()}
             found.append(HeldGroup(title, part, at, values, named.get(id(group), [])))
     return found
 
@@ -52,10 +53,6 @@ def _each_by_name(optimizer: object) -> list[tuple[str, object]]:
     if not several:
         return [("", optimizer)]
     return [("" if name.isdecimal() else name, one) for name, one in several.items()]
-
-
-def _is_kept(name: str, value: object) -> bool:
-    return name not in LEFT_OUT and not is_object(value)
 
 
 def _kept(at: int, name: str, value: object) -> object:

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 from ckptmap.checkpoint.base_record import BaseRecord, content_digest, path_beside
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open as open_checkpoint
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, some
 from ckptmap.core.name_globs import matches, matches_any, suggestion
 from ckptmap.errors import ArgumentError
 from ckptmap.live.model import loaded_bases, name_scheme, several_models
 from ckptmap.live.model.live_form import logical_info
 from ckptmap.live.model.live_tensor import LiveTensor
-from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.loaded_bases import LoadedBase
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer.gradients import is_trained
@@ -77,7 +76,7 @@ def note_of_trained(left: Sequence[LiveTensor]) -> list[str]:
     names = [target.fqn for target in left if not target.is_buffer and is_trained(target)]
     if not names:
         return []
-    return [f"{len(names)} that require gradients are not saved, as only= asks: {listed(names)}"]
+    return [f"{len(names)} that require gradients are not saved, as only= asks: {some(names)}"]
 
 
 def _is_chosen(target: LiveTensor, only: Sequence[str]) -> bool:
@@ -110,7 +109,7 @@ def bases_of(
         raise ArgumentError(
             "CKM516",
             f"only: no one checkpoint is known that {len(unknown)} of the other weights were loaded"
-            f" from: {listed(unknown)}",
+            f" from: {some(unknown)}",
             "load them by ckptmap.load, all from one checkpoint, or name it: base=PATH",
         )
     return found
@@ -189,7 +188,7 @@ class SavedPart:
             ("since their values are not those of the base", self.changed),
         ):
             if names:
-                text = f"{counted(len(names), 'weight')}: {listed(list(names))}"
+                text = f"{counted(len(names), 'weight')}: {some(list(names))}"
                 found.append(f"saved, too, {why}: {text}")
         return [*found, *note_of_trained(self.left)]
 
@@ -266,7 +265,7 @@ def _require_all(base: Checkpoint, left: Sequence[LiveTensor], model: torch.nn.M
         raise ArgumentError(
             "CKM516",
             f"base={base.shown!r}: has not {len(lacking)} of the {len(left)} weights that are left out:"
-            f" {listed(lacking)}",
+            f" {some(lacking)}",
             "give the base that has them by the model's names; one with other names is loaded by"
             " ckptmap.load, and saved without base=",
         )

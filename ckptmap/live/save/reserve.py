@@ -67,7 +67,7 @@ def _sizes(optimizer: object) -> Iterator[tuple[bool, int]]:
             for param in group["params"]:
                 entries = state.get(param, {})
                 values = entries.values() if isinstance(entries, Mapping) else ()
-                yield from filter(_has_bytes, map(_own_part, (param, *values)))
+                yield from (part for part in map(_own_part, (param, *values)) if part[1])
 
 
 def _untrained(model: object, optimizer: object) -> Iterator[tuple[bool, int]]:
@@ -81,10 +81,6 @@ def _untrained(model: object, optimizer: object) -> Iterator[tuple[bool, int]]:
             if id(tensor) not in known:
                 known.add(id(tensor))
                 yield _own_part(tensor)
-
-
-def _has_bytes(part: tuple[bool, int]) -> bool:
-    return part[1] > 0
 
 
 def _own_part(tensor: Any) -> tuple[bool, int]:

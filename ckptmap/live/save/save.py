@@ -19,7 +19,7 @@ from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.signatures import spelled_out
 from ckptmap.live.model import module_walk, several_models
 from ckptmap.live.model.rank_group import UNTOUCHED, RankGroup, said_if_lost
-from ckptmap.live.optimizer.several_optimizers import check_scheduler
+from ckptmap.live.optimizer.several_optimizers import check_scheduler, one_scheduler
 from ckptmap.live.options import SaveOptions
 from ckptmap.live.save import only_trained
 from ckptmap.live.save.exchange import Told, lost_buffers, require_same_values, told_by_all
@@ -78,7 +78,7 @@ def save_all(
     with said_if_lost(UNTOUCHED.format(path)), module_walk.listed_once(), paused_gc():
         peers = RankGroup.join("save", options.timeout)
         writers = RankGroup.join("save files", max(options.timeout or 0, WRITE_TIMEOUT_S))
-        mine = Mine(path, one, optimizer, scheduler, options, peers, managed)
+        mine = Mine(path, one, optimizer, one_scheduler(scheduler), options, peers, managed)
 
         def first() -> Told:
             _check(path, model, scheduler, options, unseen)
@@ -93,7 +93,9 @@ def save_all(
             told = told_by_all(peers, lambda: mine.collected(part))
         require_same_values(mine.held, told, bool(options.gradients))
         ready = mine.planned(told)
-    target, overwrite = _whole_path(path, options.background), mine.options.overwrite
+    target, overwrite = FilePath(path), mine.options.overwrite
+    if options.background:  # the working directory may change meanwhile
+        target = target.absolute()
 
     def publish() -> tuple[str, ...]:
         with argument_checks.hints_of_saves():
@@ -103,11 +105,6 @@ def save_all(
         return (*notes, *mine.held.notes, *lost_buffers(ready.drifted))
 
     return SaveHandle(target, options.step, publish, options.background, begun)
-
-
-def _whole_path(path: str | os.PathLike[str], background: bool) -> FilePath:
-    """Return where a save is written, whatever becomes the working directory while it is."""
-    return FilePath(path).absolute() if background else FilePath(path)
 
 
 def _check(

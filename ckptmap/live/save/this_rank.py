@@ -21,12 +21,10 @@ from ckptmap.live.model.live_tensor import LiveTensor, SettledTensor
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer import run_settings
 from ckptmap.live.optimizer.local_state import LocalState
-from ckptmap.live.optimizer.several_optimizers import one_scheduler
 from ckptmap.live.options import SaveOptions
 from ckptmap.live.save import known_plan, only_trained, pending_gradients
 from ckptmap.live.save.assign_writers import (
     Assigner,
-    Offer,
     bare_offers,
     compared_digests,
     drifted_buffers,
@@ -47,7 +45,8 @@ from ckptmap.tensors import Path
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.options import Optimizers, Schedulers
+    from ckptmap.live.optimizer.optimizer_types import Scheduler
+    from ckptmap.live.options import Optimizers
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Mine:
     path: str | os.PathLike[str]
     model: torch.nn.Module
     optimizer: Optimizers | None
-    scheduler: Schedulers | None
+    scheduler: Scheduler | None
     options: SaveOptions
     peers: RankGroup
     managed: Managed | None = None
@@ -100,9 +99,8 @@ class Mine:
     def told(self) -> Told:
         """Collect what this rank holds, and return what it tells the others. Raises as `save` does."""
         self.states = stateful.states_of(self.options.stateful)
-        run_scheduler = one_scheduler(self.scheduler)
-        if run_scheduler is not None:
-            self.states = {**self.states, run_settings.SCHEDULERS: run_scheduler.state_dict()}
+        if self.scheduler is not None:
+            self.states = {**self.states, run_settings.SCHEDULERS: self.scheduler.state_dict()}
         self.random_state = rng_state.captured(self.model)  # a loader's first state draws its seed
         self.targets = [*map(SettledTensor.of, find_targets(self.model)[0])]
         if self.managed is not None:
@@ -201,7 +199,7 @@ class Mine:
             drifted = told_of(drifted_buffers(offers), self.model)
             merged = merge(held, everything, drifted, self.same_groups)
             if self.options.replicas != "check":
-                offers = _unchecked(offers)
+                offers = [[replace(one, checked=False) for one in some] for some in offers]
             assignment = Assigner(peers.rank, peers.world, held).assign(offers)
             state = assignment.state(_ordered(held.values), peers.world, merged.tensors)
             layout = FileLayout.of(state, FilePath(self.path).name, merged.values)
@@ -212,10 +210,6 @@ class Mine:
         if not overlaps:  # whose values would have to be compared in every save
             known_plan.keep(plan)
         return Ready(lambda _: layout, copies, drifted)
-
-
-def _unchecked(offers: list[list[Offer]]) -> list[list[Offer]]:
-    return [[replace(one, checked=False) for one in some] for some in offers]
 
 
 def _ordered(values: Mapping[Path, object]) -> dict[Path, object]:

@@ -158,8 +158,7 @@ def own_keys(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str,
         for module, name in target.places
         for path in paths[id(module)]
     ]
-    return {plain: _without_own(key) for key, plain in strip_wrappers(keys, "model").items()}
-
-
-def _without_own(key: str) -> str:
-    return ".".join(part for part in key.split(".") if part not in OWN_SEGMENTS)
+    return {
+        plain: ".".join(part for part in key.split(".") if part not in OWN_SEGMENTS)
+        for key, plain in strip_wrappers(keys, "model").items()
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.formatting import counted, human
+from ckptmap.core.formatting import counted, human, some
 from ckptmap.operations.inspect import InspectReport
 from ckptmap.operations.report import html
 from ckptmap.operations.report.collect import collect, shown_name
@@ -117,5 +117,4 @@ def _first(items: Iterable[str]) -> str:
     names = list(items)
     if not names:
         return ""
-    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return f"{len(names):,}: {', '.join(shown_name(name, 60) for name in names[:3])}{more}"
+    return f"{len(names):,}: {some([shown_name(name, 60) for name in names], 3)}"

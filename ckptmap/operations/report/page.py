@@ -208,7 +208,7 @@ def _sections(contents: Contents) -> dict[str, object]:
         "compared": contents.compared,
         "maps": contents.errors,
         "optimizer": provenance.optimizer_facts(contents.facts),
-        "provenance": provenance.provenance(ckpt, contents.manifest),
+        "provenance": provenance.provenance(contents.manifest),
         "files": provenance.file_rows(ckpt),
     }
 

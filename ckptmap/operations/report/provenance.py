@@ -77,7 +77,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def provenance(ckpt: Checkpoint, manifest: Manifest) -> list[tuple[str, str]]:
+def provenance(manifest: Manifest) -> list[tuple[str, str]]:
     """Return what the manifest says, by name."""
     document = manifest.document
     if document is None:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def halves(blocks: torch.Tensor, at: int, count: int = 1) -> torch.Tensor:
-    """Return the fp16 numbers from byte `at` on, f32 [n, count]."""
+def halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Return the fp16 number at byte `at`, f32 [n, 1]."""
     import torch
 
-    return _copied(blocks, at, 2 * count).view(torch.float16).to(torch.float32)
+    return _copied(blocks, at, 2).view(torch.float16).to(torch.float32)
 
 
 def words(blocks: torch.Tensor, at: int, count: int) -> torch.Tensor:
