@@ -20,11 +20,12 @@ these few objects instead of the many rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol, Self, TypeVar, overload
 
+K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
 Row = TypeVar("Row", covariant=True)
 S = TypeVar("S")
@@ -62,6 +63,8 @@ class Columns(Sequence[R]):
 
     def take(self, indices: Sequence[int]) -> Self:
         """Return the rows at `indices`, in that order."""
+        if isinstance(indices, range) and indices.step == 1:
+            return self[indices.start : indices.stop]
         return type(self)(*[list(map(c.__getitem__, indices)) for c in self.columns()])
 
     def extend(self, *columns: Iterable[object]) -> None:
@@ -101,24 +104,25 @@ class Rows(Protocol[Row]):
     def __len__(self) -> int: ...
 
 
-class NamedRows(Mapping[str, R]):
-    """Rows by name, in order: row i has the name `names[i]`."""
+class NamedRows(Mapping[K, R]):
+    """Rows by name, or by path, in order: row i has the name `names[i]`."""
 
-    def __init__(self, names: Sequence[str], rows: Rows[R]) -> None:
+    def __init__(self, names: Sequence[K], rows: Rows[R]) -> None:
         assert len(names) == len(rows)
         self.names, self.rows = names, rows
 
     @cached_property
-    def _numbers(self) -> Mapping[str, int]:
+    def numbers(self) -> Mapping[K, int]:
+        """The number of each row, by its name."""
         return dict(zip(self.names, range(len(self.names)), strict=True))
 
-    def __getitem__(self, name: str) -> R:
-        return self.rows[self._numbers[name]]
+    def __getitem__(self, name: K) -> R:
+        return self.rows[self.numbers[name]]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._numbers
+        return name in self.numbers
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[K]:
         return iter(self.names)
 
     def __len__(self) -> int:
