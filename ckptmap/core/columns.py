@@ -129,9 +129,24 @@ class NamedRows(Mapping[K, R]):
         return len(self.names)
 
 
+_NONE = object()
+
+
+def met(values: Iterable[T]) -> Iterator[T]:
+    """Yield each different object among `values` where it is met first; mostly many of one follow each other."""
+    seen = set[int]()
+    last: object = _NONE
+    for value in values:
+        if value is not last:
+            last = value
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
 def distinct(values: Collection[T]) -> dict[int, T]:
     """Return the different objects among `values`, by their id, in order of first appearance."""
-    return dict(zip(map(id, values), values, strict=True))
+    return {id(value): value for value in met(values)}
 
 
 class ManyNamed(dict[str, T]):
@@ -149,9 +164,13 @@ def few(values: Mapping[str, T]) -> Collection[T]:
 
 def distinct_at(values: Sequence[T]) -> list[tuple[int, T]]:
     """Return the different objects among `values`, each with the number of the first that is it."""
-    numbers = range(len(values) - 1, -1, -1)
-    first = dict(zip(map(id, reversed(values)), numbers, strict=True))
-    return [(number, values[number]) for number in sorted(first.values())]
+    found: dict[int, tuple[int, T]] = {}
+    last: object = _NONE
+    for number, value in enumerate(values):
+        if value is not last:
+            last = value
+            found.setdefault(id(value), (number, value))
+    return list(found.values())
 
 
 def by_object(values: Sequence[T]) -> Iterator[tuple[T, Sequence[int]]]:
@@ -161,8 +180,8 @@ def by_object(values: Sequence[T]) -> Iterator[tuple[T, Sequence[int]]]:
         yield values[0], range(len(values))
         return
     numbers: dict[int, list[int]] = {key: [] for key in objects}
-    for number, key in enumerate(map(id, values)):
-        numbers[key].append(number)
+    for number, value in enumerate(values):
+        numbers[id(value)].append(number)
     for key, value in objects.items():
         yield value, numbers[key]
 
@@ -180,9 +199,13 @@ def each(values: Collection[T], make: Callable[[T], S]) -> list[S]:
     """Return `make(value)` for every value; `make` is called once for each different object."""
     result_of: dict[int, S] = {}
     results: list[S] = []
+    last: object = _NONE
     for value in values:
-        try:
-            results.append(result_of[id(value)])
-        except KeyError:
-            results.append(result_of.setdefault(id(value), make(value)))
+        if value is not last:
+            last = value
+            try:
+                result = result_of[id(value)]
+            except KeyError:
+                result = result_of.setdefault(id(value), make(value))
+        results.append(result)
     return results
