@@ -164,13 +164,14 @@ def few(values: Mapping[str, T]) -> Collection[T]:
 
 def distinct_at(values: Sequence[T]) -> list[tuple[int, T]]:
     """Return the different objects among `values`, each with the number of the first that is it."""
-    found: dict[int, tuple[int, T]] = {}
+    first: dict[int, int] = {}
     last: object = _NONE
     for number, value in enumerate(values):
         if value is not last:
             last = value
-            found.setdefault(id(value), (number, value))
-    return list(found.values())
+            if id(value) not in first:
+                first[id(value)] = number
+    return [(number, values[number]) for number in first.values()]
 
 
 def by_object(values: Sequence[T]) -> Iterator[tuple[T, Sequence[int]]]:
