@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from .inspect_without_typer import show
 from .shared_parameters import Json, NoProgress
 from .typed_options import TypedOptions, takes_options, typed_names
+from .without_typer import show
 
 EXAMPLES = (
     "ckptmap inspect runs/step-2000",

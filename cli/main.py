@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import shlex
 import signal
@@ -20,14 +21,15 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from ckptmap.core import requirements
+from ckptmap.core.printable import printable
 from ckptmap.errors import CkptmapError, Interrupted
 from ckptmap.storage.resource_limits import resource_error
 from ckptmap.typed_options import typed_options
 
-from .inspect_without_typer import ran_plain_inspect
 from .printer import Printer, Unprintable
+from .without_typer import run_without_typer
 
-GC_THRESHOLD = (50_000, 20, 20)
+GC_THRESHOLD = (200_000, 20, 20)
 """Opening a checkpoint creates objects by the 100,000 and no garbage: collections are lost time."""
 USAGE, WORKING = 2, 3
 UNPRINTED = (
@@ -36,25 +38,34 @@ UNPRINTED = (
 INTERRUPTED = Interrupted.exit_code
 
 
+class _EscapedRecord(logging.LogRecord):
+    """A line that a library logs, with names in it escaped."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
 @typed_options()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line, by default the process's own; return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
     gc.set_threshold(*GC_THRESHOLD)
+    logging.setLogRecordFactory(_EscapedRecord)
     Printer.printed, Printer.args, Printer.typed = False, tuple(args), _typed(args)
     out = Printer(json="--json" in args)
     before = _on_terminate(_interrupt)
     try:
-        if not ran_plain_inspect(args):
+        code = run_without_typer(args)
+        if code is None:
             from .typer_app import build
 
             code = build(args)(args, prog_name="ckptmap", standalone_mode=False)
-            return code if isinstance(code, int) else 0
+        return code if isinstance(code, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return _expected(Interrupted("CKM307", "interrupted"), args, out)
     except CkptmapError as error:
         return _expected(error, args, out)
     except ModuleNotFoundError as error:
@@ -75,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(error, args, out)
     finally:
         _on_terminate(before)
-    return 0
 
 
 def leave() -> NoReturn:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated
 
 import typer
 
-from .inspect_without_typer import shown_on_a_terminal
-from .printer import Printer
 from .shared_parameters import Json, NoProgress, Src, To
 from .typed_options import PLAN_OPTIONS, TypedOptions, takes_options
+from .without_typer import show_plan
 
 EXAMPLES = (
     "ckptmap plan runs/step-2000 --to fsdp2-nf4 --world-size 8",
@@ -40,20 +38,7 @@ def command(
     It reads headers only and writes nothing. The exit code is 1 where the plan cannot account for a
     key of SRC.
     """
-    import ckptmap
-
     options = typed.options(to or "")
     if not options.to and options.as_ is None:
         raise typer.BadParameter("give --to SETUP, or --as PATH")
-    out = Printer(json)
-    with shown_on_a_terminal(quiet):
-        plan = ckptmap.plan(src, options.to, options=options)
-        show_plan = out.prepared(plan)
-    with plan.ckpt:
-        if save is not None:
-            plan.save(save)
-            again = shlex.join(("ckptmap", "convert", "--plan", save, src, "DST"))
-            out.note(f"saved: {save}; run it with: {again}")
-        show_plan()
-    if plan.unresolved:
-        raise typer.Exit(1)
+    raise typer.Exit(show_plan(src, options, json, save, quiet))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from ckptmap.core.printable import printable
 from ckptmap.errors import Interrupted
 from ckptmap.version import __version__
 
@@ -47,16 +45,8 @@ class _Grouped(TyperCommand):
                     formatter.write_dl(records)
 
 
-class _EscapedRecord(logging.LogRecord):
-    """A line that a library logs, with names in it escaped."""
-
-    def getMessage(self) -> str:
-        return printable(super().getMessage())
-
-
 def build(args: Sequence[str]) -> typer.Typer:
     """Return the application with the command that `args` begins with, or else with all."""
-    logging.setLogRecordFactory(_EscapedRecord)
     app = typer.Typer(
         help="Convert PyTorch checkpoints between training setups: every byte of the output is "
         "accounted for, or nothing is published.",

@@ -11,7 +11,7 @@ from itertools import repeat
 
 from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import LogicalTensors, PlacedWeights
-from ckptmap.core.columns import distinct, few
+from ckptmap.core.columns import distinct, few, met
 from ckptmap.core.encoding_records import EncodingRecords
 from ckptmap.core.formatting import some
 from ckptmap.core.quantized_codes import Repairs
@@ -71,7 +71,7 @@ def group_parts(
     else:
         stored = {join(path): t for path, t in leaves.items() if isinstance(t, StoredTensor)}
         infos, extents = [tensor.info for tensor in stored.values()], None
-    if len(stored) == len(leaves) and not records and _is_plain(distinct(infos).values()):
+    if len(stored) == len(leaves) and not records and _is_plain(met(infos)):
         return LogicalTensors(stored if columns is None else columns)
     places: Sequence[int] = range(len(stored))
     placed = PlacedWeights[WeightForm | LoneWeight](len(leaves))

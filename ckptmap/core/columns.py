@@ -20,11 +20,12 @@ these few objects instead of the many rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol, Self, TypeVar, overload
 
+K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
 Row = TypeVar("Row", covariant=True)
 S = TypeVar("S")
@@ -62,6 +63,8 @@ class Columns(Sequence[R]):
 
     def take(self, indices: Sequence[int]) -> Self:
         """Return the rows at `indices`, in that order."""
+        if isinstance(indices, range) and indices.step == 1:
+            return self[indices.start : indices.stop]
         return type(self)(*[list(map(c.__getitem__, indices)) for c in self.columns()])
 
     def extend(self, *columns: Iterable[object]) -> None:
@@ -101,33 +104,49 @@ class Rows(Protocol[Row]):
     def __len__(self) -> int: ...
 
 
-class NamedRows(Mapping[str, R]):
-    """Rows by name, in order: row i has the name `names[i]`."""
+class NamedRows(Mapping[K, R]):
+    """Rows by name, or by path, in order: row i has the name `names[i]`."""
 
-    def __init__(self, names: Sequence[str], rows: Rows[R]) -> None:
+    def __init__(self, names: Sequence[K], rows: Rows[R]) -> None:
         assert len(names) == len(rows)
         self.names, self.rows = names, rows
 
     @cached_property
-    def _numbers(self) -> Mapping[str, int]:
+    def numbers(self) -> Mapping[K, int]:
+        """The number of each row, by its name."""
         return dict(zip(self.names, range(len(self.names)), strict=True))
 
-    def __getitem__(self, name: str) -> R:
-        return self.rows[self._numbers[name]]
+    def __getitem__(self, name: K) -> R:
+        return self.rows[self.numbers[name]]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._numbers
+        return name in self.numbers
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[K]:
         return iter(self.names)
 
     def __len__(self) -> int:
         return len(self.names)
 
 
+_NONE = object()
+
+
+def met(values: Iterable[T]) -> Iterator[T]:
+    """Yield each different object among `values` where it is met first; mostly many of one follow each other."""
+    seen = set[int]()
+    last: object = _NONE
+    for value in values:
+        if value is not last:
+            last = value
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
 def distinct(values: Collection[T]) -> dict[int, T]:
     """Return the different objects among `values`, by their id, in order of first appearance."""
-    return dict(zip(map(id, values), values, strict=True))
+    return {id(value): value for value in met(values)}
 
 
 class ManyNamed(dict[str, T]):
@@ -145,9 +164,14 @@ def few(values: Mapping[str, T]) -> Collection[T]:
 
 def distinct_at(values: Sequence[T]) -> list[tuple[int, T]]:
     """Return the different objects among `values`, each with the number of the first that is it."""
-    numbers = range(len(values) - 1, -1, -1)
-    first = dict(zip(map(id, reversed(values)), numbers, strict=True))
-    return [(number, values[number]) for number in sorted(first.values())]
+    first: dict[int, int] = {}
+    last: object = _NONE
+    for number, value in enumerate(values):
+        if value is not last:
+            last = value
+            if id(value) not in first:
+                first[id(value)] = number
+    return [(number, values[number]) for number in first.values()]
 
 
 def by_object(values: Sequence[T]) -> Iterator[tuple[T, Sequence[int]]]:
@@ -157,8 +181,8 @@ def by_object(values: Sequence[T]) -> Iterator[tuple[T, Sequence[int]]]:
         yield values[0], range(len(values))
         return
     numbers: dict[int, list[int]] = {key: [] for key in objects}
-    for number, key in enumerate(map(id, values)):
-        numbers[key].append(number)
+    for number, value in enumerate(values):
+        numbers[id(value)].append(number)
     for key, value in objects.items():
         yield value, numbers[key]
 
@@ -176,9 +200,13 @@ def each(values: Collection[T], make: Callable[[T], S]) -> list[S]:
     """Return `make(value)` for every value; `make` is called once for each different object."""
     result_of: dict[int, S] = {}
     results: list[S] = []
+    last: object = _NONE
     for value in values:
-        try:
-            results.append(result_of[id(value)])
-        except KeyError:
-            results.append(result_of.setdefault(id(value), make(value)))
+        if value is not last:
+            last = value
+            try:
+                result = result_of[id(value)]
+            except KeyError:
+                result = result_of.setdefault(id(value), make(value))
+        results.append(result)
     return results

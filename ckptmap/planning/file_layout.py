@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from operator import add, le
 
 from ckptmap import registry
@@ -42,21 +42,33 @@ def file_layout(
         {} if request.reference is None else request.reference.places(), inner,
     )  # fmt: skip
     writer = registry.writer(request.setup.writer)
-    files, numbers = [], []
+    files: list[FilePlan] = []
+    numbers: list[Sequence[int]] = []
     for out in writer.files(state, "archive"):
         slots = Slots.of(out.slots)
-        numbers.append(list(map(layout.numbers.__getitem__, slots.paths)))
+        numbers.append(
+            _numbers(layout, slots, numbers[-1][-1] + 1 if numbers and numbers[-1] else 0)
+        )
         files.append(FilePlan(out, _sources(layout, slots, numbers[-1])))
-    prove_output(layout.tensors, files)
+    prove_output(layout.tensors, files, numbers)
     encoded = layout.encoded
     slot_numbers = SlotNumbers.of(len(layout.tensors), numbers if encoded else ())
     return files, Encodes(encoded, slot_numbers, files)
 
 
+def _numbers(layout: TensorLayout, slots: Slots, following: int) -> Sequence[int]:
+    """Return the numbers of the tensors in these slots. Mostly they follow each other from `following` on, the number
+    after that of the last slot of the file before."""
+    numbers = range(following, following + len(slots))
+    if list(slots.paths) == layout.tensors.paths[numbers.start : numbers.stop]:
+        return numbers
+    return list(map(layout.keys.numbers.__getitem__, slots.paths))
+
+
 def _sources(layout: TensorLayout, slots: Slots, numbers: Sequence[int]) -> Sources:
     """Return where the bytes of each slot come from; `numbers` are those of the tensors in the slots."""
     sources = layout.sources.take(numbers)
-    infos = [layout.tensors.forms[number].info for number in numbers]
+    infos = layout.tensors.take(numbers).infos()
     if nbytes_of(infos) == list(slots.sizes):
         return sources
     # A slot that is a part of its tensor is no extent: its box is taken from the whole tensor.
@@ -96,31 +108,34 @@ def _whole_dicts(
     return whole | {path: nest(leaves)["dict"] for path, leaves in dicts.items()}
 
 
-def prove_output(tensors: OutTensors, files: Sequence[FilePlan]) -> None:
+def prove_output(
+    tensors: OutTensors, files: Sequence[FilePlan], numbers: Sequence[Sequence[int]]
+) -> None:
     """Assert that no two slots share a byte, and that the slots of each tensor tile it.
 
-    Ranks of a mesh may hold the same box, each in its own file.
+    `numbers` are those of the tensors in the slots of each file. Ranks of a mesh may hold the same box, each in its
+    own file.
     """
     for file in files:
         _assert_disjoint(file.out.name, file.slots, file.out.nbytes)
-    box_of: dict[Path, Box] = {}
-    for file in files:
-        box_of.update(zip(file.slots.paths, file.slots.boxes, strict=True))
-    boxes_of: dict[Path, dict[Box, set[int]]] = {}
-    if len(box_of) < sum(len(file.slots) for file in files):
-        boxes_of = _boxes_of_several(tensors, files)
+    boxes: list[Box | None] = [None] * len(tensors)
+    for file, of_file in zip(files, numbers, strict=True):
+        for number, held in zip(of_file, file.slots.boxes, strict=True):
+            boxes[number] = held
+    boxes_of: dict[int, dict[Box, set[int]]] = {}
+    if len(boxes) - boxes.count(None) < sum(map(len, numbers)):
+        boxes_of = _boxes_of_several(tensors, files, numbers)
     # There are 100,000 tensors of one slot, but few pairs of form and box: each pair is proven once.
-    paths, forms, boxes = tensors.paths, tensors.forms, list(map(box_of.get, tensors.paths))
-    several = map(boxes_of.get, paths) if boxes_of else repeat(None)
-    pairs = zip(map(id, forms), map(id, boxes), map(id, several), strict=False)
-    rows = zip(paths, forms, boxes, strict=True)
-    for path, form, box in dict(zip(pairs, rows, strict=True)).values():
-        tiles = list(boxes_of.get(path, ()))
+    several = map(boxes_of.get, range(len(tensors))) if boxes_of else repeat(None)
+    pairs = zip(map(id, tensors.forms), map(id, boxes), map(id, several), strict=False)
+    for number in dict(zip(pairs, range(len(tensors)), strict=True)).values():
+        form, box = tensors.forms[number], boxes[number]
+        tiles = list(boxes_of.get(number, ()))
         if not tiles and box is not None:
             tiles = [box]
         if tiles or (form.alias_of is None and form.info.numel):
             wrong = prove_tiling(form.info.shape, tiles)
-            assert wrong is None, f"{path}: {wrong}"
+            assert wrong is None, f"{tensors.paths[number]}: {wrong}"
 
 
 def _assert_disjoint(name: str, slots: Slots, nbytes: int) -> None:
@@ -137,18 +152,17 @@ def _assert_disjoint(name: str, slots: Slots, nbytes: int) -> None:
 
 
 def _boxes_of_several(
-    tensors: OutTensors, files: Sequence[FilePlan]
-) -> dict[Path, dict[Box, set[int]]]:
+    tensors: OutTensors, files: Sequence[FilePlan], numbers: Sequence[Sequence[int]]
+) -> dict[int, dict[Box, set[int]]]:
     """Return the boxes of each tensor of more than one slot, with the numbers of their files."""
-    count = Counter(path for file in files for path in file.slots.paths)
-    on_mesh = {tensor.path for tensor in tensors if tensor.placement is not None}
-    boxes_of: dict[Path, dict[Box, set[int]]] = {path: {} for path, n in count.items() if n > 1}
-    for number, file in enumerate(files):
-        for path, box in zip(file.slots.paths, file.slots.boxes, strict=True):
-            if path not in boxes_of:
+    count = Counter(chain.from_iterable(numbers))
+    boxes_of: dict[int, dict[Box, set[int]]] = {at: {} for at, n in count.items() if n > 1}
+    for at, (file, of_file) in enumerate(zip(files, numbers, strict=True)):
+        for number, box in zip(of_file, file.slots.boxes, strict=True):
+            if number not in boxes_of:
                 continue
-            holders = boxes_of[path].setdefault(box, set())
-            again = number in holders or (holders and path not in on_mesh)
-            assert not again, f"{path}: {box} is written twice"
-            holders.add(number)
+            holders = boxes_of[number].setdefault(box, set())
+            again = at in holders or (holders and tensors.forms[number].placement is None)
+            assert not again, f"{tensors.paths[number]}: {box} is written twice"
+            holders.add(at)
     return boxes_of

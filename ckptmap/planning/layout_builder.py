@@ -6,14 +6,13 @@ and scales. A layout says how each is cut into chunks; `file_layout` puts the ch
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
 from ckptmap import registry
-from ckptmap.core.columns import distinct, each
+from ckptmap.core.columns import NamedRows, distinct, each
 from ckptmap.core.printable import advised
 from ckptmap.core.rearranged_tensors import Assembled
 from ckptmap.core.row_chunks import RowChunks
@@ -32,6 +31,7 @@ from ckptmap.planning.encoding_targets import (
 )
 from ckptmap.planning.file_plan import Compare, EncodedTensors, EncodeForm, Sources
 from ckptmap.planning.live_encodings import require_holdable
+from ckptmap.planning.output_names import require_distinct_keys
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.request import Request
 from ckptmap.planning.source_coverage import SourceCoverage
@@ -55,10 +55,9 @@ class TensorLayout:
     steps    logical tensors, and how each is converted
     tensors  stored tensors, and how each is cut over the ranks
     sources  where the bytes of each stored tensor come from
-    numbers  path of a stored tensor -> its number in `tensors` and `sources`
     encoded  logical tensors that are encoded anew
     compares replicas that must hold the same bytes
-    keys     path of a stored tensor -> FQN of its logical tensor
+    keys     path of a stored tensor -> FQN of its logical tensor; in the order of `tensors` and `sources`
     tied     FQN that shares the storage of another -> that one
     records  dotted key of a weight -> how it is encoded, for the output's own metadata
     """
@@ -66,10 +65,9 @@ class TensorLayout:
     steps: Steps
     tensors: OutTensors
     sources: Sources
-    numbers: Mapping[Path, int]
     encoded: EncodedTensors
     compares: Sequence[Compare]
-    keys: Mapping[Path, str]
+    keys: NamedRows[Path, str]
     tied: Mapping[str, str]
     records: Mapping[str, Mapping[str, object]]
 
@@ -84,20 +82,23 @@ class LayoutBuilder:
         self._steps = Steps([], [])
         self._out = OutTensors([], [])
         self._sources = Sources([], [], [], [], [])
-        self._numbers: dict[Path, int] = {}
-        self._keys: dict[Path, str] = {}
+        self._fqns: list[str] = []
         self._encoded = EncodedTensors([], [], [])
         self._compares: list[Compare] = []
         self._tied: dict[str, str] = {}
         self._records: dict[str, Mapping[str, object]] = {}
-        self._first_of_share: dict[object, Path] = {}
+        self._first_of_share: dict[object, tuple[Path, str]] = {}
         self._targets: dict[tuple[object, ...], EncodingTarget] = {}
 
     def layout(self) -> TensorLayout:
-        """Return what was added; nothing may be added after that."""
+        """Return what was added; nothing may be added after that.
+
+        Raises PlanError CKM114 where two tensors have one path, or one key.
+        """
+        require_distinct_keys(self._out.paths, self._fqns)
         return TensorLayout(
-            self._steps, self._out, self._sources, self._numbers, self._encoded, self._compares,
-            self._keys, self._tied, self._records,
+            self._steps, self._out, self._sources, self._encoded, self._compares,
+            NamedRows(self._out.paths, self._fqns), self._tied, self._records,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ logical tensors
@@ -166,7 +167,7 @@ class LayoutBuilder:
         self._store_all(fqns, paths, self._forms(fqns, infos), Sources.at(infos, extents))
         self._steps.extend(fqns, each(infos, lambda info: _unchanged(role, info)))
 
-    def extent(self, path: Path, stored: StoredTensor) -> Extent | None:
+    def extent(self, fqn: str, path: Path, stored: StoredTensor) -> Extent | None:
         """Return the one run of bytes that holds the tensor.
 
         None where it lies in several, has replicas, or shares its storage with an earlier tensor
@@ -176,7 +177,7 @@ class LayoutBuilder:
         if type(place) is not Extent or stored.replicas:
             return None
         share = stored.share if self._shares_storage and stored.info.numel else None
-        if share is not None and self._first_of_share.setdefault(share, path) != path:
+        if share is not None and self._first_of_share.setdefault(share, (path, fqn))[0] != path:
             return None
         return place
 
@@ -215,7 +216,7 @@ class LayoutBuilder:
     def _copy(self, lazy: LazyTensor, role: str, path: Path) -> None:
         whole = lazy.parts.get("") if len(lazy.parts) == 1 else None
         if whole is not None and lazy.encoding_.name == "dense":
-            extent = self.extent(path, whole)
+            extent = self.extent(lazy.fqn, path, whole)
             if extent is not None:
                 self.plain(role, [lazy.fqn], [path], [whole.info], Extents.of([extent]))
                 return
@@ -289,18 +290,8 @@ class LayoutBuilder:
     def _store_all(
         self, fqns: Sequence[str], paths: Sequence[Path], forms: Sequence[Form], sources: Sources
     ) -> None:
-        first = len(self._out)
-        self._numbers.update(zip(paths, range(first, first + len(paths)), strict=True))
-        if len(self._numbers) != first + len(paths):
-            twice = Counter([*self._out.paths, *paths]).most_common(1)[0][0]
-            fqn = next(f for f, path in zip(fqns, paths, strict=True) if path == twice)
-            raise PlanError(
-                "CKM114",
-                f"{fqn}: {join(twice)} would be written twice",
-                f"leave one of them out with {advised(exclude=fqn)}",
-            )
         _require_text(fqns)
-        self._keys.update(zip(paths, fqns, strict=True))
+        self._fqns += fqns
         self._out.extend(paths, forms)
         self._sources.extend(*sources.columns())
 
@@ -320,10 +311,10 @@ class LayoutBuilder:
         share = stored.share if stored is not None and stored.info.numel else None
         if share is None or not self._shares_storage:
             return None
-        first = self._first_of_share.setdefault(share, path)
+        first, written = self._first_of_share.setdefault(share, (path, fqn))
         if first == path:
             return None
-        self._tied[fqn] = self._keys[first]
+        self._tied[fqn] = written
         return first
 
 

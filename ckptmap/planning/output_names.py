@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import ne
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import NO_STATES, States, states_of
 from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.split_roles import is_reserved_name
 from ckptmap.core.formatting import some
-from ckptmap.core.state_paths import join
+from ckptmap.core.printable import advised
+from ckptmap.core.state_paths import join, joined
 from ckptmap.errors import PlanError
 from ckptmap.mapping.prefixes import nearest_change
 from ckptmap.mapping.wrappers import HEAD, wrap_prefix
@@ -238,19 +240,22 @@ def _require_names_unlike_ddp(selection: Selection, added: str | None) -> None:
         )
 
 
-def require_distinct_keys(paths: Sequence[Path]) -> None:
-    """Raise PlanError CKM114 where two paths give one dotted key, by which a manifest names tensors:
-    ("extra", "a.b") and ("extra", "a", "b") are both `extra.a.b`.
-
-    No two of `paths` may be equal; where all are of one dict, as most are, that is enough.
-    """
-    if len({path[:-1] for path in paths}) < 2:
-        return
-    keys = list(map(join, paths))
+def require_distinct_keys(paths: Sequence[Path], fqns: Sequence[str]) -> None:
+    """Raise PlanError CKM114 where two tensors have one path, or two paths give one dotted key, by which a manifest
+    names tensors: ("extra", "a.b") and ("extra", "a", "b") are both `extra.a.b`."""
+    keys = joined(paths)
     if len({*keys}) == len(keys):
         return
     repeated = Counter(keys).most_common(1)[0][0]
-    twice = [path for path, key in zip(paths, keys, strict=True) if key == repeated]
+    at = [number for number, key in enumerate(keys) if key == repeated]
+    twice = [paths[number] for number in at]
+    if len({*twice}) < len(twice):
+        fqn = fqns[at[-1]]
+        raise PlanError(
+            "CKM114",
+            f"{fqn}: {repeated} would be written twice",
+            f"leave one of them out with {advised(exclude=fqn)}",
+        )
     raise PlanError(
         "CKM114",
         f"{repeated!r} would be written twice: as {twice[0]} and as {twice[1]}",
@@ -263,9 +268,9 @@ def unknown_to_transformers(names: Mapping[str, str]) -> list[str]:
 
     transformers loads by plain names, and initializes at random what it does not find.
     """
-    renamed = [name for fqn, name in names.items() if name != fqn]
-    if not renamed:
+    if not any(map(ne, names, names.values())):
         return []
+    renamed = [name for fqn, name in names.items() if name != fqn]
     return [
         f"transformers would not find {some(renamed, 1)}, and would initialize them at random: it"
         " loads plain names, without --wrap and --names-like"

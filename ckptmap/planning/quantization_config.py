@@ -232,12 +232,14 @@ class WrittenWeights:
         It may look weights up by names that are not known for this model, have no place for them in
         it, or find beside them what another library wrote.
         """
+        if not self.fresh:
+            return
         encoded = [
             (fqn, encoding.name)
             for fqn, (encoding, _) in self.encodings.items()
             if encoding.name != "dense"
         ]
-        if not (self.fresh and encoded):
+        if not encoded:
             return
         _require_no_foreign(self.foreign, *encoded[0])
         model_types = set(types_within(document))

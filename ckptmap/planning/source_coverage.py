@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add, le
 
-from ckptmap.core.columns import by_object
+from ckptmap.core.columns import by_object, distinct
 from ckptmap.core.rearranged_tensors import Assembled
 from ckptmap.core.row_chunks import RowChunks
+from ckptmap.core.stored_parts import StoredTable
 from ckptmap.core.tensor_columns import Extents, extents_of, nbytes_of
 from ckptmap.core.tiling import prove_rows, prove_tiling
 from ckptmap.core.weight_columns import WeightForm, WeightKind
@@ -30,18 +31,32 @@ class SourceCoverage:
     fingerprints: Mapping[str, Fingerprint]
     _pieces: dict[int, StoredTensor] = field(default_factory=dict)
     """Tensors that others are pieced together of, by id: each is checked once."""
+    _whole: dict[int, bool] = field(default_factory=dict)
+    """Whether all tensors of a table lie inside their files, by the id of the table."""
 
     def prove_extents(
         self, fqns: Sequence[str], infos: Sequence[TensorInfo], extents: Extents
     ) -> None:
         """Raise SourceError CKM104 where one of these tensors ends behind its file."""
-        ends = map(add, extents.offsets, nbytes_of(infos))
-        limit_of = {file: self.fingerprints[file].nbytes for file in {*extents.files}}
-        if all(map(le, ends, map(limit_of.__getitem__, extents.files))):
+        if self._are_inside(infos, extents):
             return
         ends = map(add, extents.offsets, nbytes_of(infos))
         for fqn, file, end in zip(fqns, extents.files, ends, strict=True):
             self._require_inside(fqn, file, end)
+
+    def _are_inside(self, infos: Sequence[TensorInfo], extents: Extents) -> bool:
+        ends = map(add, extents.offsets, nbytes_of(infos))
+        limit_of = {file: self.fingerprints[file].nbytes for file in {*extents.files}}
+        return all(map(le, ends, map(limit_of.__getitem__, extents.files)))
+
+    def _is_whole(self, stored: StoredTable) -> bool:
+        """Return whether every stored tensor is one run of bytes inside its file, so that no part of a weight need be
+        looked for."""
+        if stored.extents is None:
+            return False
+        if id(stored) not in self._whole:
+            self._whole[id(stored)] = self._are_inside(stored.infos, stored.extents)
+        return self._whole[id(stored)]
 
     def prove_all(
         self,
@@ -54,6 +69,9 @@ class SourceCoverage:
         Raises as `prove` does.
         """
         compares: list[Compare] = []
+        forms = distinct(kinds).values()
+        if all(isinstance(form, WeightForm) and self._is_whole(form.stored) for form in forms):
+            return compares
         for form, numbers_of in by_object(kinds):
             alike = list(map(fqns.__getitem__, numbers_of))
             if isinstance(form, WeightForm):

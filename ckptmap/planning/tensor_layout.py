@@ -15,7 +15,7 @@ from ckptmap.planning.kept_codes import code_grid, kept_fidelity
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.layout_builder import LayoutBuilder, TensorLayout
 from ckptmap.planning.optimizer_state import OptimizerState
-from ckptmap.planning.output_names import OutputNames, require_distinct_keys
+from ckptmap.planning.output_names import OutputNames
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.reference import Reference
 from ckptmap.planning.reference_encodings import activation_parts
@@ -48,9 +48,7 @@ def tensor_layout(
     if request.setup.holds_extra:
         for path, lazy in selection.others.items():
             builder.tensor(lazy, "other", names.of_extra(path), None)
-    layout = builder.layout()
-    require_distinct_keys(layout.tensors.paths)
-    return layout
+    return builder.layout()
 
 
 def _in_its_dtype(lazy: LazyTensor, encoding: Encoding | None) -> LazyTensor:
@@ -138,7 +136,7 @@ class _Weights:
             return _Weight(fqn, encoding, _Weights._add_alone)
         if fqn in self._dense:
             stored = self._dense[fqn]
-            extent = self._builder.extent(self._names.of_weight(fqn), stored)
+            extent = self._builder.extent(fqn, self._names.of_weight(fqn), stored)
             if extent is not None:
                 return _Weight(fqn, encoding, _Weights._add_extents, extent)
         return _Weight(fqn, encoding, _Weights._add_alone)

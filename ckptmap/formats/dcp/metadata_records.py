@@ -51,7 +51,7 @@ class WholeEntries(Columns[TensorEntry]):
         return TensorEntry(info, ((*box, Item(file, offset, length)),))
 
 
-class Whole(NamedRows[TensorEntry]):
+class Whole(NamedRows[str, TensorEntry]):
     """Tensors by key, each of one chunk and at least one element."""
 
     rows: WholeEntries

@@ -270,9 +270,10 @@ class HfWriter:
         words = like_words(state.inner, state.places)
         common = {"format": "pt", **_common(words.values())}
         item_nbytes = each(infos, lambda info: info.itemsize)
+        is_in_order = kept_order or len({*item_nbytes}) < 2
         files = []
         for file, shard in named:
-            if not kept_order:
+            if not is_in_order:
                 shard = sorted(shard, key=item_nbytes.__getitem__, reverse=True)
             shard_keys = list(map(keys.__getitem__, shard))
             weight_map.update(zip(shard_keys, repeat(file), strict=False))

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 
@@ -223,21 +224,18 @@ def split_shards(nbytes: Sequence[int], limit: int) -> list[list[int]]:
     As in huggingface_hub, a shard is filled in the given order until the next tensor does not fit. A
     tensor larger than the limit becomes a shard of its own and does not end the current one.
     """
-    shards: list[list[int]] = []
-    current: list[int] = []
-    filled = 0
-    for position, size in enumerate(nbytes):
-        if size > limit:
-            shards.append([position])
-            continue
-        if filled + size > limit:
-            shards.append(current)
-            current, filled = [], 0
-        current.append(position)
-        filled += size
-    if current:
-        shards.append(current)
-    return shards
+    large = [at for at, size in enumerate(nbytes) if size > limit]
+    alone = {*large}
+    others = [at for at in range(len(nbytes)) if at not in alone]
+    filled = [0, *accumulate(map(nbytes.__getitem__, others))]
+    shards = [(at, [at]) for at in large]
+    begin = 0
+    while begin < len(others):
+        end = bisect_right(filled, filled[begin] + limit, begin) - 1
+        ended_by = others[end] if end < len(others) else len(nbytes)
+        shards.append((ended_by, others[begin:end]))
+        begin = end
+    return [shard for _, shard in sorted(shards)]
 
 
 def shard_name(stem: str, number: int, count: int) -> str:

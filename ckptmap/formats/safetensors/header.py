@@ -168,15 +168,14 @@ def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
     if len(names) < len(keys) or METADATA in names:
         return None
     nbytes = {form: info.nbytes for form, info in infos.items()}
-    start = 8 + len(raw)
-    stops = list(accumulate(map(nbytes.__getitem__, forms), initial=0))
-    if ",".join(places) != _joined_pairs(list(map(str, stops))):
+    sizes = list(map(nbytes.__getitem__, forms))
+    if ",".join(places) != _joined_pairs(list(map(str, accumulate(sizes, initial=0)))):
         return None
-    begins = list(accumulate(map(nbytes.__getitem__, forms), initial=start))
-    _check_end(begins.pop(), file_nbytes, where)
-    about = _metadata(metadata, where)
+    start = 8 + len(raw)
+    *begins, end = accumulate(sizes, initial=start)
+    _check_end(end, file_nbytes, where)
     columns = keys, list(map(infos.__getitem__, forms)), begins
-    return Header(*columns, start, file_nbytes - start, about)
+    return Header(*columns, start, file_nbytes - start, _metadata(metadata, where))
 
 
 def _joined_pairs(texts: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 
 from ckptmap.core.columns import distinct_at
 from ckptmap.core.formatting import human
@@ -30,18 +30,11 @@ def emit(keys: Sequence[str], infos: Sequence[TensorInfo], metadata: Mapping[str
     CKM203 for a dtype that the format has no name for (complex128), a name that no reader accepts, or a
     header that is too long.
     """
-    items = []
+    about = ""
     if metadata:
         text = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
-        items.append(f'"{METADATA}":{text}')
-    _check_written(keys)
-    forms = {id(info): _written_form(keys[at], info) for at, info in distinct_at(infos)}
-    stops = list(map(str, accumulate(nbytes_of(infos), initial=0)))
-    names = map(json.encoder.encode_basestring, keys)
-    entries = zip(names, map(forms.__getitem__, map(id, infos)), stops, stops[1:], strict=False)
-    one = '%s:%s,"data_offsets":[%s,%s]}'  # one call for all: there may be 100,000
-    items += [",".join([one] * len(keys)) % (*chain.from_iterable(entries),)] if keys else []
-    raw = ("{" + ",".join(items) + "}").encode("utf-8")
+        about = f'"{METADATA}":{text}{"," if keys else ""}'
+    raw = ("{" + about + "".join(_entries(keys, infos)) + "}").encode("utf-8")
     raw += b" " * (-len(raw) % ALIGN)
     if len(raw) > MAX_HEADER_NBYTES:
         raise PlanError(
@@ -52,12 +45,32 @@ def emit(keys: Sequence[str], infos: Sequence[TensorInfo], metadata: Mapping[str
     return len(raw).to_bytes(8, "little") + raw
 
 
-def _check_written(keys: Sequence[str]) -> None:
-    """Refuse a header that no reader would accept."""
-    longest = max(map(len, keys), default=1)
-    printable = all(keys) and "".join(keys).isprintable()
-    if printable and longest <= MAX_NAME_NCHARS and METADATA not in keys:
-        return
+def _entries(keys: Sequence[str], infos: Sequence[TensorInfo]) -> list[str]:
+    """Return the texts that make up the entries of these tensors: some for each, which are joined once for all, because
+    there may be 100,000.
+
+        "a    ":{"dtype":"F32","shape":[2],"data_offsets":[    0    ,    8    ]},    "b    ...
+    """
+    if not keys:
+        return []
+    names = _as_text(keys)
+    if '"' in names or "\\" in names:
+        keys = [json.encoder.encode_basestring(key)[1:-1] for key in keys]
+    forms = {id(info): _written_form(keys[at], info) for at, info in distinct_at(infos)}
+    stops = list(map(str, accumulate(nbytes_of(infos), initial=0)))
+    texts = [","] * (6 * len(keys))
+    texts[0::6], texts[2::6], texts[4::6] = keys, stops[:-1], stops[1:]
+    texts[1::6] = map(forms.__getitem__, map(id, infos))
+    texts[5::6] = [']},"'] * len(keys)
+    return ['"', *texts[:-1], "]}"]
+
+
+def _as_text(keys: Sequence[str]) -> str:
+    """Return all keys, joined. Refuse a header that no reader would accept."""
+    text = "".join(keys)
+    printable = all(keys) and text.isprintable()
+    if printable and max(map(len, keys)) <= MAX_NAME_NCHARS and METADATA not in keys:
+        return text
     try:
         for key in keys:
             if not key.isprintable() or key == METADATA or not 0 < len(key) <= MAX_NAME_NCHARS:
@@ -68,12 +81,13 @@ def _check_written(keys: Sequence[str]) -> None:
             error.message,
             f"leave it out with {advised(exclude=key)}, or choose --to full",
         ) from error
+    return text
 
 
 def _written_form(key: str, info: TensorInfo) -> str:
-    """Return how the header's entry of a tensor begins; tensors of one shape and dtype share it."""
+    """Return what follows a name in its entry; tensors of one shape and dtype share it."""
     dtype, shape = _stored_form(key, info)
-    return f'{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}]'
+    return f'":{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":['
 
 
 def _stored_form(key: str, info: TensorInfo) -> tuple[str, tuple[int, ...]]:
