@@ -15,10 +15,9 @@ import itertools
 import json
 import os
 import signal
-import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -29,6 +28,7 @@ from ckptmap.core.formatting import first_line
 from ckptmap.core.json_text import parse_json
 from ckptmap.errors import CkptmapError, DestinationError, Interrupted, PlanError, RunError
 from ckptmap.execution.heartbeat import Heartbeat, Stopped
+from ckptmap.storage.process_guards import ending_signals
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -204,7 +204,7 @@ class GlooRanks(Ranks):
     def cause(self, error: BaseException) -> BaseException | None:
         if self.rank:
             return None
-        with _no_sigterm():
+        with _undisturbed():
             verdict = self._lead_failed(error)
         have_stopped = self._beats.left.keys() >= {*self._beats.others}
         return verdict if have_stopped else None
@@ -227,7 +227,7 @@ class GlooRanks(Ranks):
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            with _no_sigterm():
+            with _undisturbed():
                 verdict = self._lead_failed(error) if self.rank == 0 else self._failed(error)
             if verdict is not error:
                 raise verdict from error
@@ -328,14 +328,7 @@ def _lost(rank: int, how: str) -> RunError:
     )
 
 
-@contextmanager
-def _no_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM inside: torchrun sends it once a rank fails, before the error is shown."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _undisturbed() -> AbstractContextManager[None]:
+    """Ignore signals that end a run inside: torchrun sends SIGTERM once a rank fails, before the error is
+    shown, and a shell its own SIGHUP after that of the terminal."""
+    return ending_signals(signal.SIG_IGN, lambda old: False)
