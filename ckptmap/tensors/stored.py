@@ -239,6 +239,8 @@ class Index:
     file_of          key of an extra value -> the file that holds this value and nothing else
     keeps_order      tells whether a tensor stands where the saved dict had it; None: the container
                      keeps no order
+    module_order     returns path of a dict of weights -> its modules, as stored, in the order of the model:
+                     those dicts for which the container lists them
     about            what the container says of the model, in one line; "" where it says nothing
     metadata         what it says besides tensors that is no leaf: key -> value, long ones cut short
     naming           the naming scheme of all containers of the format; "": they have any names
@@ -263,6 +265,7 @@ class Index:
     missing_weights: tuple[str, ...] = ()
     file_of: Mapping[str, str] = field(default_factory=dict)
     keeps_order: Callable[[StoredTensor], bool] | None = None
+    module_order: Callable[[], Mapping[Path, Sequence[str]]] | None = None
     about: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
     naming: str = ""
