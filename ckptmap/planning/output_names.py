@@ -15,6 +15,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import NO_STATES, States, states_of
 from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.split_roles import is_reserved_name
+from ckptmap.core.printable import advised
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
 from ckptmap.mapping.prefixes import nearest_change
@@ -254,7 +255,7 @@ def require_distinct_keys(paths: Sequence[Path]) -> None:
     raise PlanError(
         "CKM114",
         f"{repeated!r} would be written twice: as {twice[0]} and as {twice[1]}",
-        "leave one of them out with --exclude or --drop",
+        f"leave both out with {advised(drop=repeated)}, or rename one where the checkpoint is saved",
     )
 
 

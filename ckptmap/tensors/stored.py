@@ -245,6 +245,7 @@ class Index:
     metadata         what it says besides tensors that is no leaf: key -> value, long ones cut short
     naming           the naming scheme of all containers of the format; "": they have any names
     unmapped_model   the model that the container says it holds, where no scheme of `naming` is for it
+    setup            the nearest setup, where it is none of those that write the container; "": one of them
     made_files       returns files that lie beside the weights elsewhere (config.json), made of the
                      container's own metadata: name -> content
     made_tensors     names of tensors that a writer makes of metadata, no weights of a model: a manifest does not
@@ -270,6 +271,7 @@ class Index:
     metadata: Mapping[str, str] = field(default_factory=dict)
     naming: str = ""
     unmapped_model: str = ""
+    setup: str = ""
     made_files: Callable[[], Mapping[str, bytes]] | None = None
     made_tensors: frozenset[str] = frozenset()
 
