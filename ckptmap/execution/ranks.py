@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ckptmap import errors
 from ckptmap.core.devices import indexed
@@ -229,6 +229,9 @@ class GlooRanks(Ranks):
         if error is not None:
             with _undisturbed():
                 verdict = self._lead_failed(error) if self.rank == 0 else self._failed(error)
+                if getattr(error, "keeps_work", False) and isinstance(verdict, CkptmapError):
+                    verdict.keep_work()  # it was judged before that was known
+                    self._last_words = _own_words(verdict)
             if verdict is not error:
                 raise verdict from error
             return
@@ -284,7 +287,7 @@ class GlooRanks(Ranks):
         beats.hear((0,), 2 * GRACE_S)
         if self.rank == 1 and 0 not in beats.left:
             return _lost(0, beats.lost.get(0, f"gave no sign of life for {beats.timeout:g} s"))
-        shown = parse_json(own) or parse_json(beats.left.get(0, b"{}"))
+        shown = parse_json(beats.left.get(0, b"{}")) or parse_json(own)
         return ShownElsewhere(shown.get("exit", RunError.exit_code))
 
 
@@ -312,11 +315,12 @@ def _kind(error: CkptmapError) -> str:
     return next(one.__name__ for one in type(error).mro() if one.__module__ == errors.__name__)
 
 
-def _error(said: Mapping[str, str], prefix: str = "") -> CkptmapError:
+def _error(said: Mapping[str, Any], prefix: str = "") -> CkptmapError:
     """Return the error that another rank has sent."""
     kind = getattr(errors, said.get("kind", ""), RunError)
     message = prefix + said.get("message", "stopped: another rank failed")
     error: CkptmapError = kind(said.get("code", "CKM307"), message, said.get("hint", ""))
+    error.exit_code = said.get("exit", error.exit_code)
     return error
 
 

@@ -149,6 +149,15 @@ def test_a_library_that_cannot_be_imported(
     assert f"error[CKM211]: xxhash is installed here and cannot be imported: {said}" in done.stderr
 
 
+def test_a_name_of_many_characters_is_cut_in_the_middle(run: Run, tmp_path: Path) -> None:
+    """Its length is said; the hint has it whole, to be pasted."""
+    name = "a" * 5000 + ".weight"
+    torch.save({name: torch.zeros(2).to_sparse(), "b": torch.zeros(2)}, tmp_path / "long.pt")
+    code, _, err = run("convert", "long.pt", "out", "--to", "hf")
+    message, _, hint = err.partition("\n")
+    assert code == 2 and len(message) < 600 and "characters)..." in message and name in hint
+
+
 # ------------------------------------------------------------------ two saves in one directory
 
 
