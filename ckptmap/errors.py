@@ -7,6 +7,8 @@ nothing is left written, 3 failed while working, 130 interrupted.
 
 from __future__ import annotations
 
+import re
+
 from ckptmap.typed_options import as_given
 
 __all__ = [
@@ -15,9 +17,22 @@ __all__ = [
 ]  # fmt: skip
 
 
+MAX_WORD = 1000
+"""Characters of a word in a message from which on its middle is left out; a path that a system opens has fewer in
+one segment."""
+_LONG = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 REFUSED_VALUES = frozenset({"CKM309", "CKM310", "CKM311", "CKM315", "CKM318", "CKM324"})
 """Codes of values that the output cannot hold. Only reading them shows it, so the run has begun; but every run
 of the same command would meet them again."""
+
+
+def _shortened(text: str) -> str:
+    """Return the text without the middle of names that are too long to read; a hint keeps them whole."""
+    return text if len(text) <= MAX_WORD else _LONG.sub(_ends, text)
+
+
+def _ends(word: re.Match[str]) -> str:
+    return f"{word[0][:60]}...({len(word[0]):,} characters)...{word[0][-60:]}"
 
 
 class CkptmapError(Exception):
@@ -27,6 +42,7 @@ class CkptmapError(Exception):
     """
 
     exit_code = 2
+    keeps_work = False
 
     def __init__(self, code: str, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -34,9 +50,15 @@ class CkptmapError(Exception):
         self.message = message
         self.hint = hint
 
+    def keep_work(self) -> None:
+        """Note that what was written is kept, so that the same command continues it."""
+        self.keeps_work = True
+        if isinstance(self, SourceError):
+            self.exit_code = RunError.exit_code
+
     @property
     def message(self) -> str:
-        return as_given(self._message)
+        return _shortened(as_given(self._message))
 
     @message.setter
     def message(self, text: str) -> None:

@@ -185,12 +185,15 @@ def _lacks_config(plan: Plan) -> bool:
 
 
 def _with_config(plan: Plan, args: Sequence[str]) -> str:
-    """Return the same command with a config, and with the prefix off that keeps names from fitting it; MODEL
+    """Return the same command with a config, and with the change of names without which they do not fit it; MODEL
     is a directory, a config.json or a place on the Hub."""
-    from ckptmap.planning.prefix_notes import prefix_change
+    from ckptmap.planning.prefix_notes import HUB, foreign_scheme, prefix_change
 
-    change = prefix_change(plan.ckpt, plan.aim.setup, plan.options)
+    of_plan = plan.ckpt, plan.aim.setup, plan.options
+    change = prefix_change(*of_plan)
     added = ["--config-from", "MODEL", *(["--overwrite"] if "--overwrite" not in args else [])]
     if change is not None:
         added = [*shlex.split(change.options), *added]
+    elif foreign_scheme(*of_plan):
+        added = [*HUB.split(), *added]
     return shlex.join(["ckptmap", *args, *added])

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TextIO
 from ckptmap.core import requirements
 from ckptmap.core.printable import printable
 from ckptmap.errors import CkptmapError, Interrupted
+from ckptmap.storage.process_guards import ending_signals
 from ckptmap.storage.resource_limits import resource_error
 from ckptmap.typed_options import typed_options
 
@@ -54,7 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.setLogRecordFactory(_EscapedRecord)
     Printer.printed, Printer.args, Printer.typed = False, tuple(args), _typed(args)
     out = Printer(json="--json" in args)
-    before = _on_terminate(_interrupt)
+    with ending_signals(_interrupt, lambda old: old is signal.SIG_IGN):
+        return _run(args, out)
+
+
+def _run(args: list[str], out: Printer) -> int:
+    """Run the command; return its exit code, whatever comes of it."""
     try:
         code = run_without_typer(args)
         if code is None:
@@ -84,8 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _expected(short, args, out)
         refuse = _usage if hasattr(error, "format_message") else _unexpected
         return refuse(error, args, out)
-    finally:
-        _on_terminate(before)
 
 
 def leave() -> NoReturn:
@@ -118,14 +122,6 @@ def _open_streams() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _on_terminate(handler: object) -> object:
-    """Set the handler of SIGTERM and return the one before; SIGTERM ends a run as Ctrl-C does."""
-    try:
-        return signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
-    except (ValueError, TypeError):  # not in the main thread, or a handler of C code
-        return None
 
 
 def _typed(args: Sequence[str]) -> dict[str, str]:

@@ -248,7 +248,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         heads = {pattern.split(".")[0] for pattern in self.wrappers}
         with_wrappers = [s for s in setups if s.wrap and s.head in heads]
         fitting = with_wrappers or [s for s in setups if not s.wrap] or setups
-        name = fitting[-1].name if fitting else self.index.container
+        name = self.index.setup or (fitting[-1].name if fitting else self.index.container)
         encoded = (e.removeprefix(f"{name}-") for e in self.encodings if e != "dense")
         return "-".join([name, *encoded])
 

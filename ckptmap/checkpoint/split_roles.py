@@ -19,7 +19,7 @@ from pathlib import Path as FilePath
 
 from ckptmap.checkpoint.module_extra_state import state_at
 from ckptmap.core.formatting import counted, some
-from ckptmap.core.printable import quote
+from ckptmap.core.printable import advised, quote
 from ckptmap.core.state_paths import RESOLVED, UNRESOLVED
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
@@ -267,11 +267,11 @@ def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
             f"{where}: holds no model weights, only what is named as optimizer state",
             _way_to_weights(where),
         )
-    names = some(["/".join(map(str, (*prefix, name))) for name in dicts], SHOWN)
+    roots = ["/".join(map(str, (*prefix, name))) for name in dicts]
     raise SourceError(
         "CKM205",
-        f"{where}: several dicts could be the weights: {names}",
-        "choose one with --source-root NAME, or '' for all of them as one model",
+        f"{where}: several dicts could be the weights: {some(roots, SHOWN)}",
+        f"choose one, such as {advised(source_root=roots[0])}, or --source-root '' for all of them as one model",
     )
 
 

@@ -18,8 +18,8 @@ from ckptmap.sharding.reference_model import MANIFEST, is_alphabetical
 def in_order(path: str, index: Index, groups: Mapping[str, Group]) -> list[str]:
     """Return the tensors that are known to be listed in the order of modules.
 
-    The list is empty if the container keeps no order, if the names are sorted or are in no order
-    that modules could have, and for an output of ckptmap, which has the order of its source.
+    The list is empty if the container keeps no order, if the names are in no order that modules could
+    have, or are sorted and nothing shows that the model's are, and for an output of ckptmap, which has the order of its source.
     """
     keeps_order = index.keeps_order
     ours = index.manifest is not None or (FilePath(path) / MANIFEST).is_file()
@@ -27,7 +27,26 @@ def in_order(path: str, index: Index, groups: Mapping[str, Group]) -> list[str]:
         return []
     names = [fqn for fqn, group in groups.items() if any(map(keeps_order, group.parts.values()))]
     dtypes = [groups[fqn].info.dtype for fqn in names]
-    return names if is_traversal(names) and not is_alphabetical(names, dtypes) else []
+    if not is_traversal(names) or (
+        is_alphabetical(names, dtypes) and not _lists_modules(index, names)
+    ):
+        return []
+    return names
+
+
+def _lists_modules(index: Index, names: Sequence[str]) -> bool:
+    """Return whether the container lists the modules of these tensors beside them, in the same order.
+
+    Sorting a state dict loses that list: sorted names with it are those of a model that has them so.
+    """
+    last = [name.rpartition(".")[2] for name in names]
+    for path, modules in index.module_order().items() if index.module_order is not None else ():
+        place = {module: number for number, module in enumerate(modules)}
+        stored = [str(leaf[-1]) for leaf in index.leaves if leaf[:-1] == path]
+        places = [place.get(name.rpartition(".")[0], -1) for name in stored]
+        if [name.rpartition(".")[2] for name in stored] == last and -1 not in places:
+            return places == sorted(places)
+    return False
 
 
 def is_traversal(names: Sequence[str]) -> bool:

@@ -9,14 +9,25 @@ from __future__ import annotations
 
 from ckptmap.errors import RunError
 from ckptmap.protocols import Slot
-from ckptmap.tensors import Box, StoredTensor
+from ckptmap.tensors import Box, Path, StoredTensor
 
 BOOL = "bool"
 PIECE_NBYTES = 1 << 20
 
 
+_NEXT = "save it again as tensor.clone(), which torch makes of 0 and 1"
+
+
+class NotBool(RunError):
+    """A BOOL tensor holds another byte. `path` is the tensor's in the output."""
+
+    def __init__(self, code: str, message: str, hint: str, path: Path) -> None:
+        super().__init__(code, message, hint)
+        self.path = path
+
+
 def check_bools(source: StoredTensor, slot: Slot, at: int, data: memoryview) -> None:
-    """Raise RunError CKM318, which names the element, if a byte of `data` is neither 0 nor 1.
+    """Raise NotBool CKM318, which names the element, if a byte of `data` is neither 0 nor 1.
 
     `data` holds bytes of the slot, from its byte `at` on; `source` is for the name of the file.
     """
@@ -27,12 +38,12 @@ def check_bools(source: StoredTensor, slot: Slot, at: int, data: memoryview) -> 
             index = _index_of(slot, at + start + piece.index(invalid[:1]))
             element = Box(index, (1,) * len(index))
             file = next(region.file for _, region in source.pieces(element))
-            raise RunError(
+            raise NotBool(
                 "CKM318",
                 f"{file}: {'.'.join(map(str, slot.path))}: BOOL element {list(index)}"
                 f" is the byte {invalid[0]}, expected 0 or 1",
-                "save it again as tensor.clone(), which torch makes of 0 and 1; or leave it out with"
-                " --exclude",
+                _NEXT,
+                slot.path,
             )
 
 

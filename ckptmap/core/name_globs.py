@@ -32,6 +32,11 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
     return any(matches(name, pattern) for pattern in patterns)
 
 
+def only(name: str) -> str:
+    """Return the pattern that matches this name alone: `a[0].*` -> `a[[]0].[*]`."""
+    return re.sub(r"[*?[{]", r"[\g<0>]", name)
+
+
 def suggestion(pattern: str, names: Collection[str]) -> str:
     """Return what may be meant by a pattern that matches none of the names, as a question; "" where no
     name is near."""

@@ -13,8 +13,10 @@ import re
 import shlex
 from collections.abc import Iterable
 
+from ckptmap.core.name_globs import only
 from ckptmap.typed_options import as_given
 
+_BY_PATTERN = frozenset({"drop", "exclude", "leave", "no_encode"})
 _UNSAFE = "\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _CONTROLS = re.compile(f"[{_UNSAFE}]")
 _CONTROLS_AND_BREAKS = re.compile(f"[\n{_UNSAFE}]")
@@ -76,8 +78,18 @@ def join(words: Iterable[str]) -> str:
     return " ".join(map(quote, words))
 
 
-def advised(**values: str) -> str:
-    """Return options for the caller to give, as a hint shows them: to be pasted."""
+def advised(**names: str) -> str:
+    """Return options for the caller to give, as a hint shows them: to be pasted.
+
+    A name is written so that no other is matched, where the option takes patterns.
+    """
+    return advised_patterns(
+        **{option: only(name) if option in _BY_PATTERN else name for option, name in names.items()}
+    )
+
+
+def advised_patterns(**values: str) -> str:
+    """Return options as `advised` does, whose values are patterns."""
     return " ".join(
         f"--{name.rstrip('_').replace('_', '-')} {quote(value)}" for name, value in values.items()
     )

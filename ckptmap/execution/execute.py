@@ -48,7 +48,7 @@ from ckptmap.storage.direct_io import Buffer, Outputs, Sums
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.files import Files
 from ckptmap.storage.journal import Journal, Written
-from ckptmap.storage.process_guards import one_torch_thread, stopped_by_sigterm
+from ckptmap.storage.process_guards import one_torch_thread, stopped_by_signals
 
 SPAN = 4 << 20
 """Bytes of small slots in one unit."""
@@ -97,7 +97,7 @@ def execute(
     context = Context(plan, files, outputs, budget, how.device, run.advance, digests)
     staging = out_dir.parent / f"source-{ranks.rank}" if how.low_disk else None
     try:
-        with ExitStack() as held, stopped_by_sigterm(run.stop):
+        with ExitStack() as held, stopped_by_signals(run.stop):
             phases.begin(CONVERTING if encodes else COPYING, sum(sum(f.slots.sizes) for f in plan))
             if share.encodes:
                 run.bring_torch = partial(held.enter_context, one_torch_thread(True))

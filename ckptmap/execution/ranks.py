@@ -15,13 +15,12 @@ import itertools
 import json
 import os
 import signal
-import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ckptmap import errors
 from ckptmap.core.devices import indexed
@@ -29,6 +28,7 @@ from ckptmap.core.formatting import first_line
 from ckptmap.core.json_text import parse_json
 from ckptmap.errors import CkptmapError, DestinationError, Interrupted, PlanError, RunError
 from ckptmap.execution.heartbeat import Heartbeat, Stopped
+from ckptmap.storage.process_guards import ending_signals
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -204,7 +204,7 @@ class GlooRanks(Ranks):
     def cause(self, error: BaseException) -> BaseException | None:
         if self.rank:
             return None
-        with _no_sigterm():
+        with _undisturbed():
             verdict = self._lead_failed(error)
         have_stopped = self._beats.left.keys() >= {*self._beats.others}
         return verdict if have_stopped else None
@@ -227,8 +227,11 @@ class GlooRanks(Ranks):
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            with _no_sigterm():
+            with _undisturbed():
                 verdict = self._lead_failed(error) if self.rank == 0 else self._failed(error)
+                if getattr(error, "keeps_work", False) and isinstance(verdict, CkptmapError):
+                    verdict.keep_work()  # it was judged before that was known
+                    self._last_words = _own_words(verdict)
             if verdict is not error:
                 raise verdict from error
             return
@@ -284,7 +287,7 @@ class GlooRanks(Ranks):
         beats.hear((0,), 2 * GRACE_S)
         if self.rank == 1 and 0 not in beats.left:
             return _lost(0, beats.lost.get(0, f"gave no sign of life for {beats.timeout:g} s"))
-        shown = parse_json(own) or parse_json(beats.left.get(0, b"{}"))
+        shown = parse_json(beats.left.get(0, b"{}")) or parse_json(own)
         return ShownElsewhere(shown.get("exit", RunError.exit_code))
 
 
@@ -312,11 +315,12 @@ def _kind(error: CkptmapError) -> str:
     return next(one.__name__ for one in type(error).mro() if one.__module__ == errors.__name__)
 
 
-def _error(said: Mapping[str, str], prefix: str = "") -> CkptmapError:
+def _error(said: Mapping[str, Any], prefix: str = "") -> CkptmapError:
     """Return the error that another rank has sent."""
     kind = getattr(errors, said.get("kind", ""), RunError)
     message = prefix + said.get("message", "stopped: another rank failed")
     error: CkptmapError = kind(said.get("code", "CKM307"), message, said.get("hint", ""))
+    error.exit_code = said.get("exit", error.exit_code)
     return error
 
 
@@ -328,14 +332,7 @@ def _lost(rank: int, how: str) -> RunError:
     )
 
 
-@contextmanager
-def _no_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM inside: torchrun sends it once a rank fails, before the error is shown."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _undisturbed() -> AbstractContextManager[None]:
+    """Ignore signals that end a run inside: torchrun sends SIGTERM once a rank fails, before the error is
+    shown, and a shell its own SIGHUP after that of the terminal."""
+    return ending_signals(signal.SIG_IGN, lambda old: False)

@@ -26,7 +26,7 @@ from ckptmap.protocols.progress import COMPARING
 from ckptmap.storage.box_reader import fill, row_major_boxes
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.storage.process_guards import one_torch_thread, stopped_by_sigterm
+from ckptmap.storage.process_guards import one_torch_thread, stopped_by_signals
 from ckptmap.tensors import Box
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def unchanged_weights(plan: Plan, how: RunOptions, ranks: Ranks) -> frozenset[st
         phases.advance(plan.ckpt[fqn].nbytes, fqn)
         return equal
 
-    with one_torch_thread(True), stopped_by_sigterm(stop), ThreadPoolExecutor(threads) as pool:
+    with one_torch_thread(True), stopped_by_signals(stop), ThreadPoolExecutor(threads) as pool:
         try:
             found = [fqn for fqn, equal in zip(mine, pool.map(same, mine), strict=True) if equal]
         except BaseException:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from glob import escape
 
-from ckptmap.core.printable import advised, quote
+from ckptmap.core.printable import advised_patterns, quote
 from ckptmap.mapping.name_patterns import skeletons
 from ckptmap.mapping.renaming import Renaming
 
@@ -67,7 +67,7 @@ class PrefixChange:
     @property
     def drop_options(self) -> str:
         """The options that leave out what is still strange."""
-        return " ".join(advised(drop=name) for name in self.drop or ())
+        return " ".join(advised_patterns(drop=name) for name in self.drop or ())
 
     @property
     def names_option(self) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckptmap.core.formatting import some
+from ckptmap.core.printable import advised
 from ckptmap.core.strided_boxes import Piece
 from ckptmap.errors import PlanError
 from ckptmap.mapping import value_ops
@@ -274,7 +275,7 @@ class _Resolver:
                 "CKM608",
                 f"{self.scheme.title}: {mapped.name} would be made twice: of {some(other.sources, 3)} by"
                 f" {other.rule}, and of {some(mapped.sources, 3)} by {mapped.rule}",
-                "leave one of them out with --exclude, or correct the mapping file",
+                f"leave one of them out with {_without(mapped.sources)}, or correct the mapping file",
             )
         self.targets[mapped.name] = mapped
 
@@ -369,7 +370,7 @@ class _Resolver:
         return PlanError(
             "CKM608",
             f"{self.scheme.title}: {rule.label}: {first} and {second} are two sources for the same part of a tensor",
-            "leave one of them out with --exclude",
+            f"leave one of them out with {advised(exclude=second)}",
         )
 
     def _wrong_shape(
@@ -385,3 +386,7 @@ def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
     return len(expected) == len(shape) and all(
         known is None or known == size for known, size in zip(expected, shape, strict=True)
     )
+
+
+def _without(keys: Sequence[str]) -> str:
+    return " ".join(advised(exclude=key) for key in keys)

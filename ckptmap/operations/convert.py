@@ -12,11 +12,13 @@ from typing import Unpack
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core import argument_checks
+from ckptmap.core.bool_check import NotBool
 from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.log import log
-from ckptmap.core.printable import one_line
+from ckptmap.core.printable import advised, one_line
 from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.core.signatures import spelled_out
+from ckptmap.core.state_paths import role_and_fqn
 from ckptmap.errors import RunError, SourceError
 from ckptmap.execution import check_source
 from ckptmap.execution import manifest as manifests
@@ -87,6 +89,12 @@ def run(
             if finer is None:
                 raise
             return _run(finer, dst, how, ranks)
+        except NotBool as error:
+            role, fqn = role_and_fqn(plan.keys[error.path])
+            option = "--optimizer drop" if role == "optimizer" else advised(drop=fqn)
+            raise RunError(
+                error.code, error.message, f"{error.hint}; or leave it out with {option}"
+            ) from error
         except (RunError, SourceError) as error:
             if as_given("--no-encode") not in error.hint:
                 raise

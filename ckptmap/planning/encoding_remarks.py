@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.printable import quote
+from ckptmap.core.printable import advised
 from ckptmap.core.tensor_table import listed
 from ckptmap.planning.conversion import Steps
 from ckptmap.planning.layout_builder import TensorLayout
@@ -37,15 +37,15 @@ def encoding_remarks(
     if not options.strict:
         return Remarks(notes=notes)
     unresolved = [
-        *_strictly(left, "leave it as it is with --no-encode {}"),
-        *_strictly(empty, "name weights with --encode GLOB"),
+        *_strictly(left, lambda key: f"leave it as it is with {advised(no_encode=key)}"),
+        *_strictly(empty, lambda key: "name weights with --encode GLOB"),
     ]
     return Remarks(unresolved=unresolved, notes=notes)
 
 
-def _strictly(reasons: Mapping[str, str], hint: str) -> list[Unresolved]:
+def _strictly(reasons: Mapping[str, str], hint: Callable[[str], str]) -> list[Unresolved]:
     return [
-        Unresolved(key, reason, f"{hint.format(quote(key))}, or convert without --strict")
+        Unresolved(key, reason, f"{hint(key)}, or convert without --strict")
         for key, reason in reasons.items()
     ]
 

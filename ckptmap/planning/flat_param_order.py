@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from ckptmap.planning.options import Options
     from ckptmap.protocols import Setup
 
-_NEXT = "give --like PATH: the model's config.json, or a torch.save'd state dict of the whole model"
+_NEXT = (
+    "give --like PATH: the model's config.json, or a file that torch.save(model.state_dict(), PATH) wrote"
+    " from the whole model (a copy that was sorted or built anew does not tell)"
+)
 
 
 def model_order(

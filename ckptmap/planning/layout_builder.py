@@ -41,7 +41,7 @@ from ckptmap.tensors import Extent, Path, StoredTensor, TensorInfo
 
 UNEQUAL_TIE = (
     "the model's config ties the two, but here they are different weights: write them with a config"
-    " that does not (--config-from), or leave the wrong one out with --exclude"
+    " that does not (--config-from PATH), or leave the wrong one out: {} or {}"
 )
 
 
@@ -184,7 +184,8 @@ class LayoutBuilder:
     def tie(self, fqn: str, tensor: LazyTensor, written_fqn: str, written: LazyTensor) -> None:
         """Leave out a tied weight, whose bytes must equal those of the weight that is kept."""
         self._tied[fqn] = written_fqn
-        self.must_equal(written, tensor, f"{fqn} (tied to {written_fqn})", UNEQUAL_TIE)
+        hint = UNEQUAL_TIE.format(advised(exclude=fqn), advised(exclude=written_fqn))
+        self.must_equal(written, tensor, f"{fqn} (tied to {written_fqn})", hint)
 
     def must_equal(
         self, written: LazyTensor, other: LazyTensor, title: str, hint: str = Compare.hint
@@ -349,7 +350,7 @@ def _require_text(fqns: Sequence[str]) -> None:
             raise PlanError(
                 "CKM202",
                 f"{fqn!r}: half a character in the name (a lone surrogate), which no file can hold",
-                "leave it out with --exclude, or rename it where it is saved",
+                f"leave it out with {advised(exclude=fqn)}, or rename it where it is saved",
             )
 
 

@@ -259,7 +259,7 @@ def require_distinct_keys(paths: Sequence[Path], fqns: Sequence[str]) -> None:
     raise PlanError(
         "CKM114",
         f"{repeated!r} would be written twice: as {twice[0]} and as {twice[1]}",
-        "leave one of them out with --exclude or --drop",
+        f"leave both out with {advised(drop=repeated)}, or rename one where the checkpoint is saved",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from ckptmap.core.printable import advised
+from ckptmap.core.printable import advised_patterns
 from ckptmap.errors import PlanError
 from ckptmap.planning.filled_layers import EVERY, FILLS_EVERY, filled_names
 from ckptmap.protocols import Encoding, Refusal
@@ -102,12 +102,12 @@ def _left(packed: Collection[str], model_type: str, is_tower: bool = False) -> s
     if is_tower:
         path, starts = fqn.split("."), tuple(TOWERS.values())
         above = next(n for n, segment in enumerate(path) if segment.startswith(starts))
-        return f"leave the tower as it is with {advised(no_encode='.'.join([*path[: above + 1], '*']))}, or "
+        return f"leave the tower as it is with {advised_patterns(no_encode='.'.join([*path[: above + 1], '*']))}, or "
     if model_type in SIGLIP:
         around = re.split(r"\.?\b(encoder|head)\b", fqn, maxsplit=1)
-        return f"leave the tower as it is with {advised(no_encode=(around[0] or around[1]) + '.*')}, or "
+        return f"leave the tower as it is with {advised_patterns(no_encode=(around[0] or around[1]) + '.*')}, or "
     globs = dict.fromkeys(f"*.{'.'.join(each.split('.')[-2:])}" for each in packed)
-    options = " ".join(advised(no_encode=glob) for glob in globs)
+    options = " ".join(advised_patterns(no_encode=glob) for glob in globs)
     return f"leave them as they are with {options}, or " if len(globs) <= LISTED else ""
 
 

@@ -11,13 +11,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from glob import escape
 from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap.core.formatting import some
 from ckptmap.core.json_text import parse_json
-from ckptmap.core.printable import quote
+from ckptmap.core.name_globs import only
+from ckptmap.core.printable import advised, quote
 from ckptmap.errors import PlanError
 from ckptmap.planning.options import Options
 from ckptmap.planning.plan import SCHEMA, Plan
@@ -33,7 +33,7 @@ def with_exact_scales(first_plan: Plan, fqns: Sequence[str]) -> Plan | None:
 
     None: they have exact scales already, or the encoding has none.
     """
-    patterns = tuple(escape(fqn) for fqn in fqns)
+    patterns = tuple(only(fqn) for fqn in fqns)
     options = replace(
         first_plan.options, exact_scales=(*first_plan.options.exact_scales, *patterns)
     )
@@ -57,15 +57,16 @@ def hint_of_values(first_plan: Plan, fqn: str, decoded: bool) -> str | None:
     decoded  the stored form has values; else its codes alone can be moved
     """
     first = first_plan.options
-    patterns = (*first.no_encode, escape(fqn))
+    patterns = (*first.no_encode, only(fqn))
     try:
         left = plan(first_plan.ckpt, first.to, options=replace(first, no_encode=patterns))
         left.require_resolved()
     except PlanError:
-        setup, to, name = first_plan.aim.setup.name, first_plan.aim.text, quote(fqn)
+        setup, to = first_plan.aim.setup.name, first_plan.aim.text
+        option = advised(no_encode=fqn)
         if decoded:
-            return f"decode all weights first, --to {setup}-bf16 (-fp16, -fp32), and from that --to {to} --no-encode {name}"
-        return f"keep its codes where there is no config.json: --to {to.replace(setup, 'full', 1)} --no-encode {name}"
+            return f"decode all weights first, --to {setup}-bf16 (-fp16, -fp32), and from that --to {to} {option}"
+        return f"keep its codes where there is no config.json: --to {to.replace(setup, 'full', 1)} {option}"
     return None
 
 

@@ -192,7 +192,8 @@ def _read_plan(path: str) -> dict[str, str]:
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, PermissionError):
             raise unreadable(path, error) from error
-        raise PlanError("CKM201", f"--tp-plan {path}: {error}", _plan_example()) from error
+        why = getattr(error, "strerror", None) or error
+        raise PlanError("CKM201", f"--tp-plan {path}: {why}", _plan_example()) from error
     if not isinstance(plan, dict) or not plan:
         raise PlanError("CKM201", f"--tp-plan {path}: holds no patterns", _plan_example())
     for pattern, style in plan.items():

@@ -213,7 +213,7 @@ class _StateDict:
                 "CKM112",
                 f"{self.where}: {unit.stored} holds {unit.info.numel} elements, and {self.like.name} does"
                 f" not tell at which of them {keys[0]} begins",
-                "give --like PATH: a config.json, or a torch.save'd state dict of the model",
+                "give --like PATH: a config.json, or a file that torch.save(model.state_dict(), PATH) wrote",
             )
         return {key: unit.parameter(shapes[fqn], offsets[fqn]) for fqn, key in cut.items()}
 
@@ -231,7 +231,7 @@ class _StateDict:
                 "CKM112",
                 f"{self.where}: {unit.stored} holds {len(names)} tensors in the model's order, "
                 f"{self.like.name} lists them in an order that may be another",
-                "give --like PATH: a config.json, or a torch.save'd state dict of the model",
+                "give --like PATH: a config.json, or a file that torch.save(model.state_dict(), PATH) wrote",
             )
         result: dict[str, StoredTensor] = {}
         offset = 0

@@ -1,4 +1,4 @@
-"""Context managers for the state of the process: SIGTERM, torch's threads, torchao's log lines.
+"""Context managers for the state of the process: signals that end it, torch's threads, torchao's log lines.
 
 Each sets its state for the time of a run, and puts back what was there before.
 """
@@ -8,25 +8,42 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import logging
 
+Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
+
+ENDING = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGHUP"))
+"""Signals that end a run as Ctrl-C does; SIGHUP comes when a terminal is closed, and Windows has none."""
+
 
 @contextmanager
-def stopped_by_sigterm(stop: threading.Event) -> Iterator[None]:
-    """Set `stop` at SIGTERM, so that the run ends as at Ctrl-C; a handler of the program is kept."""
+def ending_signals(handler: Handler, kept: Callable[[object], bool]) -> Iterator[None]:
+    """Set the handler of the signals that end a run, but for those whose handler is to be kept.
+
+    Outside the main thread, where Python sets none, nothing is done.
+    """
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    before = {number: signal.getsignal(number) for number in ENDING if main}
+    # None: a handler of C code, which Python cannot put back.
+    ours = [number for number, old in before.items() if old is not None and not kept(old)]
+    for number in ours:
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, before[number])
+
+
+def stopped_by_signals(stop: threading.Event) -> AbstractContextManager[None]:
+    """Set `stop` at a signal that ends a run, as at Ctrl-C; a handler of the program is kept."""
+    return ending_signals(lambda number, frame: stop.set(), lambda old: old is not signal.SIG_DFL)
 
 
 @contextmanager

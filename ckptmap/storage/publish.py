@@ -26,7 +26,7 @@ from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 
-from ckptmap.errors import DestinationError, RunError, SourceError
+from ckptmap.errors import CkptmapError, DestinationError, RunError
 from ckptmap.storage.destination import cannot_write, check_destination, check_space
 from ckptmap.storage.listing import require_listing
 from ckptmap.storage.locks import Lock
@@ -143,8 +143,8 @@ class WorkDirectory:
                 self.drop_if_nothing_done()
         with contextlib.suppress(OSError):
             self._lock.release()
-        if isinstance(error, SourceError) and os.path.lexists(self.path):
-            error.exit_code = RunError.exit_code  # the work is kept: the same command continues it
+        if isinstance(error, CkptmapError) and os.path.lexists(self.path):
+            error.keep_work()
 
     def drop_if_nothing_done(self) -> None:
         """Remove the work directory where no rank has journaled a unit of work."""

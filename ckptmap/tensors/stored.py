@@ -239,10 +239,13 @@ class Index:
     file_of          key of an extra value -> the file that holds this value and nothing else
     keeps_order      tells whether a tensor stands where the saved dict had it; None: the container
                      keeps no order
+    module_order     returns path of a dict of weights -> its modules, as stored, in the order of the model:
+                     those dicts for which the container lists them
     about            what the container says of the model, in one line; "" where it says nothing
     metadata         what it says besides tensors that is no leaf: key -> value, long ones cut short
     naming           the naming scheme of all containers of the format; "": they have any names
     unmapped_model   the model that the container says it holds, where no scheme of `naming` is for it
+    setup            the nearest setup, where it is none of those that write the container; "": one of them
     made_files       returns files that lie beside the weights elsewhere (config.json), made of the
                      container's own metadata: name -> content
     made_tensors     names of tensors that a writer makes of metadata, no weights of a model: a manifest does not
@@ -263,10 +266,12 @@ class Index:
     missing_weights: tuple[str, ...] = ()
     file_of: Mapping[str, str] = field(default_factory=dict)
     keeps_order: Callable[[StoredTensor], bool] | None = None
+    module_order: Callable[[], Mapping[Path, Sequence[str]]] | None = None
     about: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
     naming: str = ""
     unmapped_model: str = ""
+    setup: str = ""
     made_files: Callable[[], Mapping[str, bytes]] | None = None
     made_tensors: frozenset[str] = frozenset()
 

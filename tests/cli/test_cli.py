@@ -588,7 +588,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_says_how_to_continue(
     source: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -607,6 +607,22 @@ def test_interrupted_says_how_to_continue(
     assert process.returncode == 130
     assert err.startswith("error[CKM307]: interrupted\n  hint: the same command continues it: ")
     assert f"ckptmap convert {source} '{tmp_path / 'out put'}' --to hf" in err
+
+
+def test_nohup_is_heeded(source: Path, tmp_path: Path) -> None:
+    """A process that was told to outlive its terminal does."""
+    args = ["convert", str(source), str(tmp_path / "out"), "--to", "hf"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK.replace("60", "0.3"), *args], stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "working\n"
+        process.send_signal(signal.SIGHUP)
+        assert "-> hf" in process.communicate(timeout=30)[0] and process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_reader_that_went_away_is_no_error(source: Path) -> None:

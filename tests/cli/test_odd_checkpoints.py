@@ -4,6 +4,7 @@ printed works when it is pasted."""
 from __future__ import annotations
 
 import gzip
+import json
 import shlex
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ckptmap_cli.main import main
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -138,6 +140,37 @@ def test_one_of_two_models(command: str) -> None:
     more = {"report": "-o r.html", "convert --to full": "out.pt", "diff": "g.pt"}.get(command, "")
     code, printed = output_of_ckptmap(f"ckptmap {command} gan.pt {more}")
     assert code == 2 and "several dicts could be the weights: G, D" in printed
-    assert "--source-root NAME" in printed
+    assert "such as --source-root G, or --source-root '' for all" in printed
     code, printed = output_of_ckptmap(f"ckptmap {command} gan.pt {more} --source-root G")
     assert code == 0, printed
+
+
+def test_names_of_another_library_are_said_in_a_directory_for_transformers() -> None:
+    """torchtitan's names load nowhere in transformers: a note says which they are, and the command renames them."""
+    shapes = {
+        "attention.wq": (4, 4),
+        "attention.wk": (4, 4),
+        "attention.wv": (4, 4),
+        "attention.wo": (4, 4),
+    }
+    shapes |= {f"feed_forward.w{n}": (8, 4) if n != 2 else (4, 8) for n in (1, 2, 3)}
+    shapes |= {"attention_norm": (4,), "ffn_norm": (4,)}
+    state = {f"layers.0.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
+    state |= {
+        "tok_embeddings.weight": torch.ones(6, 4),
+        "output.weight": torch.ones(6, 4),
+        "norm.weight": torch.ones(4),
+    }
+    dcp.save(state, checkpoint_id="titan")
+    code, printed = output_of_ckptmap("ckptmap convert titan out --to hf")
+    assert code == 0 and "which transformers does not load: add --names hf" in printed
+    config = {
+        "model_type": "llama", "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 6,
+    }  # fmt: skip
+    Path("MODEL").mkdir()
+    Path("MODEL/config.json").write_text(json.dumps(config))
+    command = printed.partition("add its config.json with: ")[2].strip()
+    code, printed = output_of_ckptmap(command)
+    assert code == 0 and "names: llama/meta -> hf" in printed, command
+    assert "which transformers does not load" not in printed

@@ -149,6 +149,15 @@ def test_a_library_that_cannot_be_imported(
     assert f"error[CKM211]: xxhash is installed here and cannot be imported: {said}" in done.stderr
 
 
+def test_a_name_of_many_characters_is_cut_in_the_middle(run: Run, tmp_path: Path) -> None:
+    """Its length is said; the hint has it whole, to be pasted."""
+    name = "a" * 5000 + ".weight"
+    torch.save({name: torch.zeros(2).to_sparse(), "b": torch.zeros(2)}, tmp_path / "long.pt")
+    code, _, err = run("convert", "long.pt", "out", "--to", "hf")
+    message, _, hint = err.partition("\n")
+    assert code == 2 and len(message) < 600 and "characters)..." in message and name in hint
+
+
 # ------------------------------------------------------------------ two saves in one directory
 
 
@@ -172,6 +181,25 @@ def test_an_index_that_a_later_save_left_behind(run: Run, tmp_path: Path) -> Non
     code, out, _ = run("convert", "hf", "out.pt", "--to", "full")
     assert code == 0 and "not read, because all shards that it lists are gone" in out
     assert torch.equal(torch.load("out.pt")["lm_head.weight"], llama(1).lm_head.weight)
+
+
+@pytest.mark.parametrize("stem", ["diffusion_pytorch_model.safetensors", "pytorch_model.bin"])
+def test_saves_of_other_libraries_beside_an_index(run: Run, tmp_path: Path, stem: str) -> None:
+    """The one file is read where all shards of the index are gone, and neither is where they are not."""
+    (tmp_path / "saved").mkdir()
+    name, suffix = stem.rsplit(".", 1)
+    write = save_file if suffix == "safetensors" else torch.save
+    write({"a.weight": torch.ones(2)}, tmp_path / "saved" / stem)
+    shard = f"{name}-00001-of-00001.{suffix}"
+    index = {"metadata": {}, "weight_map": {"a.weight": shard}}
+    (tmp_path / "saved" / f"{stem}.index.json").write_text(json.dumps(index))
+    code, out, _ = run("convert", "saved", "out.pt", "--to", "full")
+    assert code == 0 and "not read, because all shards that it lists are gone" in out
+    assert torch.equal(torch.load("out.pt")["a.weight"], torch.ones(2))
+    write({"a.weight": torch.zeros(2)}, tmp_path / "saved" / shard)
+    code, _, err = run("convert", "saved", "out", "--to", "full")
+    assert code == 2 and "two saves" in err and f"saved/{stem}" in err
+    assert run("inspect", f"saved/{stem}")[0] == 0
 
 
 def test_one_file_and_the_shards_of_another_save(run: Run, tmp_path: Path) -> None:

@@ -362,7 +362,7 @@ def test_first_error_stops_the_rest(tmp_path: Path) -> None:
     assert len(calls) <= 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_and_continued(tmp_path: Path, number: signal.Signals) -> None:
     tensors = [random_tensor(600_000) for _ in range(20)]
     plan = [copy_plan(stored_in(tmp_path / "src", tensors))]
@@ -378,7 +378,9 @@ def test_interrupted_and_continued(tmp_path: Path, number: signal.Signals) -> No
         run(tmp_path / "work", plan, progress=slow)
     assert caught.value.exit_code == 130
     assert len(calls) < 20
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert {signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)} == {
+        signal.SIG_DFL
+    }
     assert not [t for t in threading.enumerate() if t.name.startswith("ckptmap")]
     done = run(tmp_path / "work", plan)
     assert done.continued_nbytes > 0

@@ -22,9 +22,11 @@ from safetensors.torch import save_file
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 import ckptmap
-from ckptmap.errors import DestinationError, PlanError
+from ckptmap.errors import DestinationError, PlanError, SourceError
 from ckptmap.execution.heartbeat import Heartbeat, Stopped
 from ckptmap.execution.ranks import ALONE, GlooRanks, Ranks, join
+from ckptmap.execution.ranks import _error as sent_error
+from ckptmap.execution.ranks import _own_words as own_words
 from ckptmap.execution.split_by_rank import Share, split
 from ckptmap.operations.convert import run
 from ckptmap.planning.plan import Plan
@@ -445,3 +447,15 @@ def test_journals_of_all_ranks_are_continued(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["journal-1.jsonl", "journal.jsonl"]
     with Journal(path, "other") as lead:
         assert lead.entries == {}
+
+
+def test_the_exit_code_of_kept_work_goes_from_rank_to_rank() -> None:
+    """2 says that nothing is left written: an error of the source that keeps the work says 3, on every rank."""
+    error = SourceError("CKM101", "a.pt: cannot be read", "check the disk")
+    assert sent_error(json.loads(own_words(error))).exit_code == 2
+    error.keep_work()
+    sent = sent_error(json.loads(own_words(error)), "[rank 1] ")
+    assert (type(sent), sent.exit_code) == (SourceError, 3)
+    stopped = Stopped()
+    stopped.keep_work()
+    assert stopped.exit_code == 3 and stopped.keeps_work

@@ -3,7 +3,8 @@
     pytorch_model-00001-of-00002.bin    a torch.save file of a flat state dict
     pytorch_model.bin.index.json        {"weight_map": {tensor name: shard file name}}
 
-A single `pytorch_model.bin` has no index and is read as a plain torch.save file. If there is an index,
+A single `pytorch_model.bin` has no index and is read as a plain torch.save file, unless an earlier save has left
+its index behind. If there is an index,
 the files may have any name: diffusers writes `diffusion_pytorch_model.bin.index.json`.
 Source: transformers and diffusers, `save_pretrained(safe_serialization=False)`.
 """
@@ -17,6 +18,7 @@ from pathlib import Path as FilePath
 from ckptmap.core.formatting import some
 from ckptmap.core.state_tree import flatten
 from ckptmap.errors import SourceError
+from ckptmap.formats.huggingface.missing_shards import LEFT_BEHIND, is_left_behind
 from ckptmap.formats.huggingface.shard_index import parse_index
 from ckptmap.formats.safetensors.file import refuse_text
 from ckptmap.formats.torch_save.reader import load
@@ -27,7 +29,7 @@ from ckptmap.storage.safe_names import blobs_of, inside, is_file
 from ckptmap.tensors import Leaf, Path
 
 FIRST = "pytorch_model.bin.index.json"
-INDEX = re.compile(r".+\.bin\.index(\.[^.]+)?\.json")
+INDEX = re.compile(r"(.+)\.bin\.index(\.[^.]+)?\.json")
 """A variant of the weights puts its name into that of the index: `X.bin.index.fp16.json`."""
 SHARD = re.compile(r"pytorch_model-(\d{5})-of-(\d{5})\.bin")
 
@@ -52,19 +54,29 @@ class HfBin:
         index = _pick_index(place)
         where = root if index is None else str(FilePath(root) / index)
         listed = None if index is None else parse_index(where, place.mounts).weight_map
-        names = _complete_set(place) if listed is None else dict.fromkeys(listed.values())
+        names = _complete_set(place) if listed is None else [*dict.fromkeys(listed.values())]
+        notes: tuple[str, ...] = ()
+        one_file = _one_file(index or "")
+        if one_file in place.names and is_left_behind(place, where, names, one_file):
+            names, listed, notes = [one_file], None, (f"{LEFT_BEHIND}{index}",)
         shards = [inside(root, name, where, blobs_of(root)) for name in names]
         leaves = _leaves(shards, listed, where, place.mounts)
         files = (*shards, where) if listed is not None else (*shards,)
         # Several shards do not keep the order of the state dict: save_pretrained puts a tensor that is
         # larger than a shard into a shard of its own, before tensors that come earlier.
         return Index(
-            self.name, leaves, files, keeps_order=in_saved_order if len(shards) == 1 else None
-        )
+            self.name, leaves, files, keeps_order=in_saved_order if len(shards) == 1 else None,
+            notes=notes,
+        )  # fmt: skip
 
 
 def _indexes(place: Place) -> list[str]:
     return [name for name in place.names if INDEX.fullmatch(name)]
+
+
+def _one_file(index: str) -> str:
+    """Return the name of the weights in one piece: X.bin.index.fp16.json -> X.fp16.bin."""
+    return INDEX.sub(lambda match: f"{match[1]}{match[2] or ''}.bin", index)
 
 
 def _pick_index(place: Place) -> str | None:

@@ -19,7 +19,6 @@ from pathlib import Path as FilePath
 from ckptmap.core.columns import distinct, each
 from ckptmap.core.formatting import counted, some
 from ckptmap.core.gc_pause import paused_gc
-from ckptmap.core.printable import quote
 from ckptmap.core.slot_columns import OutTensors, Slots
 from ckptmap.core.state_paths import joined
 from ckptmap.core.tensor_columns import PlainTensors, nbytes_of
@@ -31,7 +30,7 @@ from ckptmap.formats.huggingface.carrier import (
     weights_of_modules,
 )
 from ckptmap.formats.huggingface.like_files import LikeFiles, like_index, like_words, split_alike
-from ckptmap.formats.huggingface.missing_shards import require_all
+from ckptmap.formats.huggingface.missing_shards import LEFT_BEHIND, is_left_behind, require_all
 from ckptmap.formats.huggingface.shard_index import (
     INDEX_SUFFIX,
     SHARD,
@@ -49,7 +48,6 @@ from ckptmap.formats.safetensors.file import (
 from ckptmap.formats.safetensors.header_writer import emit
 from ckptmap.protocols import Index, OutFile, OutState, Place, Setup
 from ckptmap.protocols.writing import SHARD_NBYTES
-from ckptmap.storage.safe_names import is_file
 from ckptmap.tensors import Box, Path
 
 SUFFIX = ".safetensors"
@@ -109,12 +107,13 @@ class HfDirectory:
             else:
                 listed = parse_index(str(FilePath(root) / index_file), place.mounts)
                 where = str(FilePath(root) / index_file)
-                if _is_stale(place, where, listed):
-                    shards = [ONE_FILE]
+                one_file = index_file.removesuffix(INDEX_SUFFIX) + SUFFIX
+                if one_file in place.names and is_left_behind(
+                    place, where, listed.shards, one_file
+                ):
+                    shards = [one_file]
                     leaves, records, files, _ = read_shards(root, shards, root, place.mounts)
-                    notes.append(
-                        f"not read, because all shards that it lists are gone: {index_file}"
-                    )
+                    notes.append(LEFT_BEHIND + index_file)
                 else:
                     shards, contents = read_listed(root, listed, place.names, where, place.mounts)
                     leaves, records, files, held = contents
@@ -164,24 +163,6 @@ def _pick_index(place: Place) -> str | None:
         f"{place.path}: expected one index, found {len(indexes)}: {some(indexes)}",
         "move all but one of them to another directory",
     )
-
-
-def _is_stale(place: Place, where: str, listed: ShardIndex) -> bool:
-    """Return True if the index is of an earlier save: save_pretrained removes its shards, but not the
-    index. Raise SourceError CKM108 if shards of the index and `model.safetensors` are both here,
-    because libraries differ in which of them they load."""
-    if ONE_FILE not in place.names or ONE_FILE in listed.shards:
-        return False
-    present = [shard for shard in listed.shards if is_file(FilePath(place.path) / shard)]
-    if present:
-        raise SourceError(
-            "CKM108",
-            f"{where}: expected one save, found two saves: the index lists {present[0]!r}, and"
-            f" {ONE_FILE!r}, which transformers loads, is here too",
-            "move the weights of one save to another directory, or give the path"
-            f" {quote(str(FilePath(place.path) / ONE_FILE))}",
-        )
-    return True
 
 
 def _complete_set(place: Place) -> list[str]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path as FilePath
 
-from ckptmap.core.printable import join
+from ckptmap.core.printable import join, quote
 from ckptmap.errors import CkptmapError, SourceError
 from ckptmap.formats.huggingface.shard_index import ShardIndex
 from ckptmap.formats.safetensors.header import parse
-from ckptmap.protocols import Mounts
+from ckptmap.protocols import Mounts, Place
 from ckptmap.storage.files import Files
 from ckptmap.storage.json_file import why_no_file
 from ckptmap.storage.safe_names import is_file
@@ -20,6 +20,30 @@ LINK = "; the folder has a link to it, and no file is there"
 WHOLE = "finish the download; a model is converted only if all of its shards are here"
 TRIED = 32
 """How many files are read to find a missing shard under another name."""
+
+
+LEFT_BEHIND = "not read, because all shards that it lists are gone: "
+LOADED_FIRST = ("model.safetensors", "pytorch_model.bin")
+"""Files that transformers loads before it looks for an index."""
+
+
+def is_left_behind(place: Place, where: str, shards: Collection[str], one_file: str) -> bool:
+    """Return True if the index at `where` is of an earlier save than `one_file`, whose name is that of a save in
+    one piece, and which is here: save_pretrained removes the shards, but not the index. Raise SourceError CKM108 if shards of the
+    index and that file are both here, because libraries differ in which of them they load."""
+    if one_file in shards:
+        return False
+    present = [shard for shard in shards if is_file(FilePath(place.path) / shard)]
+    if present:
+        who = "which transformers loads, " if one_file in LOADED_FIRST else ""
+        raise SourceError(
+            "CKM108",
+            f"{where}: expected one save, found two saves: the index lists {present[0]!r}, and"
+            f" {one_file!r}, {who}is here too",
+            "move the weights of one save to another directory, or give the path"
+            f" {quote(str(FilePath(place.path) / one_file))}",
+        )
+    return True
 
 
 def require_all(

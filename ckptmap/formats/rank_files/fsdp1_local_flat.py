@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ckptmap.core.printable import advised
 from ckptmap.errors import PlanError
 from ckptmap.formats.pickle.writer import StorageTensor
 from ckptmap.formats.rank_files.sharded_tensor_pickle import Shards
@@ -101,7 +102,7 @@ def flats_of(tensors: Sequence[OutTensor], world_size: int) -> dict[str, Flat]:
                 f"{tensor.path[-1]}: is {tensor.info.dtype}, but others of FSDP unit {unit.prefix!r} are"
                 f" {flat.dtype}: FSDP1 flattens tensors of one dtype",
                 "cast them, for example with --to fsdp1-local-bf16, or put them into different units with"
-                " --fsdp-units; leave out a buffer with --exclude",
+                f" --fsdp-units; leave out a buffer with {advised(exclude=str(tensor.path[-1]))}",
             )
         else:
             flat.add(tensor, named)

@@ -76,9 +76,12 @@ class RankFiles:
             files += [group.files[rank] for rank in sorted(group.files)]
             leaves.update({(*prefix, *path): leaf for path, leaf in ranks.merged().items()})
             units.update({(*prefix, *path): names for path, names in ranks.units.items()})
+        # The one file of DeepSpeed's ZeRO stage 0 and the like is a whole model as torch.save writes it.
+        whole = world == 1 and not any("world_size" in group.name for group in groups)
         return Index(
-            self.name, leaves, tuple(files), world=world, units=units, keeps_order=in_saved_order
-        )
+            self.name, leaves, tuple(files), world=world, units=units, keeps_order=in_saved_order,
+            setup="full" if whole else "",
+        )  # fmt: skip
 
 
 def _groups(place: Place) -> list[_Group]:

@@ -23,6 +23,7 @@ from ckptmap.core.tensor_columns import nbytes_of
 from ckptmap.errors import PlanError
 from ckptmap.formats.pickle.writer import Numbered, StorageTensor, Unwritable, dump
 from ckptmap.formats.torch_save.flat_state_dict import plain_tensors
+from ckptmap.formats.torch_save.module_metadata import module_order
 from ckptmap.formats.torch_save.reader import open_zip, parse
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.formats.zip.directory import bad
@@ -87,6 +88,7 @@ class TorchZip:
         return Index(
             self.name, leaves, (file,), _read_records(members), manifest=manifest,
             manifest_spans=manifest_spans, keeps_order=in_saved_order, notes=_notes(members),
+            module_order=partial(_module_order, members),
         )  # fmt: skip
 
 
@@ -101,6 +103,10 @@ def _notes(records: Records) -> tuple[str, ...]:
 
 def _part(records: Records, data: bytes, of_nbytes: int) -> object:
     return parse(records, data, of_nbytes=of_nbytes)
+
+
+def _module_order(records: Records) -> Mapping[Path, Sequence[str]]:
+    return module_order(parse(records, records.read("data.pkl", check=True)))
 
 
 def _read_records(records: Records) -> Mapping[str, Mapping[str, object]]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
 
 import ckptmap
 from ckptmap.checkpoint.stored_order import is_traversal
@@ -138,6 +140,32 @@ def refused(match: str, code: str, src: Path, tmp_path: Path, **options: Any) ->
         ckptmap.convert(src, tmp_path / "refused", **options)
     assert caught.value.code == code and "\n" not in str(caught.value)
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize("key", [None, "model"])
+def test_a_state_dict_whose_modules_have_sorted_names_tells_its_order(
+    key: str | None, tmp_path: Path
+) -> None:
+    """Its list of modules shows that the names were not sorted afterwards; a sorted copy has none."""
+    model = nn.Sequential(
+        nn.Embedding(8, 4), nn.Linear(4, 4, bias=False), nn.LayerNorm(4, bias=False)
+    )
+    state = model.state_dict()
+    assert list(state) == sorted(state)
+    save_file(state, tmp_path / "model.safetensors")
+    torch.save(dict(state), tmp_path / "copy.pt")
+    torch.save(state if key is None else {key: state}, tmp_path / "saved.pt")
+    for like in (None, str(tmp_path / "copy.pt")):
+        refused(
+            "does not tell the order", "CKM504", tmp_path / "model.safetensors", tmp_path, like=like
+        )
+    like = str(tmp_path / "saved.pt")
+    ckptmap.convert(
+        tmp_path / "model.safetensors", tmp_path / "ranks", "fsdp1-local", world_size=2, like=like
+    )
+    ckptmap.convert(tmp_path / "ranks", tmp_path / "back.pt", "full", like=like)
+    for name, tensor in torch.load(tmp_path / "back.pt").items():
+        assert_same(tensor, state[name], name)
 
 
 def test_what_fsdp1_cannot_hold_is_refused(tmp_path: Path) -> None:
