@@ -307,7 +307,7 @@ def without_rounding(folder: Path, name: str) -> None:
     torchao_lowbit_fix.apply()
     model, _ = made("tp", name)
     optimizer = BUILT[name](model.parameters())
-    given(model, optimizer, 2)
+    given(model, optimizer, 1)
     ckptmap.save(folder / f"{name}-own-step", model, optimizer).wait()
 
 
