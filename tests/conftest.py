@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # A case of the torture is forked from a process that has used torch; threads of OpenMP do not survive that.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# inductor compiles in the process itself: else each that compiles, a rank too, starts others, which import torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # No deadline: a busy machine is no defect. `make test-fast` asks for the profile `fast`.
 settings.register_profile("ckptmap", deadline=None)
 settings.register_profile("fast", deadline=None, max_examples=25)
@@ -38,12 +40,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell's &,
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure the processor time."""
+    """Measure the processor time; let pytest rewrite the asserts of tests alone.
+
+    It rewrites those of ckptmap's 700 modules, too, because one of them is a plugin: 7 s for each process of a fresh
+    clone, beside the bytecode that the processes have which tests start.
+    """
     config.pluginmanager.register(ProcessorTime())
+    hook: Any = config.pluginmanager.rewrite_hook
+    getattr(hook, "_must_rewrite", set()).discard("ckptmap")
+    getattr(hook, "_marked_for_rewrite_cache", {}).clear()
 
 
 LONGEST = (
-    "test_conformance.py", "test_examples.py", "test_lowbit_reshard.py", "test_output_digests.py",
+    "test_columns.py", "test_conformance.py", "test_examples.py", "test_lowbit_reshard.py", "test_output_digests.py",
     "test_resume_exact.py", "test_torture.py", "test_translate.py", "test_worlds.py",
 )  # fmt: skip
 """Files that take more than 20 seconds, and come late in the order of names or take a minute: one worker would do

@@ -19,10 +19,36 @@ from tests.support.same_tensors import assert_same, expected_keys
 
 ALL = sorted(CASES)
 DENSE = [name for name in ALL if CASES[name].encoding == "dense"]
-SETUPS = ("hf", "full", "ddp", "compiled", "fsdp1", "fsdp2")
 PREFIX = {"ddp": "module.", "compiled": "_orig_mod."}
+EACH, IN_TURN = ("hf", "full", "fsdp2"), ("ddp", "compiled", "fsdp1")
+"""Setups into which every source is converted, and those of which it takes the next one. The others have a writer
+and a layout of the first: `ddp` and `compiled` are `full` with a prefix, which is put before plain names when the
+source's own are off; `fsdp1` is `fsdp2` by another name, as long as no optimizer goes along."""
 NOT_IN_SAFETENSORS = (torch.complex128, torch.complex32)
+CAST = [name for name in DENSE if CASES[name].world_size == 2][:6]
+CAST += ["fsdp1_dcp_bf16_w2", "hf_bf16", "torch_plain"]
+"""Sources whose values are cast."""
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def with_setups(names: list[str]) -> list[tuple[str, str]]:
+    """Each source with its setups."""
+    return [
+        (name, setup)
+        for number, name in enumerate(names)
+        for setup in (*EACH, IN_TURN[number % len(IN_TURN)])
+    ]
+
+
+def with_casts(names: list[str]) -> list[tuple[str, str, str]]:
+    """Each source with every dtype and every setup; and each dtype, in other sources, with every setup. A value is
+    cast when it has been read, element by element, and a writer is given the result: the three know nothing of each
+    other."""
+    return [
+        (name, EACH[(number + other) % len(EACH)], cast)
+        for number, name in enumerate(names)
+        for other, cast in enumerate(CASTS)
+    ]
 
 
 def convert(case: Any, dst: Path, to: str, **options: Any) -> ckptmap.Report:
@@ -75,8 +101,7 @@ def load(
     return {key.removeprefix(prefix): value for key, value in loaded.items()}
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(("name", "setup"), with_setups(DENSE))
 def test_moves_are_bit_equal(name: str, setup: str, corpus: Corpus, tmp_path: Path) -> None:
     case = corpus[name]
     dst = tmp_path / "out"
@@ -97,9 +122,7 @@ def test_moves_are_bit_equal(name: str, setup: str, corpus: Corpus, tmp_path: Pa
     assert verified.ok, str(verified)
 
 
-@pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("setup", ["hf", "full", "fsdp2"])
-@pytest.mark.parametrize("name", [n for n in DENSE if CASES[n].world_size == 2][:6] + DENSE[:4])
+@pytest.mark.parametrize(("name", "setup", "cast"), with_casts(CAST))
 def test_casts_equal_torch(
     name: str, setup: str, cast: str, corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -116,8 +139,9 @@ def test_casts_equal_torch(
     assert verified.ok, str(verified)
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("name", [n for n in ALL if CASES[n].encoding == "nf4"])
+@pytest.mark.parametrize(
+    ("name", "setup"), with_setups([n for n in ALL if CASES[n].encoding == "nf4"])
+)
 def test_nf4_payloads_move_as_bytes(name: str, setup: str, corpus: Corpus, tmp_path: Path) -> None:
     """Whoever pickled it: the five parts are the writer's, in plain tensors."""
     case = corpus[name]

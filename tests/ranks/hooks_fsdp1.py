@@ -252,11 +252,13 @@ def low_bits(wrap: str) -> None:
 
 
 def main() -> None:
+    """Three ranks cut inside tensors, and unevenly; where two cut, they do, too: two ranks take one of both ways."""
     meshed()
-    for wrap, mode, other in (
+    both = (
         ("fsdp1", "compiled-layers", "checkpointed"),
         ("fsdp1-flat", "checkpointed", "eager"),
-    ):
+    )
+    for wrap, mode, other in both if dist.get_world_size() == 3 else both[:1]:
         translated(wrap, mode)
         hooked(wrap, mode)
         strict_as_torch(wrap)

@@ -43,6 +43,8 @@ def is_coded(tensor: Any) -> bool:
 
 def read(folder: Path, name: str) -> None:
     world = dist.get_world_size()
+    fresh, theirs = run(name, 2)
+    train(fresh, theirs, 0, 1, dist.get_rank())
     for source in sorted(folder.glob(f"{name}-*")):
         with ckptmap.open(source) as ckpt:
             made = None
@@ -53,8 +55,6 @@ def read(folder: Path, name: str) -> None:
                 compare(ckpt, model, optimizer, precision, report)
                 if precision == "target":
                     made = forms(model, optimizer)
-                    fresh, theirs = run(name, 2)
-                    train(fresh, theirs, 0, 1, dist.get_rank())
                     assert made == forms(fresh, theirs), "not as the optimizer itself would"
                 train(model, optimizer, 3, 4, dist.get_rank())
                 if precision != "fp32":

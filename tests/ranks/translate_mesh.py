@@ -93,7 +93,8 @@ def local(tensor: Any) -> Any:
 
 def layouts() -> None:
     """Every layout into every other, bit for bit, in messages that are smaller than a tensor; each layout
-    is once the source, and once the target, of messages that are smaller than a rank's part.
+    is once the source, and once the target, of messages that are smaller than a rank's part. On two ranks, whose
+    shards are cut as those of four are, these and each layout into itself.
 
     Each rank compares its own part with that of a model which torch has cut in the same way."""
     truth = net(0).state_dict()
@@ -103,7 +104,10 @@ def layouts() -> None:
         model = wrap(net(1))
         before = {name: local(value).clone() for name, value in model.state_dict().items()}
         for other, state in enumerate(sources.values()):
-            size = SMALL if other == (number + 1) % len(known) else LARGER
+            is_next = other == (number + 1) % len(known)
+            if world() == 2 and not (is_next or other == number):
+                continue
+            size = SMALL if is_next else LARGER
             made = ckptmap.translate(state, like=model, max_memory=size)
             for name, live in model.state_dict().items():
                 assert torch.equal(local(made[name]), local(sources[kind][name])), (kind, name)

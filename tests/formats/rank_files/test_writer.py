@@ -161,8 +161,11 @@ def test_the_same_input_gives_the_same_bytes(corpus: Any, tmp_path: Path) -> Non
     case = corpus["fsdp2_dcp_w2"]
     for name in ("a", "b"):
         ckptmap.convert(case.path, tmp_path / name, to="fsdp2-ranks", world_size=2)
-    for file in (tmp_path / "a").iterdir():
-        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+    one, other = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+        for name in ("a", "b")
+    )
+    assert len(one) >= 2 and one == other
 
 
 # ------------------------------------------------------------------------------ live models

@@ -37,5 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_wrapping_and_mode(world: int, start: str, folder: Path) -> None:
     run_ranks("tests.ranks.resume_grid", world, [str(folder), start], timeout=400)
     saved = sorted(path.name for path in (folder / f"world{world}").iterdir())
-    assert len([name for name in saved if not name.startswith(".")]) == 6 * 4
+    count = 6 * 4 if world in (1, 4) else 6 * 2  # with 2 ranks one half, with 3 the other
+    assert len([name for name in saved if not name.startswith(".")]) == count
     assert not [name for name in saved if name.startswith(".")]  # no lock, no work directory
