@@ -79,6 +79,7 @@ class BnbForm(LiveForm):
         reason = can_hold(target)
         if reason:
             raise refuse(target, reason)
+        _refuse_turned(target, source)
         device = device_for(target, context.fallback)
 
         def run(reader: TensorReader) -> None:
@@ -139,6 +140,24 @@ def refuse(target: LiveTensor, reason: str) -> LoadError:
         f"model: {target.fqn} cannot be a bitsandbytes NF4 weight: {reason}",
         "replace its linear layer by bitsandbytes.nn.Linear4bit before loading",
     )
+
+
+def _refuse_turned(target: LiveTensor, source: LazyTensor) -> None:
+    """Raise LoadError CKM505 where the live codes are those of the transpose, and the source's values are not.
+
+    transformers quantizes the transpose of a Conv1D of GPT-2, and its layer says `source_cls`. Only `save` stores
+    codes in the order of the live weight: where a weight is square, no shape would tell.
+    """
+    kinds = (getattr(module, "source_cls", None) for module, _ in target.places)
+    is_turned = any(getattr(kind, "__name__", "") == "Conv1D" for kind in kinds)
+    encoding = source.encoding_
+    if is_turned and not (isinstance(encoding, FourBit) and not encoding.transposed):
+        raise LoadError(
+            "CKM505",
+            f"model: {target.fqn} is a Linear4bit in the place of a Conv1D, whose transpose it holds, expected what"
+            " ckptmap.save stored of it",
+            "load the checkpoint with from_pretrained; the rest with ckptmap.load, drop= these and strict=False",
+        )
 
 
 def live_state(target: LiveTensor) -> BnbQuantState | None:

@@ -21,9 +21,10 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 import ckptmap
 from ckptmap.errors import LoadError
-from tests.support.bnb_cases import same
+from tests.support.bnb_cases import quantized, same
 from tests.support.library import Library
 from tests.support.live_model import inner
+from tests.support.merge_cases import gpt2
 
 bnb = Library("bitsandbytes")
 BF16 = torch.bfloat16
@@ -115,6 +116,25 @@ def test_int8_does_not_take_the_place_of_a_weight_of_bitsandbytes(folder: Path) 
     with ckptmap.open(folder / "int8.pt") as ckpt:
         same(model[0].weight.data, ckpt["0.weight"].read())
     model.to("cpu")(torch.randn(3, 256, dtype=BF16))
+
+
+@pytest.mark.parametrize("source", ["dense", "quantized"])
+def test_a_square_weight_in_the_place_of_a_conv1d_is_not_taken_as_it_lies(
+    source: str, tmp_path: Path
+) -> None:
+    """transformers has quantized its transpose, and both have one shape."""
+    gpt2().save_pretrained(tmp_path / "dense")
+    model = quantized(tmp_path / "dense", "nf4", False)
+    model.save_pretrained(tmp_path / "quantized")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(LoadError, match=r"attn\.c_proj\.weight is a Linear4bit in the place of"):
+        ckptmap.load(tmp_path / source, model, strict=False)
+    ckptmap.save(tmp_path / "step", model).wait()
+    again = quantized(tmp_path / "dense", "nf4", False)
+    ckptmap.load(tmp_path / "step", again)
+    for one in (model, again):
+        for key, value in one.state_dict().items():
+            same(value, before[key])
 
 
 # ------------------------------------------------------------------------------- torchao
