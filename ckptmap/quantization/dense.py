@@ -30,6 +30,7 @@ _LARGEST: Mapping[str, float] = {
     "float32": 3.4028234663852886e38,
     "float64": 1.7976931348623157e308,
 }
+_SUFFIXES: Mapping[str, str] = {"bfloat16": "-bf16", "float32": "-fp32"}
 
 
 def flat(start: int, count: int) -> Box:
@@ -149,10 +150,15 @@ class CastEncoder:
                 "CKM309",
                 f"{counted(count, 'finite value', 'overflows', 'overflow')} {self._dtype}: expected at most "
                 f"{_LARGEST[self._dtype]:.6g}, found {largest:.6g}",
-                "take a setup with -bf16 or -fp32, which hold them, or leave this tensor as it is "
-                "with --no-encode",
+                _wider(largest) + "leave this tensor as it is with --no-encode",
             )
         return ()
+
+
+def _wider(largest: float) -> str:
+    """Return the beginning of a hint: which setups hold such a value, "" where none does."""
+    found = [suffix for dtype, suffix in _SUFFIXES.items() if largest <= _LARGEST[dtype]]
+    return f"take a setup with {' or '.join(found)}, or " if found else ""
 
 
 class CastScheme:

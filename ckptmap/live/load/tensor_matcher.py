@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.model import peft, shared_memory
+from ckptmap.live.model import integer_range, peft, shared_memory
 from ckptmap.live.model.live_form import (
     Decode,
+    LiveForm,
     LoadContext,
     LoadStep,
     NeedsFrozen,
@@ -25,9 +26,10 @@ from ckptmap.live.model.load_report import Mismatch
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.model.values_in_memory import expanded
 from ckptmap.live.options import LoadOptions
-from ckptmap.live.quantized.dense import decode_step, fill_step
+from ckptmap.live.quantized.dense import DENSE, decode_step, fill_step
+from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.tensors import TensorInfo
+from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 class TensorMatcher:
     """Matches targets with the checkpoint and decides the step of each. It reads weights only to compare
-    two that are one tensor in the model."""
+    two that are one tensor in the model, and integers that a smaller dtype will hold."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class TensorMatcher:
                 continue
             found[target.fqn] = names[0]
             source = checkpoint[names[0]]
-            problem = _mismatch(target, source)
+            problem = _mismatch(target, source) or self._out_of_range(target, source)
             if problem is not None:
                 plan.mismatched.append(problem)
                 plan.unfit.append(target)
@@ -81,7 +83,7 @@ class TensorMatcher:
 
     def _decide(self, target: LiveTensor, source: LazyTensor) -> None:
         """Ask every live form for the step that loads this tensor; a dense tensor has none."""
-        answers = (form.step(target, source, self._context) for form in live_forms())
+        answers = (form.step(target, source, self._context) for form in self._forms(target))
         answer = next((answer for answer in answers if answer is not None), None)
         match answer:
             case NeedsFrozen():
@@ -93,10 +95,28 @@ class TensorMatcher:
             case None:
                 self._plan.add(target, fill_step(target, source, self._context))
 
+    def _forms(self, target: LiveTensor) -> Sequence[LiveForm]:
+        """Return the forms that may hold the weight, in the order in which they are asked."""
+        return live_forms()
+
     def _decode(self, target: LiveTensor, source: LazyTensor, reason: str) -> None:
         self._plan.add(target, decode_step(target, source, self._context, reason))
 
     # ------------------------------------------------------------------ checks
+
+    def _out_of_range(self, target: LiveTensor, source: LazyTensor) -> Mismatch | None:
+        """Return the first integer that the model's dtype does not hold; None: it holds all. Every rank reads the
+        whole tensor, so that all answer alike."""
+        live = target.tensor.dtype
+        if source.encoding != DENSE or not integer_range.narrows(source.torch_dtype, live):
+            return None
+        most = max(1, self._reader.max_memory // (2 * source.info.itemsize))
+        for part in row_major_boxes(Box.whole(source.shape), most):
+            found = integer_range.outside(source.read(part.offsets, part.sizes), live)
+            if found is not None:
+                info = TensorInfo(source.shape, target.dtype)
+                return Mismatch(target.fqn, str(info), str(source.info), found)
+        return None
 
     def _compare_views(self, found: Mapping[str, str]) -> None:
         """Compare the sources of parameters that are different objects on the same memory, as

@@ -22,14 +22,19 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A tensor whose shape differs, or whose dtype is of another kind: floating, integer, boolean."""
+    """A tensor whose shape differs, or whose dtype is of another kind: floating, integer, boolean.
+
+    holds  an integer of it that the model's dtype has not; None: it is of another shape or kind
+    """
 
     fqn: str
     live: str
     stored: str
+    holds: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.fqn}: model {self.live}, checkpoint {self.stored}"
+        what = f"{self.fqn}: model {self.live}, checkpoint {self.stored}"
+        return what if self.holds is None else f"{what}, which holds {self.holds}"
 
     @property
     def has_other_shape(self) -> bool:
@@ -154,7 +159,8 @@ class LoadReport(ShortRepr):
     left          names that keep their values, because the checkpoint need not have them: those of
                   a peft adapter where a base was loaded, those of the base where an adapter was
     unexpected    names of the checkpoint that the model does not have
-    mismatched    tensors that were not loaded, because shapes or kinds of dtype differ
+    mismatched    tensors that were not loaded, because shapes or kinds of dtype differ, or an integer is
+                  out of the range of the model's dtype
     cast          tensors that were cast to the model's dtype
     encoded       weights that were loaded as quantized tensors
     decoded       weights that are quantized in the checkpoint and dense in the model

@@ -27,6 +27,13 @@ from ckptmap.live.model.live_tensor import LiveTensor, device_for, is_dtensor
 from ckptmap.live.model.load_report import Encoded
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.planning.kept_codes import code_grid
+from ckptmap.quantization.bnb.fourbit import (
+    ABSMAX,
+    NESTED_ABSMAX,
+    NESTED_MAP,
+    FourBit,
+    nested_offset,
+)
 from ckptmap.quantization.nf4 import kernels as nf4_codes
 from ckptmap.quantization.nf4.encoding import DATA, FACTOR, MEAN, SCALERS, TABLE
 from ckptmap.quantization.nf4.encoding import NF4 as Nf4Encoding
@@ -72,6 +79,7 @@ class BnbForm(LiveForm):
         reason = can_hold(target)
         if reason:
             raise refuse(target, reason)
+        _refuse_turned(target, source)
         device = device_for(target, context.fallback)
 
         def run(reader: TensorReader) -> None:
@@ -132,6 +140,24 @@ def refuse(target: LiveTensor, reason: str) -> LoadError:
         f"model: {target.fqn} cannot be a bitsandbytes NF4 weight: {reason}",
         "replace its linear layer by bitsandbytes.nn.Linear4bit before loading",
     )
+
+
+def _refuse_turned(target: LiveTensor, source: LazyTensor) -> None:
+    """Raise LoadError CKM505 where the live codes are those of the transpose, and the source's values are not.
+
+    transformers quantizes the transpose of a Conv1D of GPT-2, and its layer says `source_cls`. Only `save` stores
+    codes in the order of the live weight: where a weight is square, no shape would tell.
+    """
+    kinds = (getattr(module, "source_cls", None) for module, _ in target.places)
+    is_turned = any(getattr(kind, "__name__", "") == "Conv1D" for kind in kinds)
+    encoding = source.encoding_
+    if is_turned and not (isinstance(encoding, FourBit) and not encoding.transposed):
+        raise LoadError(
+            "CKM505",
+            f"model: {target.fqn} is a Linear4bit in the place of a Conv1D, whose transpose it holds, expected what"
+            " ckptmap.save stored of it",
+            "load the checkpoint with from_pretrained; the rest with ckptmap.load, drop= these and strict=False",
+        )
 
 
 def live_state(target: LiveTensor) -> BnbQuantState | None:
@@ -198,8 +224,10 @@ def keeps_codes(source: LazyTensor, target: LiveTensor) -> bool:
 
 def put(reader: TensorReader, source: LazyTensor, target: LiveTensor, device: torch.device) -> None:
     """Set the weight in every module that shares it: codes bit for bit where the source has such codes,
-    else quantized with the live weight's settings. Reads the whole tensor."""
+    else quantized with the live weight's settings. Reads the whole tensor. The dtype that stores the codes
+    stays: FSDP flattens weights of one dtype only."""
     import bitsandbytes
+    import torch
 
     if source.encoding == NF4:
         codes, state = _from_nf4(reader, source, device)
@@ -210,10 +238,12 @@ def put(reader: TensorReader, source: LazyTensor, target: LiveTensor, device: to
             codes, state = _from_codes(reader, source, live, device)
         else:
             codes, state = _quantized(reader, source, live, device)
+    storage = getattr(target.tensor, "quant_storage", torch.uint8)
+    codes = codes.view(-1).view(storage).view(-1, 1)
     for module, name in target.places:
         weight = bitsandbytes.nn.Params4bit(
-            codes.view(-1, 1), requires_grad=False, quant_state=state,
-            blocksize=state.blocksize, compress_statistics=state.nested,
+            codes, requires_grad=False, quant_state=state,
+            blocksize=state.blocksize, compress_statistics=state.nested, quant_storage=storage,
             quant_type=state.quant_type, module=module, bnb_quantized=True,
         )  # fmt: skip
         setattr(module, name, weight)
@@ -244,7 +274,8 @@ def _from_nf4(
 def _from_codes(
     reader: TensorReader, source: LazyTensor, live: BnbQuantState, device: torch.device
 ) -> tuple[torch.Tensor, BnbQuantState]:
-    """Return bitsandbytes' own codes, and a state with the decoded scales in float32."""
+    """Return bitsandbytes' own codes, and a state with the decoded scales in float32: with the stored ones, where
+    both double quantize them."""
     import torch
     from bitsandbytes.functional import QuantState, get_4bit_type
 
@@ -252,12 +283,37 @@ def _from_codes(
     assert grid is not None, "asked before"
     codes = torch.empty(grid.codes.shape, dtype=torch.uint8, device=device)
     reader.codes(source, Box.whole(grid.codes.shape), codes)
+    scales = _nested_scales(reader, source, device) if live.nested else {}
+    if not scales:
+        scales = {"absmax": source.read_scales().view(-1).to(device)}
     state = QuantState(
-        absmax=source.read_scales().view(-1).to(device), shape=_size(source),
-        code=get_4bit_type(grid.name, device=str(device)), blocksize=2 * grid.block[0],
-        quant_type=grid.name, dtype=live.dtype,
+        shape=_size(source), code=get_4bit_type(grid.name, device=str(device)),
+        blocksize=2 * grid.block[0], quant_type=grid.name, dtype=live.dtype, **scales,
     )  # fmt: skip
     return codes, state
+
+
+def _nested_scales(
+    reader: TensorReader, source: LazyTensor, device: torch.device
+) -> dict[str, object]:
+    """Return the arguments of a QuantState for scales that are double quantized in the source; none where they are
+    not."""
+    import torch
+    from bitsandbytes.functional import QuantState
+
+    encoding = source.encoding_
+    nested = encoding.nested if isinstance(encoding, FourBit) else None
+    if nested is None or not isinstance(encoding, FourBit):
+        return {}
+    absmax, inner, table, text = (
+        reader.part(source, name, Box.whole(source.parts[name].info.shape), device)
+        for name in (ABSMAX, NESTED_ABSMAX, NESTED_MAP, encoding.state)
+    )
+    second = QuantState(
+        absmax=inner, code=table, blocksize=nested.block, dtype=getattr(torch, nested.dtype)
+    )
+    offset = torch.tensor(nested_offset(text), device=device)
+    return {"absmax": absmax, "offset": offset, "state2": second}
 
 
 def _quantized(

@@ -11,6 +11,7 @@ only floating tensors can require gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 LIVE_CLASSES = ("Int8Tensor", "ShardedInt8")
 """Of a whole weight, and of one that fully_shard cuts."""
 ENCODING = "int8"
+SAVED_BY_TORCH = "save it with torch.save(model.state_dict(), PATH), which ckptmap reads"
+OWN_WEIGHTS = {"Linear4bit", "Linear8bitLt"}
+"""Linear layers of bitsandbytes, which compute with weights of its classes only."""
 
 
 class Int8Weight(Protocol):
@@ -62,6 +66,8 @@ class Int8Form(LiveForm):
         self, target: LiveTensor, source: LazyTensor, context: LoadContext
     ) -> LoadStep | Decode | None:
         device = device_for(target, context.fallback)
+        if self.is_live(target):
+            _refuse_factors(target, ("act_pre_scale",), "load before smoothing and quantizing it")
         if is_int8(source):
             rows = rows_of(target, source)
             if isinstance(rows, str):
@@ -85,6 +91,13 @@ class Int8Form(LiveForm):
             made = read_rows(reader, source, rows, device)
         live = target.local
         assert _is_int8_weight(live) and _is_int8_weight(made)
+        if live.scale.numel() != made.scale.numel():
+            raise LoadError(
+                "CKM504",
+                f"{target.fqn}: live int8 has blocks of {list(live.block_size)}, the checkpoint's are"
+                f" {list(made.block_size)}",
+                "load it with ckptmap.load, which builds the live tensor anew",
+            )
         live.qdata.copy_(made.qdata)
         live.scale.copy_(made.scale.view(live.scale.shape))
 
@@ -192,7 +205,8 @@ def _unfit(target: LiveTensor, grid: CodeGrid) -> str:
     ):
         return f"torchao has no blocks of {list(grid.block)} for {list(grid.codes.shape)}"
     for module, _ in target.places:
-        if not any("Linear" in cls.__name__ for cls in type(module).__mro__):
+        kinds = {cls.__name__ for cls in type(module).__mro__}
+        if not any("Linear" in kind for kind in kinds) or kinds & OWN_WEIGHTS:
             return f"{type(module).__name__} cannot compute with an Int8Tensor"
     return "" if torchao_class() is not None else "torchao 0.15 or later is not installed"
 
@@ -237,10 +251,13 @@ def _made(
 
 def _computing_as(old: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     """Return `made` with the settings of `old` for quantizing activations: the live model decides how
-    it computes."""
-    for name in ("act_quant_kwargs", "reduce_range"):
+    it computes. Zero points, which are 0, stay where it has some: torchao copies only what both have."""
+    for name in ("act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "reduce_range"):
         if hasattr(old, name):
             setattr(made, name, getattr(old, name))
+    live, new = old, made
+    if _is_int8_weight(live) and _is_int8_weight(new) and live.zero_point is not None:
+        new.zero_point = new.scale.new_zeros(new.scale.shape, dtype=live.zero_point.dtype)
     return made
 
 
@@ -254,10 +271,11 @@ def _is_int8_weight(tensor: torch.Tensor) -> TypeGuard[Int8Weight]:
 def _plain_parts(target: LiveTensor) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """Return codes, scales in the shape of their grid, and blocks of a live weight.
 
-    Raises LoadError CKM505 where its zero points are not zero.
+    Raises LoadError CKM505 where its zero points are not zero, or factors of its activations belong to it.
     """
     local = target.local
     assert _is_int8_weight(local)
+    _refuse_factors(target, ("act_pre_scale", "act_quant_scale"), SAVED_BY_TORCH)
     if local.zero_point is not None and bool(local.zero_point.count_nonzero()):
         raise LoadError(
             "CKM505",
@@ -267,13 +285,25 @@ def _plain_parts(target: LiveTensor) -> tuple[torch.Tensor, torch.Tensor, tuple[
     return local.qdata, local.scale, tuple(local.block_size)
 
 
+def _refuse_factors(target: LiveTensor, names: Sequence[str], hint: str) -> None:
+    """Raise LoadError CKM505 where the live weight has one of these tensors beside its codes and scales."""
+    found = [name for name in names if getattr(target.local, name, None) is not None]
+    if found:
+        raise LoadError(
+            "CKM505",
+            f"model: {target.fqn} is int8 with {found[0]}, expected codes and scales of the weight alone",
+            hint,
+        )
+
+
 # ------------------------------------------------------------------------------- from dense
 
 
 def quantize_rows(
     reader: TensorReader, source: LazyTensor, target: LiveTensor, device: torch.device
 ) -> torch.Tensor:
-    """Quantize values of the checkpoint to int8 with one scale a row, by torchao's rule."""
+    """Quantize values of the checkpoint to int8 by torchao's rule: in the blocks of the live weight, else with one
+    scale a row."""
     import torch
 
     from ckptmap.quantization.blockwise.quantizer import quantize_rows as by_rows
@@ -281,13 +311,26 @@ def quantize_rows(
 
     ((box, _),) = target.windows(target.local)
     values = torch.empty(box.sizes, dtype=target.tensor.dtype, device=device)
+    block = _block_to_make(target)
+    rule = TorchaoInt8(reduce_range=bool(getattr(target.local, "reduce_range", False)))
     with reader.meter.hold(values.nbytes + box.numel + 4 * box.sizes[0], device):
         reader.decoded(source, box, values)
-        made = by_rows(values, TorchaoInt8())
+        made = by_rows(values.view(-1, math.prod(block)), rule)
     if not bool(made.absmax.isfinite().all()):
         raise LoadError(
             "CKM115", f"{source.fqn}: expected finite values, found NaN or infinity",
             "repair it, or make this weight dense before loading",
         )  # fmt: skip
     sharded = is_dtensor(target.tensor)
-    return _made(made.codes, made.scales.unsqueeze(1), [1, box.sizes[1]], values.dtype, sharded)
+    scales = made.scales.view(box.sizes[0] // block[0], box.sizes[1] // block[1])
+    return _made(made.codes.view(box.sizes), scales, block, values.dtype, sharded)
+
+
+def _block_to_make(target: LiveTensor) -> list[int]:
+    """Return the blocks of this rank's rows that are quantized here: runs of a row, or all of a weight that is not
+    cut. The scale of other blocks would need values of other ranks, or tiles."""
+    rows, columns = target.local.shape
+    block = list(getattr(target.local, "block_size", ()))
+    runs = len(block) == 2 and block[0] == 1 and columns % block[1] == 0
+    whole = block == [rows, columns] and not is_dtensor(target.tensor)
+    return block if runs or whole else [1, columns]

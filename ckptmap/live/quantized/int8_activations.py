@@ -43,7 +43,8 @@ def _stated(source: LazyTensor) -> tuple[object, bool]:
     encoding: Any = source.encoding_
     attributes = parse_json(getattr(encoding, "attributes", "") or "{}")
     value = attributes.get("act_quant_kwargs")
-    if getattr(encoding, "activation", ""):
+    extra = [part[0] for part in getattr(encoding, "extra", ())]
+    if getattr(encoding, "activation", "") or "act_quant_scale" in extra:
         return None, False
     if value is None:
         return None, True

@@ -91,14 +91,20 @@ class NF4Form(LiveForm):
         _, live, _ = from_torchao(local)
         whole = TensorInfo(source.shape, target.dtype)
         same = source.encoding == ENCODING and source.dtype == target.dtype
-        found = cast(NF4, source.encoding_) if same else encoding_for(whole, source)
-        if isinstance(found, str) or found.scaler_block_size % live.scaler_block_size:
+        found = cast(NF4, source.encoding_) if same else encoding_for(whole, source, target)
+        if (
+            isinstance(found, str)
+            or found.block_size != live.block_size
+            or found.scaler_block_size % live.scaler_block_size
+        ):
             why = (
-                found if isinstance(found, str) else f"blocks of {found.scaler_block_size} scalers"
+                found
+                if isinstance(found, str)
+                else f"blocks of {found.block_size} and {found.scaler_block_size}"
             )
             raise LoadError(
                 "CKM504",
-                f"{target.fqn}: live NF4 has scaler blocks of {live.scaler_block_size}, the"
+                f"{target.fqn}: live NF4 has blocks of {live.block_size}, and {live.scaler_block_size} of them a scaler, the"
                 f" checkpoint's cannot be regrouped to that: {why}",
                 "load it with ckptmap.load, which builds the live tensor anew",
             )
@@ -152,7 +158,7 @@ def _replacing(
 
 def _quantizable(target: LiveTensor, info: TensorInfo, source: LazyTensor) -> NF4Rows | str:
     """Return this rank's rows of a tensor that is quantized here; a text: why it cannot be."""
-    encoding = encoding_for(info, source)
+    encoding = encoding_for(info, source, target)
     return encoding if isinstance(encoding, str) else rows_of(target, info, encoding)
 
 
@@ -284,14 +290,15 @@ def keeps_codes(source: LazyTensor, rows: NF4Rows) -> bool:
     return grid is not None and rows.stored.recoder(rows.whole, grid, "cpu") is not None
 
 
-def encoding_for(info: TensorInfo, source: LazyTensor) -> NF4 | str:
-    """Return the encoding of a live NF4 weight that keeps the source's codes where it has them; a text:
-    why the weight cannot be NF4."""
+def encoding_for(info: TensorInfo, source: LazyTensor, target: LiveTensor) -> NF4 | str:
+    """Return the encoding of a live NF4 weight that keeps the source's codes where it has them, else that with the
+    blocks of the live one; a text: why the weight cannot be NF4. The scaler block follows from the shape, so that
+    values do not depend on the ranks that cut it."""
     grid = kept_grid(source)
     kept = NF4Scheme().keeping(info, grid, False) if grid is not None else None
     if isinstance(kept, NF4):
         return kept
-    encoding = default_encoding(info)
+    encoding = default_encoding(info, getattr(target.local, "block_size", 64))
     parts = encoding.parts(info)
     return parts.reason if isinstance(parts, Refusal) else encoding
 

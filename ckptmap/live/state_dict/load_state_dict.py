@@ -18,7 +18,7 @@ from ckptmap.live.load.mending_names import state_dict_hint
 from ckptmap.live.load.tensor_matcher import TensorMatcher
 from ckptmap.live.model.live_form import LiveForm, form_of, live_forms
 from ckptmap.live.model.live_tensor import LiveTensor, device_for, fallback_device, like
-from ckptmap.live.model.load_report import LoadReport
+from ckptmap.live.model.load_report import LoadReport, Mismatch
 from ckptmap.live.optimizer.local_state import owners
 from ckptmap.live.optimizer.param_order_check import says_others
 from ckptmap.live.optimizer.state_loader import StateLoader
@@ -130,8 +130,15 @@ class _Matcher(TensorMatcher):
             return
         self._decode(target, source, "the model's weight is dense")
 
+    def _forms(self, target: LiveTensor) -> Sequence[LiveForm]:
+        form = form_of(target)
+        return super()._forms(target) if form is None else (form,)
+
     def _compare_parts(self, targets: Sequence[LiveTensor], found: Mapping[str, str]) -> None:
         """Compare nothing: no rank has all values."""
+
+    def _out_of_range(self, target: LiveTensor, source: LazyTensor) -> Mismatch | None:
+        """Return None: integers are looked at when they are copied."""
 
 
 def _kept_form(target: LiveTensor) -> LiveForm | None:

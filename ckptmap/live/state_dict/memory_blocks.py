@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError, SourceError
+from ckptmap.live.model.integer_range import copy_held
 from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.storage.box_reader import fill
@@ -92,12 +93,12 @@ class Memory:
             common = own.intersect(box)
             assert common is not None
             to = window(out, common.relative_to(box.offsets))
-            to.copy_(window(values, common.relative_to(own.offsets)))
+            copy_held(to, window(values, common.relative_to(own.offsets)), _shown(path))
             count += common.numel
         if count != box.numel:
             raise RunError(
                 "CKM513",
-                f"{'.'.join(map(str, path))}: this rank has {count} of the {box.numel} elements of"
+                f"{_shown(path)}: this rank has {count} of the {box.numel} elements of"
                 f" {list(box.offsets)}+{list(box.sizes)}",
                 "nothing was published; this is a defect of ckptmap, please report it",
             )
@@ -168,6 +169,10 @@ class LiveStored(HoldsValues):
             Chunk(own, Region.contiguous(name, 0, own.sizes, self.info.itemsize))
             for own, _, name in self.memory.blocks(self.path, box)
         ]
+
+
+def _shown(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 class LiveReader(TensorReader):

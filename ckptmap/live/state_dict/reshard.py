@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError
+from ckptmap.live.model.integer_range import copy_held
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.live.state_dict.live_checkpoint import LiveStateDict
@@ -225,7 +226,7 @@ class Exchange:
                 work.wait()
         for peer, message in messages.inbound.items():
             for part, values in self._values(messages.received[peer], message):
-                _view(part, outs).copy_(values)
+                copy_held(_view(part, outs), values, ".".join(map(str, part.path)))
 
     def _started(
         self, outbound: Mapping[int, torch.Tensor], inbound: Mapping[int, torch.Tensor]

@@ -42,22 +42,24 @@ class RoundingRule(Protocol):
 class TorchaoInt8:
     """`Int8Tensor.from_hp`, symmetric: scale = absmax / 127.5 in T, not below float32's epsilon;
     code = round_half_even(x * (1 / scale)) in fp32 (torchao 0.18, quant_primitives.py
-    `choose_qparams_affine`, `_quantize_affine_no_dtype_cast`)."""
+    `choose_qparams_affine`, `_quantize_affine_no_dtype_cast`). With `reduce_range` codes are -64 to 63."""
 
     codes_dtype: ClassVar[str] = "int8"
     takes: ClassVar[str] = ""
     reach: ClassVar[float] = 128.0
     scale_dtype: str = "float32"
+    reduce_range: bool = False
 
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
-        scale = divide(absmax, 127.5).clamp_(min=_EPS)
+        scale = divide(absmax, 63.5 if self.reduce_range else 127.5).clamp_(min=_EPS)
         wide = scale.to(torch.float32)
         return scale.to(getattr(torch, self.scale_dtype)), wide.reciprocal()
 
     def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
-        values.mul_(operand).round_().clamp_(-128, 127)
+        bound = 64 if self.reduce_range else 128
+        values.mul_(operand).round_().clamp_(-bound, bound - 1)
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,10 @@ class ScaledEncoding:
         if not block_geometry.cuts(mine.block, grid.block, info.shape):
             return None
         alike = mine.values == grid.values or (mine.values, grid.values) == (PRODUCTS, POWERS)
-        exact = alike and self.scale_dtype in ("float32", grid.scale_dtype)
+        exponents = (
+            grid.values == POWERS and self.scale_dtype in EXPONENTS
+        )  # under either dtype's name
+        exact = alike and (exponents or self.scale_dtype in ("float32", grid.scale_dtype))
         return ScaledRecoder(
             self.codes_part, self.scale_part, self.scale_dtype,
             lambda scales: self.unscaled(block_geometry.spread(scales, grid.block, mine.block, info.shape)),

@@ -242,7 +242,7 @@ class FourBit:
         if self.nested is None:
             return absmax
         block = self.nested.block
-        offset = parse_json(bytes(parts[self.state].tolist()), allow_nan=True)["nested_offset"]
+        offset = nested_offset(parts[self.state])
         return double_quant.dequantize(
             absmax, parts[NESTED_ABSMAX], parts[NESTED_MAP], offset, block, first % block,
             getattr(torch, self.nested.dtype),
@@ -318,3 +318,9 @@ class FourBit:
         if self.nested is not None and self.nested.dtype != "float32":
             return f"nested absmax was rounded to {self.nested.dtype} by bitsandbytes before it was saved"
         return ""
+
+
+def nested_offset(state: torch.Tensor) -> float:
+    """Return what is added to all scales of a double quantized tensor, from the JSON of its state."""
+    offset: float = parse_json(bytes(state.tolist()), allow_nan=True)["nested_offset"]
+    return offset

@@ -278,9 +278,9 @@ class NF4Encoder:
         self.sign_flips += int(((decoded <= 0) & (absmax > 0)).sum())
 
 
-def default_encoding(info: TensorInfo) -> NF4:
-    """Return NF4 with blocks of 64 and the largest scaler block up to 256 that divides their number.
+def default_encoding(info: TensorInfo, block: int = 64) -> NF4:
+    """Return NF4 with such blocks and the largest scaler block up to 256 that divides their number.
 
     It follows from the shape alone, so a file does not depend on the world size.
     """
-    return NF4(64, math.gcd(256, info.numel // 64) or 1)
+    return NF4(block, math.gcd(256, info.numel // block) or 1)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
+from ckptmap.core.json_text import parse_json
 from ckptmap.protocols import Refusal
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoInt8
 from ckptmap.quantization.blockwise.scaled_encoder import Constants
@@ -38,7 +39,8 @@ class Int8(TorchaoEncoding):
         return self.kind == "Int8Tensor"
 
     def rule(self, info: TensorInfo) -> RoundingRule:
-        return TorchaoInt8(self.scale_dtype)
+        narrow = parse_json(self.attributes).get("reduce_range") is True
+        return TorchaoInt8(self.scale_dtype, reduce_range=narrow)
 
     def cannot_encode(self, info: TensorInfo) -> Refusal | None:
         """Return why values cannot be encoded so. Zero points follow from torchao's `mapping_type` (0, or of each

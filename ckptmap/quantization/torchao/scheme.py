@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from math import prod
+from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import different, records_of
@@ -37,12 +38,16 @@ from ckptmap.quantization.torchao.safetensors_flat import FlatEntry, flat_of, fl
 from ckptmap.quantization.torchao.subclass_reader import (
     OPTIONAL,
     PARTS,
+    SMOOTHING,
     TorchaoParts,
     kind_of,
     unpack,
 )
 from ckptmap.quantization.weight_forms import WeightForms
-from ckptmap.tensors import FLOATING, Cut, Opaque, StoredTensor, TensorInfo
+from ckptmap.tensors import FLOATING, Box, Cut, Opaque, StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,37 @@ class TorchaoEncoding(ScaledEncoding):
 
     def part_key(self, key: str, part: str) -> str:
         return part_key(key, part)
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Do activations pass a factor of each column, which the codes were divided by?"""
+        return any(name == SMOOTHING for name, _, _ in self.extra)
+
+    def refusal(self, info: TensorInfo) -> Refusal | None:
+        for name, _, shape in self.extra:
+            if name == SMOOTHING and prod(shape) != info.shape[-1]:
+                return Refusal(
+                    f"{name} has a factor for each column, expected {info.shape[-1]}, found {list(shape)}"
+                )
+        return super().refusal(info)
+
+    def grid(self, info: TensorInfo) -> CodeGrid | None:
+        """Return the grid of its codes; None also where they are not those of the weight alone."""
+        return None if self.is_smoothed else super().grid(info)
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        """Decode any box: w' = code * scale * factor of the column, in fp32, rounded once."""
+        import torch
+
+        if not self.is_smoothed or not box.numel:
+            super().decode(info, parts, box, out)
+            return
+        wide = torch.empty(box.sizes, dtype=torch.float32, device=out.device)
+        super().decode(info, parts, box, wide)
+        columns = parts[SMOOTHING].view(-1).narrow(0, box.offsets[-1], box.sizes[-1])
+        out.copy_(wide.mul_(columns.to(wide)))
 
     def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         return {

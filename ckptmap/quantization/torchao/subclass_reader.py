@@ -27,8 +27,11 @@ _ENUMS: Mapping[tuple[str, object], str] = {
     ("MappingType", 2): "SYMMETRIC_NO_CLIPPING_ERR",
     ("MappingType", 3): "ASYMMETRIC",
 }
-OPTIONAL = ("act_quant_scale", "act_quant_zero_point", "act_pre_scale")
-PARTS = ("qdata", "scale", "zero_point", *OPTIONAL)
+OPTIONAL = ("act_quant_scale", "act_quant_zero_point")
+SMOOTHING = "act_pre_scale"
+"""What each column's activations are multiplied by first, as SmoothQuant wants it: the values of the weight are those of
+its codes times it."""
+PARTS = ("qdata", "scale", "zero_point", *OPTIONAL, SMOOTHING)
 """The tensors that an object of these classes may hold."""
 _ATTRIBUTES = {
     "Int8Tensor": ("act_quant_kwargs", "reduce_range"),
@@ -191,7 +194,7 @@ def _made(
     return TorchaoParts(
         kind, info, block, codes, block_geometry.reshaped(scale, grid),
         None if zero is None else block_geometry.reshaped(zero, grid),
-        {k: v for k in OPTIONAL if isinstance(v := state.get(k), StoredTensor)}, attributes,
+        {k: v for k in (*OPTIONAL, SMOOTHING) if isinstance(v := state.get(k), StoredTensor)}, attributes,
     )  # fmt: skip
 
 

@@ -1,0 +1,84 @@
+"""Integers that the model's dtype does not hold are refused: a cast would wrap them around."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptmap
+from ckptmap.errors import LoadError
+from ckptmap.live.model import integer_range
+
+INTEGERS = [
+    torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+
+
+class Counts(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(3, dtype=dtype))
+
+
+def stored(*values: int, dtype: torch.dtype = torch.int64) -> dict[str, torch.Tensor]:
+    return Counts(dtype).state_dict() | {"seen": torch.tensor(values, dtype=dtype)}
+
+
+def by_load(state: Any, model: nn.Module, path: Path) -> None:
+    torch.save(state, path)
+    ckptmap.load(path, model, max_memory=16)
+
+
+def by_hooks(state: Any, model: nn.Module, path: Path) -> None:
+    with_hooks = ckptmap.hooks.install(model)
+    model.load_state_dict(state)
+    with_hooks.remove()
+
+
+def by_translate(state: Any, model: nn.Module, path: Path) -> None:
+    model.load_state_dict(ckptmap.translate(state, like=model))
+
+
+@pytest.mark.parametrize("way", [by_load, by_hooks, by_translate])
+def test_in_range_or_refused(way: Callable[..., None], tmp_path: Path) -> None:
+    model = Counts(torch.int32)
+    way(stored(1, -(2**31), 2**31 - 1), model, tmp_path / "a.pt")
+    assert model.seen.tolist() == [1, -(2**31), 2**31 - 1]
+    with pytest.raises(LoadError, match=r"seen.*5000000000") as caught:
+        way(stored(4, 5, 5_000_000_000), model, tmp_path / "b.pt")
+    assert caught.value.code == "CKM502" and "\n" not in caught.value.message
+    assert model.seen.tolist() == [1, -(2**31), 2**31 - 1]
+
+
+def test_nothing_is_touched_and_without_strict_the_rest_is_loaded(tmp_path: Path) -> None:
+    state = stored(0, 300, 0)
+    torch.save(state, tmp_path / "a.pt")
+    model = Counts(torch.uint8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(
+        LoadError, match=r"model uint8\[3\], checkpoint int64\[3\], which holds 300"
+    ):
+        ckptmap.load(tmp_path / "a.pt", model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    report = ckptmap.load(tmp_path / "a.pt", model, strict=False)
+    assert [one.holds for one in report.mismatched] == [300] and not report.cast
+    assert torch.equal(model.fc.weight, state["fc.weight"]) and model.seen.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("live", INTEGERS, ids=str)
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_every_pair_of_dtypes(dtype: torch.dtype, live: torch.dtype) -> None:
+    """By Python's own integers: each bound of the stored dtype, alone."""
+    mine, theirs = torch.iinfo(dtype), torch.iinfo(live)
+    lost = {value for value in (mine.min, mine.max) if not theirs.min <= value <= theirs.max}
+    assert integer_range.narrows(dtype, live) == bool(lost)
+    for value in (mine.min, mine.max):
+        found = integer_range.outside(torch.tensor([0, value], dtype=dtype), live)
+        assert found == (value if value in lost else None)
