@@ -81,12 +81,17 @@ SCHEMES = (
     ),
     KnownScheme("ckptmap.quantization.bnb.int8:BnbInt8Scheme", "bnb-int8", ("SCB",), ("bnb-int8",)),
     KnownScheme(
-        "ckptmap.quantization.modelopt:ModeloptNvfp4",
+        "ckptmap.quantization.modelopt.scheme:ModeloptNvfp4",
         ends=("weight_scale_2",),
         records=("modelopt-nvfp4",),
     ),
-    KnownScheme(
-        "ckptmap.quantization.modelopt:ModeloptFp8", ends=("_scale",), records=("modelopt-fp8",)
+    *(
+        KnownScheme(
+            f"ckptmap.quantization.modelopt.scheme:Modelopt{form}",
+            ends=("_scale",),
+            records=(f"modelopt-{form.lower()}",),
+        )
+        for form in ("Fp8", "Int8", "Int4")
     ),
     KnownScheme(
         "ckptmap.quantization.compressed_tensors.microscaled:CompressedNvfp4",

@@ -189,6 +189,65 @@ def test_zero_points_that_the_config_calls_symmetric(tmp_path: Path) -> None:
     assert caught.value.code == "CKM115"
 
 
+INTO = [
+    ("gptq-4", "awq-4"), ("gptq-4", "awq-4-asym"), ("awq-4", "gptq-4"), ("awq-4", "gptq-4-v2"),
+    ("awq-4-asym", "gptq-4-v2"), ("gptq-4-asym", "awq-4-asym"), ("gptq-8", "gptq-8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("by_way", ["ct", ""])
+@pytest.mark.parametrize(("name", "like"), INTO)
+def test_codes_kept_in_another_release(name: str, like: str, by_way: str, tmp_path: Path) -> None:
+    """`--as`: from compressed-tensors or the other of the two, into a release with other values."""
+    source, bits = GOLDEN / name, name.split("-")[1]
+
+    def others(state: Tensors) -> None:
+        state.update({key: value * 2 for key, value in state.items() if key.endswith(".scales")})
+
+    if by_way:
+        ckptmap.convert(GOLDEN / name, tmp_path / "ct", to=f"hf-ct-int{bits}")
+        source = tmp_path / "ct"
+    sym = stating(sym=False) if like == "gptq-4-v2" else lambda config: None
+    release = edited(like, tmp_path / "like", sym, others)
+    report = ckptmap.convert(source, tmp_path / "out", as_=release)
+    assert report.likeness is not None
+    assert {report.likeness.changed[fqn] for fqn in TRUTH[name]} <= {"codes", "exact", "bytes"}
+    values, (wanted, made) = TRUTH[name], (load_file(p / FILE) for p in (release, tmp_path / "out"))
+    assert {key: (t.dtype, t.shape) for key, t in made.items()} == {
+        key: (t.dtype, t.shape) for key, t in wanted.items()
+    }
+    with ckptmap.open(tmp_path / "out") as ckpt, ckptmap.open(GOLDEN / name) as before:
+        for fqn in values:
+            assert ckpt[fqn].encoding == like.split("-")[0]
+            same(ckpt[fqn].read(), before[fqn].read().to(ckpt[fqn].read().dtype))
+    assert ckptmap.verify(tmp_path / "out", against=source).ok
+    if name == "gptq-4-asym":  # and the very bytes that auto-round packed
+        ckptmap.convert(
+            tmp_path / "out", tmp_path / "back", as_=edited(name, tmp_path / "b", state=others)
+        )
+        given, got = load_file(GOLDEN / name / FILE), load_file(tmp_path / "back" / FILE)
+        assert all(
+            torch.equal(given[f"{STEM}{part}"], got[f"{STEM}{part}"])
+            for part in ("qweight", "qzeros", "scales")
+        )
+
+
+def test_zero_points_that_another_release_cannot_hold(tmp_path: Path) -> None:
+    """GPTQ's first version has no zero point of 0, and symmetric codes have only the middle."""
+
+    def least(state: Tensors) -> None:
+        state[f"{STEM}qzeros"].zero_()
+
+    path = edited("awq-4-asym", tmp_path / "in", state=least)
+    with pytest.raises(
+        ckptmap.CkptmapError, match="its zero points are 0 to 0, expected 1 to 16"
+    ) as caught:
+        ckptmap.convert(path, tmp_path / "out", as_=GOLDEN / "gptq-4-asym")
+    assert caught.value.code == "CKM309" and not (tmp_path / "out").exists()
+    report = ckptmap.convert(path, tmp_path / "out", as_=GOLDEN / "gptq-4")
+    assert report.likeness is not None and report.likeness.changed[DOWN] == "requantize"
+
+
 # ------------------------------------------------------------------------------- given back
 
 
@@ -375,7 +434,10 @@ def test_groups_that_are_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [stating(version="gemv"), stating(version="marlin"), stating(quant_method="gptq", checkpoint_format="marlin")],
+    [
+        stating(version="gemv"), stating(version="marlin"), stating(quant_method="gptq", checkpoint_format="marlin"),
+        stating(version=None, checkpoint_format="gemv", format="gemv"), stating(version=None, format="marlin"),
+    ],
 )  # fmt: skip
 def test_other_layouts_move_as_bytes(
     change: Callable[[dict[str, Any]], object], tmp_path: Path

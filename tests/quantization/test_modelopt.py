@@ -21,6 +21,7 @@ from tests.support.int8_models import QUERY, llama
 
 Tensors = dict[str, torch.Tensor]
 FILE = "model.safetensors"
+VALUE = QUERY.replace("q_proj", "v_proj")
 OWN = "hf_quant_config.json"
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -158,33 +159,28 @@ def test_its_codes_are_those_of_compressed_tensors(tmp_path: Path) -> None:
             assert torch.allclose(ckpt[key].read(), wanted, rtol=2**-8, atol=0)
 
 
-def test_smoothed_weights_are_not_decoded(tmp_path: Path) -> None:
-    """Behind `pre_quant_scale` the values are not those of the layer."""
-    stored = dict(made("NVFP4", torch.bfloat16)[0])
-    stored[QUERY.removesuffix("weight") + "pre_quant_scale"] = torch.ones(64)
+def test_smoothed_weights_are_those_of_the_layer(tmp_path: Path) -> None:
+    """`NVFP4_AWQ`: the layer multiplies its inputs by `pre_quant_scale`, which its weight takes in fp32."""
+    stored, values = made("NVFP4", torch.bfloat16)
+    smoothing = torch.rand(64, generator=torch.Generator().manual_seed(0)).bfloat16() + 0.5
+    name = QUERY.removesuffix("weight") + "pre_quant_scale"
     write(tmp_path / "in", "NVFP4")
-    save_file(stored, tmp_path / "in" / FILE, {"format": "pt"})
-    with pytest.raises(ckptmap.CkptmapError, match=r"q_proj.*is part of a NVFP4"):
-        ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bf16")
-
-
-@pytest.mark.parametrize("beside", ["both", "own"])
-@pytest.mark.parametrize("dims", ["rows", "tiles"])
-def test_scales_of_rows_and_tiles_move_as_bytes(dims: str, beside: str, tmp_path: Path) -> None:
-    """They have other dims than compressed-tensors' (an imitation), whose reader refused to open the file."""
-    path, stored = write(tmp_path / "in", "FP8", beside=beside), dict(made("FP8", DTYPES[0])[0])
-    for key in [key for key in stored if key.endswith("weight_scale")]:
-        rows, columns = stored[key.removesuffix("_scale")].shape
-        shape = (rows,) if dims == "rows" else (rows // 32, 1, columns // 32, 1)
-        stored[key] = torch.full(shape, float(stored[key]))
-    save_file(stored, path / FILE, {"format": "pt"})
-    ckptmap.convert(path, tmp_path / "out", to="hf")
-    after = load_file(tmp_path / "out" / FILE)
-    assert after.keys() == stored.keys()
-    for key, value in stored.items():
-        same(after[key], value)
-    with pytest.raises(ckptmap.CkptmapError, match="is part of a scaled int8 or fp8 tensor"):
-        ckptmap.plan(path, "hf-bf16").execute(tmp_path / "bf16")
+    save_file({**stored, name: smoothing}, tmp_path / "in" / FILE, {"format": "pt"})
+    with ckptmap.open(tmp_path / "in") as ckpt:
+        assert name not in ckpt
+        same(ckpt[QUERY][7:9, 5:41], ckpt[QUERY].read()[7:9, 5:41])
+        wide = NVFP4Tensor(
+            stored[QUERY], stored[f"{QUERY}_scale"], 16, torch.float32, stored[f"{QUERY}_scale_2"]
+        ).dequantize(torch.float32)
+        same(ckpt[QUERY].read(), (wide * smoothing.float()).bfloat16())
+        same(ckpt[VALUE].read(), values[VALUE])
+    ckptmap.convert(tmp_path / "in", tmp_path / "bf16.pt", to="full-bf16")
+    ckptmap.convert(tmp_path / "bf16.pt", tmp_path / "back", as_=tmp_path / "in")
+    back = load_file(tmp_path / "back" / FILE)
+    for key, value in (stored | {name: smoothing}).items():
+        same(back[key], value)
+    fidelity = ckptmap.plan(tmp_path / "in", "hf-ct-nvfp4").fidelities()
+    assert (fidelity["codes"], fidelity["requantize"]) == (6, 1)
 
 
 def _cut(tensors: Tensors) -> None:

@@ -48,7 +48,7 @@ class ColumnForm:
     listed: bool
 
 
-class _Columns:
+class WeightColumns:
     """A part of a weight of `rows` rows, filled band by band: to join bands at the end would take its memory twice."""
 
     def __init__(self, rows: int) -> None:
@@ -89,7 +89,7 @@ class ColumnEncoder:
         self.step = BAND * self._width
         groups = -(-self._width // form.group)
         self.state_nbytes = self._rows * (self._width * form.bits // 8 + groups * 5)
-        self._words, self._scales, self._zeros = (_Columns(self._rows) for _ in range(3))
+        self._words, self._scales, self._zeros = (WeightColumns(self._rows) for _ in range(3))
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
         """Encode values [m] T, whole bands of rows or the last ones. Raise RunError CKM309 where one is not finite."""
@@ -105,11 +105,13 @@ class ColumnEncoder:
     def finish(self) -> Iterable[Write]:
         import torch
 
-        yield _write("qweight", self._words.whole)
-        yield _write("scales", self._scales.whole)
-        yield _write("qzeros", self._pack_zeros(self._zeros.whole))
+        yield column_write("qweight", self._words.whole)
+        yield column_write("scales", self._scales.whole)
+        yield column_write("qzeros", self._pack_zeros(self._zeros.whole))
         if self._form.listed:
-            yield _write("g_idx", torch.arange(self._width, dtype=torch.int32) // self._form.group)
+            yield column_write(
+                "g_idx", torch.arange(self._width, dtype=torch.int32) // self._form.group
+            )
 
     def _encoded(self, band: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return signed codes i8 [r, in], scales S [r, groups] and stored zero points i8, signed, [r, groups]."""
@@ -148,7 +150,7 @@ class ColumnEncoder:
         return scales, torch.round(-low / scales).clamp_(form.offset, most)
 
 
-def _write(part: str, values: torch.Tensor) -> Write:
+def column_write(part: str, values: torch.Tensor) -> Write:
     return Write(part, flat(0, values.numel()), values.contiguous().view(-1))
 
 

@@ -18,14 +18,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptmap.core.quantized_codes import CodeGrid
+from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoder, Refusal
+from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.chunks import chunk_numel, constant
 from ckptmap.quantization.blockwise.group_checks import CONTRADICTORY
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, rounded_products
 from ckptmap.quantization.blockwise.word_packing import WORD, Packing
 from ckptmap.quantization.gptq.column_encoder import ColumnEncoder, ColumnForm
+from ckptmap.quantization.gptq.column_recoder import ColumnRecoder
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -293,8 +295,9 @@ class GroupedColumns:
             )
         return None
 
-    def encoder(self, info: TensorInfo, device: str) -> Encoder:
-        form = ColumnForm(
+    @property
+    def _form(self) -> ColumnForm:
+        return ColumnForm(
             self.bits,
             self.group,
             self.scale_dtype,
@@ -302,9 +305,31 @@ class GroupedColumns:
             self.zero_offset,
             bool(self.order),
         )
-        return ColumnEncoder(
-            (info.shape[0], info.shape[1]), form, self.packed_band, self.packed_zeros
-        )
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        rows, width = info.shape
+        return ColumnEncoder((rows, width), self._form, self.packed_band, self.packed_zeros)
+
+    def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
+        """Return a recoder for codes of as many bits in its own blocks, or in blocks that it cuts, else None.
+
+        Symmetric codes get zero points in the middle; zero points need a form whose config allows them.
+        """
+        mine = None if self.refusal(info) else self.grid(info)
+        names = (f"int{self.bits}", f"int{self.bits} with zeros")
+        if mine is None or grid.name not in names or (grid.zeros and self.symmetric):
+            return None
+        if (mine.codes, mine.axes) != (grid.codes, grid.axes):
+            return None
+        if not block_geometry.cuts(mine.block, grid.block, info.shape):
+            return None
+        rows, width = info.shape
+        exact = mine.values == grid.values and self.scale_dtype in ("float32", grid.scale_dtype)
+        return ColumnRecoder(
+            (rows, width), self._form, (self.packed_band, self.packed_zeros),
+            lambda scales: block_geometry.spread(scales, grid.block, mine.block, info.shape),
+            "exact" if exact else "codes",
+        )  # fmt: skip
 
     def packed_band(self, codes: torch.Tensor) -> torch.Tensor:
         """Pack codes i8 [r, in] of whole bands of 32 rows, or the last ones -> columns of `qweight`."""

@@ -94,10 +94,17 @@ def _kind(config: Mapping[str, object]) -> Kind | None:
     if method == "auto-round":
         return _PACKING.get(str(config.get("packing_format")))
     if method == "gptq":
-        return _GPTQ_FORMATS.get(str(config.get("checkpoint_format") or "gptq"))
+        return _GPTQ_FORMATS.get(_layout(config, ("checkpoint_format", "format"), "gptq"))
     if method == "awq":
-        return Awq if str(config.get("version") or "gemm").lower() == "gemm" else None
+        form = _layout(config, ("version", "checkpoint_format", "format"), "gemm")
+        return Awq if form == "gemm" else None
     return None
+
+
+def _layout(config: Mapping[str, object], names: tuple[str, ...], default: str) -> str:
+    """Return what the first of these entries states of the layout: gptqmodel has other names for AWQ than AutoAWQ."""
+    stated = next((config[name] for name in names if config.get(name)), default)
+    return str(stated).lower()
 
 
 def _number(config: Mapping[str, object], names: tuple[str, ...], settings: Settings) -> int:
