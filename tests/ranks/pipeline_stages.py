@@ -86,8 +86,9 @@ class Run:
         numbers = [*range(rank, count, world)]
         each = LAYERS // count
         self.parts = [Part(range(n * each, n * each + each)) for n in numbers]
+        micro = torch.zeros(2, 8, requires_grad=True)  # without it a stage runs to find its shapes
         stages = [
-            PipelineStage(part, number, count, torch.device("cpu"))
+            PipelineStage(part, number, count, torch.device("cpu"), (micro,), (micro,))
             for part, number in zip(self.parts, numbers, strict=True)
         ]
         kind: Any = Schedule1F1B if one_f_one_b else ScheduleGPipe
@@ -125,7 +126,7 @@ class Run:
         torch.manual_seed(7)
 
     def values(self) -> dict[str, torch.Tensor]:
-        return {k: v for part in self.parts for k, v in part.state_dict().items()}
+        return {k: v.detach() for part in self.parts for k, v in part.named_parameters()}
 
 
 def goes_on(path: Path, **of_run: Any) -> None:

@@ -84,7 +84,11 @@ class Continuation:
         self._rounding = RoundingContinuation()
         self._rounding_note = ""
         self._takers = module_extra_state.setters(model)
-        self._states = module_extra_state.recorded(checkpoint)
+        self._states, self._of_other_ranks = module_extra_state.of_this_rank(
+            checkpoint, pop_dict(everything, module_extra_state.OF_RANKS), own,
+            None if how_renamed(checkpoint) else self._saved.get(module_extra_state.NAMES),
+            self._takers,
+        )  # fmt: skip
         for key in (rng_state.KEY, flat_lowbit.KEY, lbfgs.KEY, beside_params.KEY):
             everything.pop(key, None)
         self._per_rank = self._own_extra(pop_dict(everything, run_settings.PER_RANK))
@@ -139,6 +143,10 @@ class Continuation:
         self.inexact += self._scheduler.reasons()
         self.inexact += [f"no {name}" for name in self._takers if name not in self._states]
         self.inexact += [f"nobody takes {n}" for n in self._states if n not in self._takers]
+        self.inexact += [
+            f"each rank had its own {name}, that of the lowest is taken"
+            for name in self._of_other_ranks
+        ]
         self.inexact += [
             f"nobody takes the state of {n!r}" for n in self._stateful.unused(self._objects)
         ]

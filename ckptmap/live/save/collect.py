@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 OWN_NAMES = frozenset(
     {
         run_settings.KEY, rng_state.KEY, flat_lowbit.KEY, module_extra_state.KEY, "scheduler",
-        run_settings.SCHEDULERS,
+        module_extra_state.OF_RANKS, run_settings.SCHEDULERS,
         run_settings.PER_RANK, gradients.PENDING, stateful.KEY,
         lbfgs.KEY, tuples.KEY, integer_keys.KEY, beside_params.KEY,
     }
@@ -104,12 +104,9 @@ def collect(
         _hold_optimizer(held, optimizer, mine, left_out, peers)
     put(held, _rank_path(rng_state.KEY, peers), random_state, private=True)
     put(held, _rank_path(run_settings.PER_RANK, peers), per_rank, private=True)
-    states = {k: m.get_extra_state() for k, m in module_extra_state.getters(model).items()}
     if run_scheduler is not None:
         held.settings[run_settings.SCHEDULER] = scheduler_classes(run_scheduler)
     if peers.rank == 0:
-        for key, value in states.items():
-            put(held, ("extra", module_extra_state.KEY, key), value)
         if run_scheduler is not None:
             put(held, ("extra", "scheduler"), state_of[run_settings.SCHEDULERS])
         for key, value in extra.items():

@@ -45,6 +45,7 @@ class Told:
     managed        the metrics of a manager, which all ranks have
     unmatched      patterns of `only` that match nothing on this rank, each with what may be meant
     groups         digest of which parameters are in which group of the optimizer
+    modules        one digest of the extra state of modules
     """
 
     only: Sequence[str] = ()
@@ -59,11 +60,13 @@ class Told:
     managed: str = ""
     unmatched: Mapping[str, str] = field(default_factory=dict)
     groups: str = ""
+    modules: str = ""
 
     @classmethod
     def of(
         cls, options: SaveOptions, states: Mapping[str, object], found: pending_gradients.Evidence,
         held: LocalState, digests: Sequence[Digest], plans: Sequence[str], managed: str | None,
+        modules: str,
     ) -> Told:  # fmt: skip
         """Return what this rank tells. managed: None where no manager saves, whose record rank 0 alone has."""
         extra = extra_values.digests(options.extra or {})
@@ -73,7 +76,7 @@ class Told:
             (), None if options.step is None else index(options.step), [*extra.items()], [*extra_values.digests(states).items()],
             (found.text, found.digest), options.gradients is not None,
             rounding.seeds(held.settings), one_digest(digests), plans, managed or "",
-            groups=merged_groups.told(held.groups),
+            groups=merged_groups.told(held.groups), modules=modules,
         )  # fmt: skip
 
     @property
