@@ -19,6 +19,7 @@ from ckptmap.live.model import (
     dropout,
     integer_keys,
     module_extra_state,
+    plain_attributes,
     rng_state,
     stateful,
     unsaved_buffers,
@@ -173,6 +174,7 @@ class Continuation:
             was = unsaved_buffers.of_rank(self._saved.get(unsaved_buffers.KEY), self._rank)
             if was:
                 yield from unsaved_buffers.changed(was, unsaved_buffers.described(self._model, was))
+        yield from plain_attributes.changed(self._saved.get(plain_attributes.KEY), self._model)
         if text := self._saved.get(run_settings.WITHOUT):
             yield f"gradients of an accumulation were left out when it was saved ({text})"
         yield from (f"gradient of {name}" for name in self.gradients.left)
