@@ -149,7 +149,7 @@ def _hold_part(held: LocalState, part: SavedPart, model: torch.nn.Module, peers:
     `only` names."""
     held.notes += part.notes()
     if part.left:
-        held.settings[base_record.KEY] = part.records(model, digests=peers.rank == 0)
+        held.settings[base_record.KEY] = part.records(model)
     loaded_bases.saved_in_part(part.kept)
 
 

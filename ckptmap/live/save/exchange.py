@@ -9,8 +9,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ckptmap.checkpoint import base_record
 from ckptmap.errors import ArgumentError
 from ckptmap.live.model import module_walk, unsaved_buffers
 from ckptmap.live.model.load_report import listed
@@ -167,6 +168,7 @@ def merge(
         "layout": [one["layout"] for one in settings],
         **unsaved_buffers.of_all_ranks([one.get(unsaved_buffers.KEY) for one in settings]),
         **rank_settings.of_all_ranks(settings),
+        **_bases(settings),
         **({rank_settings.GROUPS: groups.numbers} if groups.numbers else {}),
         "decoded": any(one.is_decoded for one in everything),
         run_settings.PLACEMENTS: {k: v for one in everything for k, v in one.placements.items()},
@@ -179,6 +181,24 @@ def merge(
         held.records.update(one.records)
         held.values |= one.values
     return _with_groups(held, groups)
+
+
+def _bases(settings: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """Return the records of the bases of all ranks: stages of a pipeline may leave out weights, or not.
+
+    Raises ArgumentError CKM516 where the weights of one model are from two bases."""
+    found: dict[str, Any] = {}
+    for rank, one in enumerate(settings):
+        for head, record in one.get(base_record.KEY, {}).items():
+            known = found.setdefault(head, record)
+            if record["digest"] and record["digest"] != known["digest"]:
+                raise ArgumentError(
+                    "CKM516",
+                    f"only: the weights that rank {rank} leaves out are from {record['path']}, those of a lower rank"
+                    f" from {known['path']}, expected one base of equal values",
+                    "load all from one checkpoint by ckptmap.load, or name it: base=PATH",
+                )
+    return {base_record.KEY: found} if found else {}
 
 
 def _groups(by_rank: Sequence[Sequence[HeldGroup]], are_same: bool) -> MergedGroups:

@@ -23,7 +23,7 @@ def test_on_two_ranks_and_then_on_one(tmp_path: Path) -> None:
 def test_stages_of_a_pipeline(tmp_path: Path) -> None:
     """By torch.distributed.pipelining, with an optimizer each: tests/ranks/pipeline_stages.py."""
     stages = "tests.ranks.pipeline_stages"
-    run_ranks(stages, 2, [str(tmp_path), "same", "others"], timeout=240)
+    run_ranks(stages, 2, [str(tmp_path), "same", "others", "part"], timeout=240)
     run_ranks(stages, 4, [str(tmp_path), "four"], timeout=240)
     run_alone(stages, [str(tmp_path), "alone"], timeout=120)
 
