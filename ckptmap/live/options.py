@@ -74,9 +74,11 @@ class LoadOptions:
     exact            training goes on bit for bit as it would have, or LoadError CKM507 says why
                      not; for checkpoints of `ckptmap.save`. A DDP over three ranks or more builds
                      its buckets anew after its first step, and sums the gradients of that step in
-                     another order than a DDP that has run. Not seen: what modules keep in plain
-                     attributes and schedulers in closures, and the random streams of workers
-                     of a data loader
+                     another order than a DDP that has run. Numbers that modules keep in plain
+                     attributes must be as they were; not seen: other such values, flags and private
+                     ones, what schedulers keep in closures, and workers of a data loader that is
+                     not given as `stateful`. Those of one that is refuse rows that draw random
+                     numbers in the middle of an epoch, once they do
     precision        of moments, where the optimizer leaves a choice: "keep" the checkpoint's, so
                      that another world size changes nothing; "target": what the optimizer would
                      have made of this rank's shard; "fp32"

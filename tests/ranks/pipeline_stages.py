@@ -1,7 +1,7 @@
 """Stages of a pipeline, each with an optimizer of its own, in one checkpoint: a run goes on bit for bit on the stages
 that saved it, and its weights, state and groups are found by FQN on other stages and in one process.
 
-python -m tests.ranks.pipeline_stages FOLDER same others       2 ranks: a stage each, and two each
+python -m tests.ranks.pipeline_stages FOLDER same others part  2 ranks: a stage each, two each, a part saved
 python -m tests.ranks.pipeline_stages FOLDER four|alone        4 ranks, 1 process: from what 2 stages saved
 """
 
@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
 )
 
 import ckptmap
-from ckptmap.errors import LoadError
+from ckptmap.errors import ArgumentError, LoadError
 from tests.ranks.resume_known_plan import Counted
 
 LAYERS, SAVED, LAST = 4, 4, 10
@@ -86,8 +86,9 @@ class Run:
         numbers = [*range(rank, count, world)]
         each = LAYERS // count
         self.parts = [Part(range(n * each, n * each + each)) for n in numbers]
+        micro = torch.zeros(2, 8, requires_grad=True)  # without it a stage runs to find its shapes
         stages = [
-            PipelineStage(part, number, count, torch.device("cpu"))
+            PipelineStage(part, number, count, torch.device("cpu"), (micro,), (micro,))
             for part, number in zip(self.parts, numbers, strict=True)
         ]
         kind: Any = Schedule1F1B if one_f_one_b else ScheduleGPipe
@@ -125,7 +126,7 @@ class Run:
         torch.manual_seed(7)
 
     def values(self) -> dict[str, torch.Tensor]:
-        return {k: v for part in self.parts for k, v in part.state_dict().items()}
+        return {k: v.detach() for part in self.parts for k, v in part.named_parameters()}
 
 
 def goes_on(path: Path, **of_run: Any) -> None:
@@ -187,6 +188,44 @@ def others(folder: Path) -> None:
     assert report.missing == () and report.state is not None and not report.state.initialised
 
 
+def part(folder: Path) -> None:
+    """A save of a part: a rank that leaves out none of its weights, and one that does, have one base."""
+    base, path = folder / "base", folder / "part"
+    ckptmap.save(base, Run().saved[0]).wait()
+    only = ["layers.0.*", "layers.1.*", "layers.3.*"]
+
+    def made() -> Run:
+        run = Run()
+        for one in run.parts:
+            one.layers[str(2 * dist.get_rank())].requires_grad_(False)
+        run.optimizers = [
+            adamw([p for p in one.parameters() if p.requires_grad], 1e-2) for one in run.parts
+        ]
+        run.schedulers = [torch.optim.lr_scheduler.StepLR(one, 3) for one in run.optimizers]
+        return run
+
+    whole = made()
+    whole.train(0, SAVED)
+    for _ in range(2):
+        ckptmap.save(path, *whole.saved, only=only, base=base, overwrite=True).wait()
+    again = made()
+    again.spoil()
+    ckptmap.load(path, *again.saved, exact=True)
+    for run in (whole, again):
+        torch.manual_seed(5)
+        run.train(SAVED, LAST)
+    found = again.values()
+    assert all(torch.equal(value, found[name]) for name, value in whole.values().items())
+    other = Run()
+    other.spoil()
+    ckptmap.save(folder / "other_base", other.saved[0]).wait()
+    ckptmap.load(folder / ("other_base" if dist.get_rank() else "base"), other.saved[0])
+    with pytest.raises(
+        ArgumentError, match=r"from .*other_base, those of a lower rank from .*base"
+    ):
+        ckptmap.save(folder / "two", other.saved[0], only="layers.*.0.bias").wait()
+
+
 def four(folder: Path) -> None:
     """Each rank finds the settings of its layer."""
     run = Run()
@@ -226,7 +265,7 @@ def main(folder: Path, *stories: str) -> None:
         return
     dist.init_process_group("gloo")
     for story in stories:
-        {"same": same, "others": others, "four": four}[story](folder)
+        {"same": same, "others": others, "part": part, "four": four}[story](folder)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -19,6 +19,7 @@ from ckptmap.live.model import (
     dropout,
     integer_keys,
     module_extra_state,
+    plain_attributes,
     rng_state,
     stateful,
     unsaved_buffers,
@@ -84,7 +85,11 @@ class Continuation:
         self._rounding = RoundingContinuation()
         self._rounding_note = ""
         self._takers = module_extra_state.setters(model)
-        self._states = module_extra_state.recorded(checkpoint)
+        self._states, self._of_other_ranks = module_extra_state.of_this_rank(
+            checkpoint, pop_dict(everything, module_extra_state.OF_RANKS), own,
+            None if how_renamed(checkpoint) else self._saved.get(module_extra_state.NAMES),
+            self._takers,
+        )  # fmt: skip
         for key in (rng_state.KEY, flat_lowbit.KEY, lbfgs.KEY, beside_params.KEY):
             everything.pop(key, None)
         self._per_rank = self._own_extra(pop_dict(everything, run_settings.PER_RANK))
@@ -140,6 +145,10 @@ class Continuation:
         self.inexact += [f"no {name}" for name in self._takers if name not in self._states]
         self.inexact += [f"nobody takes {n}" for n in self._states if n not in self._takers]
         self.inexact += [
+            f"each rank had its own {name}, that of the lowest is taken"
+            for name in self._of_other_ranks
+        ]
+        self.inexact += [
             f"nobody takes the state of {n!r}" for n in self._stateful.unused(self._objects)
         ]
         self.inexact += [f"no state of {name!r}" for name in self._stateful.absent(self._objects)]
@@ -165,6 +174,7 @@ class Continuation:
             was = unsaved_buffers.of_rank(self._saved.get(unsaved_buffers.KEY), self._rank)
             if was:
                 yield from unsaved_buffers.changed(was, unsaved_buffers.described(self._model, was))
+        yield from plain_attributes.changed(self._saved.get(plain_attributes.KEY), self._model)
         if text := self._saved.get(run_settings.WITHOUT):
             yield f"gradients of an accumulation were left out when it was saved ({text})"
         yield from (f"gradient of {name}" for name in self.gradients.left)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model import rng_state
+from ckptmap.live.model import rng_state, worker_streams
 
 if TYPE_CHECKING:
     import torch
@@ -72,8 +72,9 @@ def hold_streams(title: str, one: object, state: object, exact: bool) -> None:
     if loader is None or not can_hold(loader) or not isinstance(state, Mapping):
         return
     drawn = state.get(GENERATOR)
-    ordered = exact and not is_finished(state, loader)
-    setattr(loader, MAKER, FirstIterator(title, loader, drawn, ordered))
+    finished = is_finished(state, loader)
+    lost = exact and worker_streams.are_lost(state, loader, finished)
+    setattr(loader, MAKER, FirstIterator(title, loader, drawn, exact and not finished, lost))
 
 
 class FirstIterator:
@@ -81,27 +82,39 @@ class FirstIterator:
 
     generator   the state of the loader's generator when it was saved; None: it had none, or none is known
     is_ordered  is a sampler refused that draws its order now, in the middle of an epoch?
+    is_watched  are rows refused that draw random numbers in worker processes?
     """
 
     def __init__(
-        self, title: str, loader: Any, generator: torch.Tensor | None, is_ordered: bool
-    ) -> None:
+        self, title: str, loader: Any, generator: torch.Tensor | None, is_ordered: bool,
+        is_watched: bool = False,
+    ) -> None:  # fmt: skip
         self.title = title
         self.loader = loader
         self.generator = generator
         self.is_ordered = is_ordered
+        self.is_watched = is_watched
 
     def __call__(self) -> object:
         loader, before = self.loader, rng_state.captured()
         vars(loader).pop(MAKER, None)
         try:
-            made: object = getattr(loader, MAKER)()
+            made = self._made()
             if self.is_ordered:
                 self._refuse_another_order(before)
         finally:
             rng_state.restore(before)
             if self.generator is not None and loader.generator is not None:
                 loader.generator.set_state(self.generator)
+        return made
+
+    def _made(self) -> object:
+        if not self.is_watched:
+            made: object = getattr(self.loader, MAKER)()
+            return made
+        with worker_streams.watched(self.loader) as watch:
+            made = getattr(self.loader, MAKER)()
+        worker_streams.refuse_moved(self.title, made, watch)
         return made
 
     def _refuse_another_order(self, before: Mapping[str, Any]) -> None:

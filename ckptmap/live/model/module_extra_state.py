@@ -1,6 +1,7 @@
 """State of modules that is no tensor: `get_extra_state()`, `set_extra_state()` of torch.nn.Module.
 
-    save   {"0._extra_state": {...}}  -> ("extra", "module_extra_state", "0._extra_state", ...), of rank 0
+    save   {"0._extra_state": {...}}  -> ("extra", "module_extra_state", "0._extra_state", ...), of the lowest rank
+                                         that has the module; beside it what other ranks have of their own
     load   the same, or the value of such a key in a state dict that was saved whole
 
 torch writes extra state into every state dict, so a model without it is not the one that was saved.
@@ -8,7 +9,7 @@ torch writes extra state into every state dict, so a model without it is not the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -23,7 +24,14 @@ from ckptmap.tensors import Path
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KEY", "getters", "recorded", "setters", "unsaved_keys", "without"]
+__all__ = [
+    "KEY", "NAMES", "OF_RANKS", "getters", "of_this_rank", "recorded", "setters", "unsaved_keys", "without",
+]  # fmt: skip
+
+OF_RANKS = "module_extra_state_of_ranks"
+"""Key, among the extra values, of the states by rank that are others than those of the lowest rank."""
+NAMES = "modules_with_extra_state"
+"""Setting that has the keys of each rank's states: stages of a pipeline have others."""
 
 
 def getters(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -92,6 +100,26 @@ def recorded(checkpoint: Checkpoint) -> dict[str, object]:
         if next(opaques(list(parts.values())), None) is None:
             found[keys[key]] = nest(parts)[key]
     return found
+
+
+def of_this_rank(
+    checkpoint: Checkpoint, by_rank: Mapping[str, object], own: str, names: object,
+    takers: Collection[str],
+) -> tuple[dict[str, object], list[str]]:  # fmt: skip
+    """Return the states for this rank, and the keys of those of which it takes another rank's.
+
+    by_rank  what the checkpoint has under `OF_RANKS`
+    own      name of this rank where as many ranks as now have saved; else ""
+    names    the keys of the states that this rank had then; no list: they are not known. Those of other ranks
+             alone are left out, unless `takers` has them
+    """
+    states, mine = recorded(checkpoint), by_rank.get(own)
+    if isinstance(mine, Mapping):
+        states |= mine
+    if own and isinstance(names, list | tuple):
+        states = {key: one for key, one in states.items() if key in takers or key in names}
+    theirs = (one for one in by_rank.values() if isinstance(one, Mapping) and not own)
+    return states, sorted({key for one in theirs for key in one})
 
 
 def without(values: Mapping[Path, object], checkpoint: Checkpoint) -> dict[Path, object]:

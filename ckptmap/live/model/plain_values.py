@@ -22,6 +22,8 @@ def simplified(value: object) -> object:
         is_plain = PLAIN.issuperset(map(type, value))
         items = [*value] if is_plain else [simplified(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, str):
+        return str.__str__(value)  # a member of a str enum calls itself by its class
     return next((kind(value) for kind in CLASSES if isinstance(value, kind)), value)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptmap.core.state_paths import nest
-from ckptmap.live.model import dropout, module_walk, several_models
+from ckptmap.live.model import dropout, module_walk, plain_attributes, several_models
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import live_forms, logical_info
 from ckptmap.live.model.live_tensor import (
@@ -97,6 +97,8 @@ def describe(
         EVALUATING: evaluating(model),
         "dropout": dropout.described(model),
     }
+    if numbers := plain_attributes.described(model):
+        settings[plain_attributes.KEY] = numbers
     if devices == ["cpu"]:
         settings["threads"] = torch.get_num_threads()
     if any(form.has_rounded_scales(target) for form in live_forms() for target in targets):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from ckptmap.live.optimizer.group_objects import is_numpy_number
@@ -81,6 +82,8 @@ def in_live_type(live: object, stored: object, padded: bool = True) -> object:
     if is_numpy_number(live) and isinstance(value, bool | int | float):
         number: Any = type(live)
         return number(value)
+    if isinstance(live, Enum) and value in [one.value for one in type(live)]:
+        return type(live)(value)
     if isinstance(live, list | tuple) and isinstance(value, list | tuple):
         wanted = [*value, *live[len(value) :]][: len(live)] if live and padded else value
         items = [in_live_type(a, b, padded) for a, b in zip(live, wanted, strict=False)]

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 OWN_NAMES = frozenset(
     {
         run_settings.KEY, rng_state.KEY, flat_lowbit.KEY, module_extra_state.KEY, "scheduler",
-        run_settings.SCHEDULERS,
+        module_extra_state.OF_RANKS, run_settings.SCHEDULERS,
         run_settings.PER_RANK, gradients.PENDING, stateful.KEY,
         lbfgs.KEY, tuples.KEY, integer_keys.KEY, beside_params.KEY,
     }
@@ -103,12 +103,9 @@ def collect(
         _hold_optimizer(held, optimizer, mine, left_out, peers)
     put(held, _rank_path(rng_state.KEY, peers), random_state, private=True)
     put(held, _rank_path(run_settings.PER_RANK, peers), per_rank, private=True)
-    states = {k: m.get_extra_state() for k, m in module_extra_state.getters(model).items()}
     if scheduler is not None:
         held.settings[run_settings.SCHEDULER] = scheduler_classes(scheduler)
     if peers.rank == 0:
-        for key, value in states.items():
-            put(held, ("extra", module_extra_state.KEY, key), value)
         if scheduler is not None:
             put(held, ("extra", "scheduler"), state_of[run_settings.SCHEDULERS])
         for key, value in extra.items():
@@ -151,7 +148,7 @@ def _hold_part(held: LocalState, part: SavedPart, model: torch.nn.Module, peers:
     `only` names."""
     held.notes += part.notes()
     if part.left:
-        held.settings[base_record.KEY] = part.records(model, digests=peers.rank == 0)
+        held.settings[base_record.KEY] = part.records(model)
     loaded_bases.saved_in_part(part.kept)
 
 

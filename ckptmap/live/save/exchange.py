@@ -9,8 +9,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ckptmap.checkpoint import base_record
 from ckptmap.core.formatting import some
 from ckptmap.errors import ArgumentError
 from ckptmap.live.model import module_walk, unsaved_buffers
@@ -45,6 +46,7 @@ class Told:
     managed        the metrics of a manager, which all ranks have
     unmatched      patterns of `only` that match nothing on this rank, each with what may be meant
     groups         digest of which parameters are in which group of the optimizer
+    modules        one digest of the extra state of modules
     """
 
     only: Sequence[str] = ()
@@ -59,11 +61,13 @@ class Told:
     managed: str = ""
     unmatched: Mapping[str, str] = field(default_factory=dict)
     groups: str = ""
+    modules: str = ""
 
     @classmethod
     def of(
         cls, options: SaveOptions, states: Mapping[str, object], found: pending_gradients.Evidence,
         held: LocalState, digests: Sequence[Digest], plans: Sequence[str], managed: str | None,
+        modules: str,
     ) -> Told:  # fmt: skip
         """Return what this rank tells. managed: None where no manager saves, whose record rank 0 alone has."""
         extra = extra_values.digests(options.extra or {})
@@ -73,7 +77,7 @@ class Told:
             (), None if options.step is None else index(options.step), [*extra.items()], [*extra_values.digests(states).items()],
             (found.text, found.digest), options.gradients is not None,
             rounding.seeds(held.settings), one_digest(digests), plans, managed or "",
-            groups=merged_groups.told(held.groups),
+            groups=merged_groups.told(held.groups), modules=modules,
         )  # fmt: skip
 
     @property
@@ -164,6 +168,7 @@ def merge(
         "layout": [one["layout"] for one in settings],
         **unsaved_buffers.of_all_ranks([one.get(unsaved_buffers.KEY) for one in settings]),
         **rank_settings.of_all_ranks(settings),
+        **_bases(settings),
         **({rank_settings.GROUPS: groups.numbers} if groups.numbers else {}),
         "decoded": any(one.is_decoded for one in everything),
         run_settings.PLACEMENTS: {k: v for one in everything for k, v in one.placements.items()},
@@ -176,6 +181,24 @@ def merge(
         held.records.update(one.records)
         held.values |= one.values
     return _with_groups(held, groups)
+
+
+def _bases(settings: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """Return the records of the bases of all ranks: stages of a pipeline may leave out weights, or not.
+
+    Raises ArgumentError CKM516 where the weights of one model are from two bases."""
+    found: dict[str, Any] = {}
+    for rank, one in enumerate(settings):
+        for head, record in one.get(base_record.KEY, {}).items():
+            known = found.setdefault(head, record)
+            if record["digest"] and record["digest"] != known["digest"]:
+                raise ArgumentError(
+                    "CKM516",
+                    f"only: the weights that rank {rank} leaves out are from {record['path']}, those of a lower rank"
+                    f" from {known['path']}, expected one base of equal values",
+                    "load all from one checkpoint by ckptmap.load, or name it: base=PATH",
+                )
+    return {base_record.KEY: found} if found else {}
 
 
 def _groups(by_rank: Sequence[Sequence[HeldGroup]], are_same: bool) -> MergedGroups:

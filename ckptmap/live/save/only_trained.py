@@ -143,6 +143,7 @@ class SavedPart:
     path     of the checkpoint to be
     further  names of those that `only` does not name, and that no base has
     changed  names of those that this rank does not find in their base
+    digests  names of the models of whose bases this rank takes digests, the lowest that needs one at its place
     """
 
     path: str | os.PathLike[str]
@@ -151,6 +152,7 @@ class SavedPart:
     bases: Mapping[str, LoadedBase]
     further: Sequence[str]
     changed: Sequence[str]
+    digests: Collection[str] = ()
 
     @classmethod
     def of(
@@ -171,14 +173,20 @@ class SavedPart:
         left = [target for target in self.left if target.fqn not in names]
         return replace(self, kept=kept, left=left, changed=sorted(names))
 
-    def records(self, model: torch.nn.Module, digests: bool) -> dict[str, dict[str, object]]:
-        """Return the records of the bases that are needed. digests: whether to take digests, which one
-        rank does."""
+    def _needed(self, model: torch.nn.Module) -> dict[str, LoadedBase]:
+        """Return the bases that are needed."""
         heads = {_head(t, model, loaded_bases.known(t)) for t in self.left}
-        needed = {head: base for head, base in self.bases.items() if not head or head in heads}
-        return {
-            head: _record(base, self.path, digests) for head, base in needed.items() if self.left
-        }
+        found = self.bases if self.left else {}
+        return {head: base for head, base in found.items() if not head or head in heads}
+
+    def places(self, model: torch.nn.Module) -> dict[str, str]:
+        """Return where the bases are that are needed."""
+        return {head: base.path for head, base in self._needed(model).items()}
+
+    def records(self, model: torch.nn.Module) -> dict[str, dict[str, object]]:
+        """Return the records of the bases that are needed; without a digest, where another rank takes it."""
+        needed = self._needed(model).items()
+        return {head: _record(base, self.path, head in self.digests) for head, base in needed}
 
     def notes(self) -> list[str]:
         """Return what is said of tensors that are saved although `only` does not name them, or not."""
@@ -226,7 +234,12 @@ def part_of_all(
         return [*parts[0].changed]
 
     changed_anywhere = {name for names in peers.told(changed_here) for name in names}
-    return parts[0].with_changed(changed_anywhere)
+    part = parts[0].with_changed(changed_anywhere)
+    first: dict[tuple[str, str], int] = {}
+    for rank, places in enumerate(peers.told(lambda: part.places(model))):
+        for place in places.items():
+            first.setdefault(place, rank)
+    return replace(part, digests=[head for (head, _), at in first.items() if at == peers.rank])
 
 
 def unmatched(targets: Sequence[LiveTensor], only: Sequence[str]) -> dict[str, str]:

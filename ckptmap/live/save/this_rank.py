@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint import base_record
 from ckptmap.core import argument_checks
-from ckptmap.live.model import rng_state, stateful
+from ckptmap.live.model import module_extra_state, rng_state, stateful
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import LiveTensor, SettledTensor
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer import run_settings
 from ckptmap.live.optimizer.local_state import LocalState
 from ckptmap.live.options import SaveOptions
-from ckptmap.live.save import known_plan, only_trained, pending_gradients
+from ckptmap.live.save import known_plan, module_states, only_trained, pending_gradients
 from ckptmap.live.save.assign_writers import (
     Assigner,
     bare_offers,
@@ -31,9 +31,10 @@ from ckptmap.live.save.assign_writers import (
     is_compared,
     with_digests,
 )
-from ckptmap.live.save.collect import collect, collect_states
+from ckptmap.live.save.collect import collect, collect_states, put
 from ckptmap.live.save.exchange import Shared, Told, merge, told_of
 from ckptmap.live.save.known_plan import KnownPlan, Structure
+from ckptmap.live.save.module_states import Digested
 from ckptmap.live.save.overlapping_meshes import require_alike
 from ckptmap.live.save.replica_digests import Digest
 from ckptmap.live.save.staged_values import Snapshot, snapshot
@@ -87,6 +88,9 @@ class Mine:
     targets: Sequence[LiveTensor] = ()
     states: Mapping[str, object] = field(default_factory=dict)
     """Of the caller's objects, and the scheduler's."""
+    modules: Mapping[str, object] = field(default_factory=dict)
+    """Extra state of modules by key."""
+    digested: Digested = field(default_factory=Digested)
     random_state: Mapping[str, object] = field(default_factory=dict)
     held: LocalState = field(default_factory=LocalState)
     digests: Sequence[Digest] = ()
@@ -125,8 +129,13 @@ class Mine:
             self.random_state, self.states, options,
         )  # fmt: skip
         only_trained.refuse_to_replace(self.held.settings.get(base_record.KEY), self.path)
+        self.modules = module_states.of_model(self.model)
+        self.held.settings |= module_states.settings(self.modules)
+        if peers.world > 1:
+            self.digested = Digested.of(self.modules)
         states = LocalState()
         collect_states(states, self.states, (), peers)
+        put(states, ("extra", module_extra_state.KEY), self.modules, private=True)
         self.structure = Structure.of(self.held, states, options.replicas)
         self.plans = known_plan.find(self.structure, peers.group)
         holdings = self.held.holdings
@@ -138,6 +147,7 @@ class Mine:
         return Told.of(
             options, self.states, found, self.held, self.digests,
             [plan.token for plan in self.plans], self.managed.metrics if self.managed else None,
+            self.digested.of_all,
         )  # fmt: skip
 
     def planned(self, told: Sequence[Told]) -> Ready:
@@ -146,12 +156,23 @@ class Mine:
         self.same_groups = all(one.groups == told[0].groups for one in told)
         shared = stateful.shared_names([dict(one.states) for one in told])
         collect_states(self.held, self.states, shared, self.peers)
+        shared |= self._hold_modules([one.modules for one in told])
         plan = known_plan.agreed(self.plans, [one.plans for one in told])
         if plan and plan.shared == shared:
             drifted = self._drifted(plan, told)
             if drifted is not None:
                 return self._as_known(plan, told_of(drifted, self.model))
         return self._anew(shared)
+
+    def _hold_modules(self, told: Sequence[str]) -> frozenset[str]:
+        """Add the extra state of modules that this rank saves, and return who saves which: by the digests of every
+        rank, which are exchanged where they differ."""
+        mine = self.digested.by_key or dict.fromkeys(self.modules, "")
+        are_same = all(one == told[0] for one in told)
+        by_rank = [mine] * self.peers.world if are_same else self.peers.all(mine)
+        for key, path in module_states.places(self.peers.rank, by_rank).items():
+            put(self.held, path, self.modules[key], private=True)
+        return module_states.kept(by_rank)
 
     def _drifted(self, plan: KnownPlan, told: Sequence[Told]) -> list[str] | None:
         """Return the names of the buffers that differ between ranks; None: replicas that must not differ do."""

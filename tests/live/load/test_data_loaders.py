@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -116,6 +117,75 @@ def test_a_loader_goes_on_as_if_it_had_not_stopped(
         assert not report.notes and not report.inexact
         assert all(map(torch.equal, again.seen, whole.seen[step:])), f"other batches: {when}"
         assert again.equals(whole), when
+
+
+class Noisy:
+    """Rows with noise that a worker draws."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return ROWS[row] + self.draw()
+
+
+class Keeping(Noisy):
+    """Keeps the stream from which it draws."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stream": random.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["stream"])
+
+
+def of_torch() -> float:
+    return torch.rand(()).item()
+
+
+def seeded_by_the_row() -> float:
+    torch.manual_seed(3)
+    return of_torch()
+
+
+@pytest.mark.parametrize(
+    ("rows", "persistent", "refused", "fine"),
+    [
+        (Noisy(of_torch), False, ("1",), ("after 4",)),
+        (Noisy(random.random), True, ("after 4",), ()),
+        (Noisy(numpy.random.rand), False, ("2",), ("4",)),
+        (Noisy(seeded_by_the_row), False, (), ("1",)),
+        (Keeping(random.random), True, (), ("1", "after 4")),
+    ],
+)
+def test_rows_that_draw_in_workers_go_on_or_are_refused(
+    rows: Any, persistent: bool, refused: tuple[str, ...], fine: tuple[str, ...], tmp_path: Path
+) -> None:
+    """torchdata saves the seed of workers, and not how much they have drawn."""
+
+    def make() -> Any:
+        return a_loader(rows=rows, num_workers=2, persistent_workers=persistent, shuffle=True)
+
+    whole = Run(make).train(save=as_stateful(tmp_path, *refused, *fine))
+    for when in (*refused, *fine):
+        again, step = Run(make), int(when.split()[-1])
+        again.restore(tmp_path / when, stateful={"loader": again.loader})
+        if when in refused:
+            with pytest.raises(
+                LoadError, match=r"stateful\['loader'\]: rows .* draw random numbers"
+            ) as no:
+                again.train(step)
+            assert no.value.code == "CKM507" and "\n" not in no.value.message
+        else:
+            assert again.train(step).equals(whole), when
+    if refused:
+        again = Run(make)
+        objects: Any = {"loader": again.loader}
+        ckptmap.load(tmp_path / refused[0], again.model, again.optimizer, stateful=objects)
+        again.train(4)
 
 
 def test_a_loader_that_was_saved_before_its_first_batch(tmp_path: Path) -> None:

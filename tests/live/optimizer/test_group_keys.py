@@ -4,7 +4,7 @@ as torch's own `load_state_dict` does; what no checkpoint holds is told of, and 
 from __future__ import annotations
 
 import math
-from enum import Enum
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,16 @@ from tests.support.resume_optimizers import step_at_random
 class Mode(Enum):
     FAST = 1
     SLOW = 2
+
+
+class Level(IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Norm(str, Enum):  # noqa: UP042  # its str() is not its value
+    ROWS = "rows"
+    ALL = "all"
 
 
 def run(seed: int, **keys: Any) -> tuple[nn.Module, torch.optim.AdamW]:
@@ -70,6 +80,18 @@ def test_a_key_comes_back_whether_it_is_there_or_not(name: str, tmp_path: Path) 
         assert alike(saved, first["mine"]), first["mine"]
         assert "mine" not in second and not report.inexact
     assert any("mine: was" in text for text in report.state.settings) or alike(saved, other)
+
+
+@pytest.mark.parametrize(("saved", "other"), [(Level.HIGH, Level.LOW), (Norm.ROWS, Norm.ALL)])
+def test_a_member_of_an_enum_of_numbers_or_texts_comes_back_as_one(
+    saved: Any, other: Any, tmp_path: Path
+) -> None:
+    ckptmap.save(tmp_path / "c", *run(0, mine=saved)).wait()
+    first, _, report = resumed(tmp_path / "c", mine=saved)
+    assert first["mine"] is saved and not report.inexact
+    model, optimizer = run(1, mine=other)
+    ckptmap.load(tmp_path / "c", model, optimizer)
+    assert optimizer.param_groups[0]["mine"] is saved
 
 
 def test_a_nan_is_the_same_nan(tmp_path: Path) -> None:
