@@ -15,9 +15,8 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckptmap.core.formatting import counted
+from ckptmap.core.formatting import counted, some
 from ckptmap.live.model import module_walk
-from ckptmap.live.model.load_report import listed
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +74,6 @@ def changed(saved: object, model: torch.nn.Module) -> Iterator[str]:
     ]
     if texts:
         yield (
-            f"{counted(len(texts), 'attribute')} of modules not as when it was saved: {listed(texts)} (save them by"
+            f"{counted(len(texts), 'attribute')} of modules not as when it was saved: {some(texts)} (save them by"
             " get_extra_state and set_extra_state, or set them before load)"
         )
