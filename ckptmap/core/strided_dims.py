@@ -1,10 +1,12 @@
-"""The dims of a strided copy, merged where both sides allow it."""
+"""The dims of a strided copy, merged where both sides allow it, and the run of elements that a box spans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from ckptmap.tensors import Box, contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +35,13 @@ def merge_dims(sizes: Sequence[int], src: Sequence[int], dst: Sequence[int]) -> 
         else:
             dims.append(Dim(n, s, d))
     return tuple(dims)
+
+
+def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
+    """Return the flat positions of a box's first element and of the one after its last."""
+    strides = contiguous_strides(shape, 1)
+    start = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+    if box.numel == 0:
+        return start, start
+    reach = sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
+    return start, start + reach + 1

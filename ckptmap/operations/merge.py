@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -38,6 +38,7 @@ from ckptmap.planning.options import (
     MergeOptionKeywords,
     Options,
     RunOptions,
+    by_kind,
     run_options_from,
 )
 from ckptmap.planning.plan import Plan
@@ -120,10 +121,7 @@ def merge(
     Optimizer state of the base is left behind. Raises SourceError CKM320 to CKM322 where base and
     adapter do not fit, PlanError CKM323 without `force`, and as `convert` does.
     """
-    run_keywords = {name: value for name, value in keywords.items() if name in RUN_OPTION_NAMES}
-    plan_keywords: Any = {
-        name: value for name, value in keywords.items() if name not in run_keywords
-    }
+    plan_keywords, run_keywords = by_kind(keywords)
     run_options = run_options_from(run_keywords, "merge()")
     run_options = replace(run_options, progress=Phases.of(run_options.progress))
     Phases.of(run_options.progress).begin(READING)

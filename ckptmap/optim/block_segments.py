@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ckptmap.core.strided_dims import flat_span
 from ckptmap.tensors import Box, contiguous_strides
 
 if TYPE_CHECKING:
@@ -111,13 +112,3 @@ def block_range(shape: Sequence[int], box: Box, block: int) -> tuple[int, int]:
     """Return the number of the block in which a box begins, and of the one after that in which it ends."""
     start, stop = flat_span(shape, box)
     return start // block, -(-stop // block)
-
-
-def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
-    """Return the flat positions of a box's first element and of the one after its last."""
-    strides = contiguous_strides(shape, 1)
-    start = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-    if box.numel == 0:
-        return start, start
-    reach = sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
-    return start, start + reach + 1

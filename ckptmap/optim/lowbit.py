@@ -18,9 +18,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptmap.core.strided_dims import flat_span
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.optim import lowbit_codes
-from ckptmap.optim.block_segments import block_range, flat_span, segments_of
+from ckptmap.optim.block_segments import block_range, segments_of
 from ckptmap.protocols import Encoder, Group, Refusal
 from ckptmap.quantization.blockwise.dequantize import window
 from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo, contiguous_strides

@@ -187,10 +187,8 @@ class OptimizerReader:
         state = state.without(lambda key: not key.startswith(head))
         reader = self._unnamed()
         reader.raw = state.named({key: key.removeprefix(head) for key in state.keys})
-        reader._by_index, reader._rename, reader._old_names = False, None, {}
-        weights = [Weight(name, info) for name, info in infos.items()]
-        reader._model = Model(weights, {name: name for name in infos}, lambda: False)
-        reader.__dict__.pop("_infos", None)
+        reader._by_index = False
+        reader._take_names(infos)
         return reader
 
     def renamed(self, rename: Rename, weights: Mapping[str, str]) -> OptimizerReader:
@@ -217,11 +215,15 @@ class OptimizerReader:
         if not self.by_index:
             return self
         reader = self._unnamed()
-        reader._rename, reader._old_names = None, {}
-        weights = [Weight(name, info) for name, info in infos.items()]
-        reader._model = Model(weights, {name: name for name in infos}, lambda: False)
-        reader.__dict__.pop("_infos", None)
+        reader._take_names(infos)
         return reader
+
+    def _take_names(self, infos: Mapping[str, TensorInfo]) -> None:
+        """Belong to weights of these names, of which none is another's new name."""
+        self._rename, self._old_names = None, {}
+        weights = [Weight(name, info) for name, info in infos.items()]
+        self._model = Model(weights, {name: name for name in infos}, lambda: False)
+        self.__dict__.pop("_infos", None)
 
     def _named_by_order(self) -> Optimizer | None:
         guess = self._order_in_file

@@ -330,9 +330,14 @@ def run_options_from(keywords: Mapping[str, object], call: str) -> RunOptions:
 def separated(to: str, keywords: Mapping[str, object], call: str) -> tuple[Options, RunOptions]:
     """Return both kinds of options of keyword arguments. Raises as `options_from` does."""
     argument_checks.known_keywords(_by_field(keywords), (*OPTION_NAMES, *RUN_OPTION_NAMES), call)
-    of_run = {name: value for name, value in keywords.items() if name in RUN_OPTION_NAMES}
-    of_plan = {name: value for name, value in keywords.items() if name not in of_run}
+    of_plan, of_run = by_kind(keywords)
     return options_from(to, of_plan, call), run_options_from(of_run, call)
+
+
+def by_kind(keywords: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keyword arguments that `RunOptions` does not have, and those that it has."""
+    of_run = {name: value for name, value in keywords.items() if name in RUN_OPTION_NAMES}
+    return {name: value for name, value in keywords.items() if name not in of_run}, of_run
 
 
 def _by_field(keywords: Mapping[str, object]) -> dict[str, object]:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.core.strided_dims import flat_span
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer import whole_blocks
 from ckptmap.live.optimizer.family import Codes, Moment, local_of
 from ckptmap.optim import lowbit_codes
-from ckptmap.optim.block_segments import flat_span
 from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
+from ckptmap.core.strided_dims import flat_span
 from ckptmap.errors import LoadError
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import stored_form
@@ -25,7 +26,6 @@ from ckptmap.live.model.values_in_memory import require_memory, without_values
 from ckptmap.live.optimizer.family import Codes, Moment, OptimizerParam, codes_of, local_of
 from ckptmap.live.optimizer.unwrap import parts_of
 from ckptmap.optim import lowbit_codes
-from ckptmap.optim.block_segments import flat_span
 from ckptmap.optim.lowbit import LOGICAL, LowBit
 from ckptmap.tensors import Box, Path, TensorInfo
 

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ckptmap.core.strided_dims import flat_span
 from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.live.optimizer.family import Codes
 from ckptmap.optim import lowbit_codes
-from ckptmap.optim.block_segments import block_range, flat_span, segments_of
+from ckptmap.optim.block_segments import block_range, segments_of
 from ckptmap.optim.lowbit import CODES, SCALE, LowBit
 from ckptmap.optim.lowbit_codes import LEAST
 from ckptmap.storage.box_reader import row_major_boxes

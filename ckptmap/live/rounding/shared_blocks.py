@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.core.strided_dims import flat_span
 from ckptmap.live.model.live_tensor import cut, is_dtensor
-from ckptmap.optim.block_segments import flat_span
 
 if TYPE_CHECKING:
     import torch

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptmap.core.strided_dims import flat_span
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import RunError
 from ckptmap.live.optimizer.local_state import LocalCodes, LocalState, LocalTensor
 from ckptmap.live.save.replica_digests import Digest, differ, digests_of
-from ckptmap.optim.block_segments import flat_span
 from ckptmap.optim.lowbit import QMAP, LowBit, LowBitCell, join_cells
 from ckptmap.protocols import OutState, OutTensor, Refusal
 from ckptmap.tensors import Box, Path, TensorInfo

@@ -15,9 +15,7 @@ from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.live.state_dict.handle import Handle
-from ckptmap.live.state_dict.live_checkpoint import open_state_dict
-from ckptmap.live.state_dict.load_state_dict import load_live
-from ckptmap.live.state_dict.translate import EXTRA_STATE, joined, renamed
+from ckptmap.live.state_dict.translate import EXTRA_STATE, joined, load_weights
 from ckptmap.mapping.wrappers import strip_wrappers
 
 if TYPE_CHECKING:
@@ -56,12 +54,8 @@ class Fsdp1Hooks:
             own = type(model).load_state_dict
             keys: _IncompatibleKeys = own(model, state_dict, strict=strict, assign=assign)
             return keys
-        with peers.together():
-            config = self._config or getattr(model, "config", None)
-            named = renamed(weights, targets, config, None)
-        live = open_state_dict(named, peers, "model")
-        report = load_live(
-            live, targets, buffers_on_meta, strict=False, max_memory=self._max_memory
+        report = load_weights(
+            model, weights, targets, buffers_on_meta, peers, self._config, self._max_memory
         )
         self._handle.reports["model"] = report
         extra = {k: v for k, v in state_dict.items() if k.endswith(EXTRA_STATE)}

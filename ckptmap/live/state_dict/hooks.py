@@ -29,7 +29,7 @@ from ckptmap.live.state_dict.fsdp1_hooks import Fsdp1Hooks, is_own_state
 from ckptmap.live.state_dict.handle import Handle
 from ckptmap.live.state_dict.live_checkpoint import any_sharded, open_state_dict
 from ckptmap.live.state_dict.load_state_dict import load_live
-from ckptmap.live.state_dict.translate import EXTRA_STATE, MAX_MEMORY, PURPOSE, joined, renamed
+from ckptmap.live.state_dict.translate import EXTRA_STATE, MAX_MEMORY, PURPOSE, joined, load_weights
 from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:
@@ -106,12 +106,8 @@ class _ModuleHooks:
         peers = joined(weights, module)
         if all(peers.all(_fits(weights, module))):
             return
-        with peers.together():
-            config = self._config or getattr(module, "config", None)
-            named = renamed(weights, targets, config, None)
-        live = open_state_dict(named, peers, "model")
-        report = load_live(
-            live, targets, buffers_on_meta, strict=False, max_memory=self._max_memory
+        report = load_weights(
+            module, weights, targets, buffers_on_meta, peers, self._config, self._max_memory
         )
         self._handle.reports["model"] = report
         self._prefix = prefix

@@ -182,6 +182,17 @@ def _like(
     return found
 
 
+def load_weights(
+    model: torch.nn.Module, weights: State, targets: Sequence[LiveTensor], buffers_on_meta: Sequence[str],
+    peers: RankGroup, config: object, max_memory: int,
+) -> LoadReport:  # fmt: skip
+    """Load what matches of the weights of a state dict, by the model's names, into a live model."""
+    with peers.together():
+        named = renamed(weights, targets, config or getattr(model, "config", None), None)
+    live = open_state_dict(named, peers, "model")
+    return load_live(live, targets, buffers_on_meta, strict=False, max_memory=max_memory)
+
+
 def joined(state_dict: State, model: torch.nn.Module) -> RankGroup:
     """Return all ranks where the model or the state dict is cut over them, else this rank alone."""
     if peer_groups(model) or any_sharded(list(state_dict.values())):

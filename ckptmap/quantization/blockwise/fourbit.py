@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckptmap.core.devices import indexed
+from ckptmap.core.formatting import counted
+from ckptmap.core.strided_dims import flat_span
+from ckptmap.errors import RunError
 from ckptmap.quantization.blockwise.bucketize import Bucketizer
 from ckptmap.quantization.blockwise.chunks import chunk_numel, constant, sent
 from ckptmap.tensors import Box, TensorInfo, contiguous_strides
@@ -246,17 +249,21 @@ class ZeroBlocks:
         return scales.index_fill(0, torch.cat(self._found), 0) if self._found else scales
 
 
+def check_finite(absmax: torch.Tensor, block: int) -> None:
+    """Raise RunError CKM309 where a block held NaN or infinity."""
+    bad = absmax.isfinite().logical_not()
+    count = int(bad.sum())
+    if count:
+        at = int(bad.int().argmax()) * block
+        raise RunError(
+            "CKM309",
+            f"expected finite values, found NaN or infinity in {counted(count, 'block')} of {block}, the first"
+            f" within flat elements {at} to {at + block - 1}",
+            "leave this tensor unquantized with --no-encode, or repair it",
+        )
+
+
 # ------------------------------------------------------------------------------- boxes
-
-
-def span(info: TensorInfo, box: Box) -> tuple[int, int]:
-    """Return the flat positions of a box's first element and of the one after its last."""
-    strides = contiguous_strides(info.shape, 1)
-    start = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-    if box.numel == 0:
-        return start, start
-    reach = sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
-    return start, start + reach + 1
 
 
 def blocks_of(info: TensorInfo, box: Box, block: int) -> tuple[int, int]:
@@ -266,7 +273,7 @@ def blocks_of(info: TensorInfo, box: Box, block: int) -> tuple[int, int]:
     """
     if box.numel == 0:
         return 0, 0
-    start, stop = span(info, box)
+    start, stop = flat_span(info.shape, box)
     return start // block, -(-stop // block)
 
 
@@ -278,7 +285,7 @@ def slabs(
     Each is (flat start, flat stop in the tensor, the part of `out`, strides of its elements in the tensor).
     """
     sizes, strides = box.sizes, contiguous_strides(info.shape, 1)
-    start, stop = span(info, box)
+    start, stop = flat_span(info.shape, box)
     if stop - start == math.prod(sizes):  # flat-contiguous: rows need not be kept apart
         out, sizes, strides = out.view(-1), (box.numel,), (1,)
     rows = max(1, chunk_numel(out.device, CHUNK_NUMEL) // strides[0])

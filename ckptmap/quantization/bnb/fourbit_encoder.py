@@ -37,20 +37,6 @@ class FourBitForm(Protocol):
     def blocks(self, info: TensorInfo) -> int: ...
 
 
-def _check_finite(absmax: torch.Tensor, block: int) -> None:
-    """Raise RunError CKM309 where a block held NaN or infinity."""
-    bad = absmax.isfinite().logical_not()
-    count = int(bad.sum())
-    if count:
-        at = int(bad.int().argmax()) * block
-        raise RunError(
-            "CKM309",
-            f"expected finite values, found NaN or infinity in {counted(count, 'block')} of {block}, the first"
-            f" within flat elements {at} to {at + block - 1}",
-            "leave this tensor unquantized with --no-encode, or repair it",
-        )
-
-
 def _check_held(absmax: torch.Tensor, decoded: torch.Tensor, dtype: str) -> None:
     """Raise RunError CKM309 where a scale that fits `dtype` overflows it after double quantization.
 
@@ -149,7 +135,7 @@ class FourBitEncoder:
         """
         assert self._missing == 0, f"{self._missing} elements of {self._info} were not fed"
         absmax = self._absmax.cpu()
-        _check_finite(absmax, self.step)
+        fourbit.check_finite(absmax, self.step)
         return _scale_writes(self._form, self._info, absmax, absmax, double_quant.quantize)
 
 

@@ -44,7 +44,12 @@ from ckptmap.quantization.compressed_tensors.config_agreement import (
 from ckptmap.quantization.compressed_tensors.config_json import (
     ConfigGroups,
 )
-from ckptmap.quantization.compressed_tensors.scheme import ACTIVATIONS, NamedParts, PlainFp8
+from ckptmap.quantization.compressed_tensors.scheme import (
+    ACTIVATIONS,
+    NamedParts,
+    PlainFp8,
+    activations_beside,
+)
 from ckptmap.quantization.compressed_tensors.target import CompressedTarget
 from ckptmap.quantization.linear_weights import is_expert, is_linear_module
 from ckptmap.quantization.microscaling.mxfp8 import Mxfp8Rule
@@ -166,12 +171,7 @@ class _Microscaled(CompressedTarget):
         codes, scale = stored[f"{fqn}_packed" if self.codes else fqn], stored[f"{fqn}_scale"]
         *rows, width = codes.info.shape or (0,)
         info = TensorInfo((*rows, width * 2 if self.codes else width), DECODED)
-        stem = fqn.rpartition(".")[0]
-        extra = tuple(
-            (name, tensor.info.dtype, tensor.info.shape)
-            for name in ACTIVATIONS
-            if (tensor := stored.get(f"{stem}.{name}")) is not None
-        )
+        extra = activations_beside(fqn, stored)
         return group_by_names(fqn, info, self.fresh(info, scale.info.dtype, extra), stored)
 
     def _recorded(

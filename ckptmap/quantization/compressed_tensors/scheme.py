@@ -329,6 +329,18 @@ def _bits(groups: Sequence[Mapping[str, object]]) -> int:
     return bits if bits is not None and 1 <= bits <= 8 else 8
 
 
+def activations_beside(
+    fqn: str, stored: Mapping[str, StoredTensor]
+) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """Return name, dtype and shape of the scales of activations that lie beside a weight."""
+    stem = fqn.rpartition(".")[0]
+    return tuple(
+        (name, tensor.info.dtype, tensor.info.shape)
+        for name in ACTIVATIONS
+        if (tensor := stored.get(f"{stem}.{name}")) is not None
+    )
+
+
 def _made(
     fqn: str,
     kind: type[Plain],
@@ -339,15 +351,11 @@ def _made(
     scale = stored[f"{fqn}_scale"].info
     info = TensorInfo(stored[fqn].info.shape, scale.dtype)
     zero = stored.get(f"{fqn}_zero_point")
-    stem = fqn.rpartition(".")[0]
-    extra = tuple(
-        (name, tensor.info.dtype, tensor.info.shape)
-        for name in ACTIVATIONS
-        if (tensor := stored.get(f"{stem}.{name}")) is not None
-    )
     block = block_found(fqn, info, scale, config)
     single = _single(len(scale.shape)) if block == info.shape else None
-    made = kind(block, scale.dtype, zero.info.dtype if zero else "", extra, single)
+    made = kind(
+        block, scale.dtype, zero.info.dtype if zero else "", activations_beside(fqn, stored), single
+    )
     if isinstance(made, PlainInt8):
         made = replace(made, bits=bits)
     return group_by_names(fqn, info, made, stored)

@@ -246,7 +246,7 @@ class NF4Encoder:
         """
         assert self._missing == 0, f"{self._missing} elements of {self._info} were not fed"
         absmax = self._absmax.cpu()
-        nf4_codes.check_finite(absmax, self.step)
+        fourbit.check_finite(absmax, self.step)
         return self._scales(absmax)
 
     def _scales(self, absmax: torch.Tensor) -> Iterator[Write]:

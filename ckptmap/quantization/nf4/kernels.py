@@ -18,8 +18,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptmap.core.devices import indexed
-from ckptmap.core.formatting import counted
-from ckptmap.errors import RunError
 from ckptmap.quantization.blockwise.bucketize import Bucketizer
 from ckptmap.quantization.blockwise.chunks import chunk_numel, sent
 from ckptmap.quantization.blockwise.fourbit import pack, pairs
@@ -198,22 +196,6 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
 
     bits = _bits(values)
     return bits.bitwise_and(torch.iinfo(bits.dtype).max).amax(1).view(values.dtype)
-
-
-def check_finite(absmax: torch.Tensor, block: int) -> None:
-    """Raise RunError CKM309 where a block held NaN or infinity."""
-    if is_finite(absmax):
-        return
-    bad = absmax.isfinite().logical_not()
-    count = int(bad.sum())
-    if count:
-        first = int(bad.int().argmax()) * block
-        raise RunError(
-            "CKM309",
-            f"expected finite values, found NaN or infinity in {counted(count, 'block')} of {block}, "
-            f"the first within flat elements {first} to {first + block - 1}",
-            "leave this tensor unquantized with --no-encode, or repair it",
-        )
 
 
 def quantize_scalers(

@@ -161,5 +161,5 @@ class ExactEncoder:
     def finish(self) -> Iterable[Write]:
         """Yield the other parts. Raises RunError CKM309 where an input was not finite."""
         absmax = self._absmax.cpu()
-        nf4_codes.check_finite(absmax, self.step)
+        fourbit.check_finite(absmax, self.step)
         return exact_writes(absmax)
