@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,21 @@ def framework_directories(shared: Shared) -> Path:
             run_ranks("tests.corpus.writers_directories", world_size, ["--out", str(folder)], 400)
 
     return shared("framework-directories", fill)
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`written(form)`: the directory of a model of a form of `tests.support.quantized_models.WRITERS`, which its own
+    library has quantized. Tests only read it."""
+    from tests.support.quantized_models import WRITERS
+
+    @cache
+    def write(form: str) -> Path:
+        path = tmp_path_factory.mktemp(form) / "in"
+        WRITERS[form](path)
+        return path
+
+    return write
 
 
 @pytest.fixture
