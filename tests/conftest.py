@@ -41,15 +41,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell's &,
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure the processor time; let pytest rewrite the asserts of tests alone.
-
-    It rewrites those of ckptmap's 700 modules, too, because one of them is a plugin: 7 s for each process of a fresh
-    clone, beside the bytecode that the processes have which tests start.
-    """
+    """Measure the processor time."""
     config.pluginmanager.register(ProcessorTime())
-    hook: Any = config.pluginmanager.rewrite_hook
-    getattr(hook, "_must_rewrite", set()).discard("ckptmap")
-    getattr(hook, "_marked_for_rewrite_cache", {}).clear()
 
 
 LONGEST = (
