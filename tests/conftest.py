@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +41,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell's &,
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure the processor time; let pytest rewrite the asserts of tests alone.
-
-    It rewrites those of ckptmap's 700 modules, too, because one of them is a plugin: 7 s for each process of a fresh
-    clone, beside the bytecode that the processes have which tests start.
-    """
+    """Measure the processor time."""
     config.pluginmanager.register(ProcessorTime())
-    hook: Any = config.pluginmanager.rewrite_hook
-    getattr(hook, "_must_rewrite", set()).discard("ckptmap")
-    getattr(hook, "_marked_for_rewrite_cache", {}).clear()
 
 
 LONGEST = (
@@ -162,6 +156,21 @@ def framework_directories(shared: Shared) -> Path:
             run_ranks("tests.corpus.writers_directories", world_size, ["--out", str(folder)], 400)
 
     return shared("framework-directories", fill)
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`written(form)`: the directory of a model of a form of `tests.support.quantized_models.WRITERS`, which its own
+    library has quantized. Tests only read it."""
+    from tests.support.quantized_models import WRITERS
+
+    @cache
+    def write(form: str) -> Path:
+        path = tmp_path_factory.mktemp(form) / "in"
+        WRITERS[form](path)
+        return path
+
+    return write
 
 
 @pytest.fixture

@@ -71,6 +71,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 
 LONG_S = 1500.0
 """For all steps in one session, which take half a minute where nothing else is done."""
+FORKED = "tests.support.forked_session"
 REAL = "recode"
 """The step that is run in a process of its own where little is installed; the others are forked."""
 
@@ -102,7 +103,7 @@ def on_a_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     forked = ",".join(one.name for one in STEPS if one.name != REAL)
     found = {}
     for real, steps, options in (
-        (False, forked, {"module": "tests.support.forked_session"}),
+        (False, forked, {"module": FORKED}),
         (True, REAL, {}),
     ):
         found[real] = tmp_path_factory.mktemp("session")
@@ -133,7 +134,8 @@ def test_every_step_runs_on_a_cpu(one: Step, on_a_cpu: dict[bool, Path]) -> None
 
 
 def test_the_kernels_of_libraries_are_measured_beside_ours(tmp_path: Path) -> None:
-    done = session(tmp_path, "--device", "cpu", "--size", "tiny", "--steps", "equality,rates")
+    asked = ("--device", "cpu", "--size", "tiny", "--steps", "equality,rates")
+    done = session(tmp_path, *asked, module=FORKED)
     assert done.returncode == 0, done.stdout + done.stderr
     equality, rates = written(tmp_path)["steps"]
     measured = {one["what"] for one in equality["figures"] + rates["figures"]}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,13 @@ def there_and_back(release: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("metadata", [{"format": "pt", **WORDS}, {"format": "mlx"}, WORDS, None])
 @pytest.mark.parametrize("form", ["ct-packed", "bnb-nf4"])
-def test_metadata_of_one_file(form: str, metadata: dict[str, str] | None, tmp_path: Path) -> None:
-    WRITERS[form](tmp_path / "release")
+def test_metadata_of_one_file(
+    form: str,
+    metadata: dict[str, str] | None,
+    written: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(written(form), tmp_path / "release")
     restated(tmp_path / "release" / FILE, metadata)
     back = there_and_back(tmp_path / "release", tmp_path)
     assert stated(back / FILE) == metadata
