@@ -144,11 +144,12 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
         mine = records_of(records, (self.name,))
         parts = StoredParts.of(stored)
-        fqns = parts.pairs("_scale", "", "", DTYPES, self.fits).fqns
-        found = [fqn for fqn in fqns if fqn not in mine and fqn.endswith("weight")]
-        config = quantization_config(stored[found[0]], self.mounts) if found else {}
-        if config.get("quant_method") != METHOD or not self.states(config):
-            found = []
+        some = next((tensor for tensor in stored.values() if tensor.info.numel), None)
+        config = {} if some is None else quantization_config(some, self.mounts)
+        found: list[str] = []
+        if config.get("quant_method") == METHOD and self.states(config):
+            fqns = parts.pairs("_scale", "", "", DTYPES, self.fits).fqns
+            found = [fqn for fqn in fqns if fqn not in mine and fqn.endswith("weight")]
         forms = WeightForms(stored)
         groups = forms.groups(
             mine,
