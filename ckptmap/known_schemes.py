@@ -155,6 +155,14 @@ SCHEMES = (
         ends=("_scale",),
         records=("quark-mxfp4",),
     ),
+    *(
+        KnownScheme(
+            f"ckptmap.quantization.quark:Quark{form}Scheme",
+            ends=("_scale",),
+            records=(f"quark-{form.lower()}",),
+        )
+        for form in ("Fp8", "Int8", "Int4")
+    ),
     KnownScheme(
         "ckptmap.quantization.microscaling.gpt_oss:GptOssMxfp4", "mxfp4", ("_blocks",), ("mxfp4",)
     ),

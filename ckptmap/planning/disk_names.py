@@ -11,17 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.catalog import CatalogEntry
+from ckptmap.mapping.detect import recognise
 from ckptmap.mapping.memory_names import joined_experts, memory_scheme
 from ckptmap.mapping.model_config import config_beside
 from ckptmap.mapping.renamed_in_memory import named_as_in_memory
+from ckptmap.mapping.renaming import Renaming
 from ckptmap.mapping.rules import HUB
 from ckptmap.planning.options import Options
 from ckptmap.planning.reference import Reference
 from ckptmap.protocols import Setup
 
+BODY = "model"
+"""The segment before the names of a model below its head."""
+HEADLESS = f"the model was saved without its head (`AutoModel`): its names are read as {BODY}.*"
 READERS = "transformers 5 loads them; transformers 4, vLLM and SGLang do not find them"
 
 
@@ -55,8 +61,8 @@ def in_disk_names(
         key = None if config is None else joined_experts(list(ckpt), config)
         if key is not None:
             return ckpt, [_without_rules(key)]
-        renamed = named_as_in_memory(list(ckpt), config)
-        return ckpt, [] if renamed is None else [_renamed(renamed)]
+        key = named_as_in_memory(list(ckpt), config)
+        return ckpt, [] if key is None else [_renamed(key)]
     if config is None:
         return ckpt, [_without_config(scheme)]
     try:
@@ -88,12 +94,25 @@ def in_own_names(
             ckpt, scheme, options.names_from, options.config_from, leave, config=like
         ), []
     except PlanError as error:
-        known = options.names_from is not None or _config(ckpt, options) is not None or like
-        if error.code != "CKM604" or known:
+        config = like or _config(ckpt, options)
+        if error.code != "CKM604" or options.names_from is not None:
+            raise
+        if config is not None and (below := _below_its_head(ckpt, config)) is not None:
+            at = options.config_from
+            return translated(below, scheme, None, at, leave, config=like), [HEADLESS]
+        if config is not None:
             raise
         return ckpt, [
             f"the names stay as they are, which no library of {scheme} loads: {error.message}"
         ]
+
+
+def _below_its_head(ckpt: Checkpoint, config: Mapping[str, object]) -> Checkpoint | None:
+    """Return the weights of a model that was saved without its head, as an embedding model is, under the names that
+    they have below a head; None where no scheme knows them so, either."""
+    below = renamed(ckpt, Renaming.of(add_prefix=BODY))
+    found = recognise({fqn: below[fqn].info for fqn in below}, config)
+    return below if found else None
 
 
 def _from_format(

@@ -12,7 +12,7 @@ import torch
 from ckptmap_cli.main import main
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import ckptmap
 from tests.support.mapping_configs import TINY
@@ -117,3 +117,21 @@ def test_without_a_config_the_last_line_is_the_command_that_adds_it(
     assert ckptmap.verify(out).ok
     _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+@pytest.mark.parametrize("to", ["gguf", "gguf-q8_0"])
+def test_a_model_without_its_head_gets_the_names_of_the_format(to: str, tmp_path: Path) -> None:
+    """As embedding models are saved: `embed_tokens.weight` in place of `model.embed_tokens.weight`."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    whole = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=True)).bfloat16()
+    whole.save_pretrained(tmp_path / "whole")
+    whole.model.save_pretrained(tmp_path / "body")
+    for name in ("whole", "body"):
+        report = ckptmap.convert(tmp_path / name, tmp_path / f"{name}.gguf", to=to)
+        assert any("without its head" in note for note in report.notes) is (name == "body")
+        assert ckptmap.verify(tmp_path / f"{name}.gguf", against=tmp_path / name).ok
+    a, b = (ckptmap.open(tmp_path / f"{name}.gguf") for name in ("whole", "body"))
+    with a, b:
+        assert set(a) == set(b) >= {"token_embd.weight", "blk.0.attn_q.weight"}
+        assert all(torch.equal(a[key].read(), b[key].read()) for key in a)

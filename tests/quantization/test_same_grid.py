@@ -161,6 +161,9 @@ def decoded(path: Path) -> Decoded:
     name = next(key for key in (f"{WEIGHT}_scale", f"{WEIGHT}_scale_inv") if key in stored)
     is_power = stored[name].dtype in (torch.uint8, torch.float8_e8m0fnu)
     scales = powers(stored[name]) if is_power else stored[name]
+    if stored[WEIGHT].dtype == torch.int32:  # Quark's, as AWQ's
+        parts = zip(("qweight", "qzeros", "scales"), ("", "_zero_point", "_scale"), strict=True)
+        return gptq({f"{LAYER}.{part}": stored[f"{WEIGHT}{end}"] for part, end in parts})
     if stored[WEIGHT].dtype == torch.uint8 and not is_power:  # ModelOpt's, two rows to one of bytes
         pairs = torch.stack([stored[WEIGHT] & 15, stored[WEIGHT] >> 4], 1).flatten(0, 1).double()
         return torch.where(pairs > 7, pairs - 16, pairs), spread(scales)
