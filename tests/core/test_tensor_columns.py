@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import save as dcp_save
 
 import ckptmap
-from ckptmap.core.columns import distinct, each
+from ckptmap.core.columns import by_object, distinct, distinct_at, each
 from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.execution import manifest
@@ -250,3 +250,25 @@ def test_columns_and_each() -> None:
     calls: list[TensorInfo] = []
     assert each([info, other, info], lambda i: calls.append(i) or i.nbytes) == [8, 8, 8]
     assert len(calls) == 2 == len(distinct([info, other, info]))
+
+
+@pytest.mark.parametrize("order", ["", "a", "aaa", "aba", "aabbaa", "abcabc", "n", "nnan", "ann"])
+def test_different_objects_are_met_once_in_runs_and_by_turns(order: str) -> None:
+    objects = {
+        "a": TensorInfo((2,), "float32"),
+        "b": TensorInfo((2,), "float32"),
+        "c": 7,
+        "n": None,
+    }
+    values = [objects[letter] for letter in order]
+    letters = list(dict.fromkeys(order))
+    assert list(distinct(values)) == [id(objects[letter]) for letter in letters]
+    assert distinct_at(values) == [(order.index(letter), objects[letter]) for letter in letters]
+    calls: list[object] = []
+    assert each(values, lambda value: calls.append(value) or id(value)) == list(map(id, values))
+    assert list(map(id, calls)) == list(distinct(values))
+    numbers = [(id(value), list(at)) for value, at in by_object(values)] if values else []
+    assert numbers == [
+        (id(objects[letter]), [at for at, one in enumerate(order) if one == letter])
+        for letter in letters
+    ]
