@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated
 
 import typer
+
+from ckptmap.core.printable import join
 
 from .inspect_without_typer import shown_on_a_terminal
 from .printer import Printer
@@ -52,7 +53,7 @@ def command(
     with plan.ckpt:
         if save is not None:
             plan.save(save)
-            again = shlex.join(("ckptmap", "convert", "--plan", save, src, "DST"))
+            again = join(("ckptmap", "convert", "--plan", save, src, "DST"))
             out.note(f"saved: {save}; run it with: {again}")
         show_plan()
     if plan.unresolved:
