@@ -75,6 +75,13 @@ def as_given(text: str) -> str:
     return text if _typed or "--" not in text else _patterns()[1].sub(_in_python, text)
 
 
+def is_ambiguous(word: str) -> bool:
+    """Return whether this value of an option would be read as something else, unless it stands in quotes: as a word
+    of the sentence (`--drop it`), as a placeholder (`--drop EMA`), or without the mark at its end."""
+    found = _patterns()[0].fullmatch(f"--drop {word}")
+    return found is None or found["value"] != word or re.fullmatch("[A-Z]+", word) is not None
+
+
 @cache
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return patterns of one option, and of a row of options or a command line. They are compiled once,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptmap.core.printable import join
+
 from .option_table import TABLE
 from .printer import Printer
 from .shared_parameters import DryRun, Dst, Json, Quiet, Src, To, number
@@ -196,4 +198,4 @@ def _with_config(plan: Plan, args: Sequence[str]) -> str:
         added = [*shlex.split(change.options), *added]
     elif foreign_scheme(*of_plan):
         added = [*HUB.split(), *added]
-    return shlex.join(["ckptmap", *args, *added])
+    return join(["ckptmap", *args, *added])

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import logging
 import os
-import shlex
 import signal
 import sys
 import warnings
@@ -21,9 +20,8 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from ckptmap.core import requirements
-from ckptmap.core.printable import printable
+from ckptmap.core.printable import join, printable, quote
 from ckptmap.errors import CkptmapError, Interrupted
-from ckptmap.storage.process_guards import ending_signals
 from ckptmap.storage.resource_limits import resource_error
 from ckptmap.typed_options import typed_options
 
@@ -33,6 +31,8 @@ from .without_typer import run_without_typer
 GC_THRESHOLD = (200_000, 20, 20)
 """Opening a checkpoint creates objects by the 100,000 and no garbage: collections are lost time."""
 USAGE, WORKING = 2, 3
+ENDING = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGHUP")]
+"""Signals that end a run as Ctrl-C does (`storage.process_guards` has them for the library)."""
 UNPRINTED = (
     "send it elsewhere and run it again; a conversion is complete if its destination is there"
 )
@@ -55,8 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.setLogRecordFactory(_EscapedRecord)
     Printer.printed, Printer.args, Printer.typed = False, tuple(args), _typed(args)
     out = Printer(json="--json" in args)
-    with ending_signals(_interrupt, lambda old: old is signal.SIG_IGN):
+    before = {number: _answer(number, _interrupt) for number in ENDING}
+    try:
         return _run(args, out)
+    finally:
+        for number, handler in before.items():
+            _answer(number, handler)
 
 
 def _run(args: list[str], out: Printer) -> int:
@@ -124,6 +128,17 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def _answer(number: int, handler: object) -> object:
+    """Set the handler of a signal and return the one before; what is ignored, as under nohup, stays so."""
+    try:
+        before = signal.getsignal(number)
+        if before is not signal.SIG_IGN:
+            signal.signal(number, handler)  # type: ignore[arg-type]
+    except (ValueError, TypeError):  # not in the main thread, or a handler of C code
+        return None
+    return before
+
+
 def _typed(args: Sequence[str]) -> dict[str, str]:
     """Return absolute path -> as typed, for arguments that may be relative paths."""
     names = [arg for arg in args[1:] if arg and not os.path.isabs(arg) and arg[0] != "-"]
@@ -153,7 +168,7 @@ def _usage(error: Any, args: Sequence[str], out: Printer) -> int:
 def _expected(error: CkptmapError, args: Sequence[str], out: Printer) -> int:
     hint = error.hint
     if isinstance(error, Interrupted) and args[:1] in (["convert"], ["merge"], ["pull"], ["push"]):
-        hint = f"the same command continues it: ckptmap {shlex.join(args)}"
+        hint = f"the same command continues it: ckptmap {join(args)}"
     out.error(error.code, error.message, hint)
     _trace(error)
     return error.exit_code
@@ -164,13 +179,13 @@ def _closed(error: Exception) -> CkptmapError | None:
     if not isinstance(error, PermissionError) or not error.filename:
         return None
     name = os.fsdecode(error.filename)
-    hint = f"check its permissions, and those of its directory: ls -ld {shlex.quote(name)}"
+    hint = f"check its permissions, and those of its directory: ls -ld {quote(name)}"
     return CkptmapError("CKM101", f"{name}: permission denied", hint)
 
 
 def _unexpected(error: Exception, args: Sequence[str], out: Printer) -> int:
     text = str(error).strip().splitlines() or [""]
-    hint = f"please report it with the output of: CKPTMAP_DEBUG=1 ckptmap {shlex.join(args)}"
+    hint = f"please report it with the output of: CKPTMAP_DEBUG=1 ckptmap {join(args)}"
     out.error("", f"{type(error).__name__}: {text[0]}", hint)
     _trace(error)
     return WORKING

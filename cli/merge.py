@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
+from ckptmap.core.printable import join
 from ckptmap.errors import SourceError
 
 from .completion import SETUPS
@@ -127,5 +127,5 @@ def _swapped_in_hints(base: str, adapter: str, args: Sequence[str]) -> Iterator[
         if error.hint.startswith(SWAPPED):
             line = list(args)
             line[args.index(base)], line[args.index(adapter)] = adapter, base
-            error.hint = f"{SWAPPED}: {shlex.join(['ckptmap', *line])}"
+            error.hint = f"{SWAPPED}: {join(['ckptmap', *line])}"
         raise

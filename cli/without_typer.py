@@ -5,12 +5,13 @@ Typer takes longer to import than most headers take to read.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from ckptmap.core.printable import join
 
 from .printer import Printer, Shown
 
@@ -64,7 +65,7 @@ def show_plan(
     with plan.ckpt:
         if save is not None:
             plan.save(save)
-            again = shlex.join(("ckptmap", "convert", "--plan", save, src, "DST"))
+            again = join(("ckptmap", "convert", "--plan", save, src, "DST"))
             out.note(f"saved: {save}; run it with: {again}")
         show_it()
     return int(bool(plan.unresolved))

@@ -46,12 +46,30 @@ def test_options_become_arguments(typed: str, given: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["a b", "it's", "a'\"b", "a\nb", "-x", "\u202eabc", "ü", "a=b", "x\\y", "$HOME"]
+    "value",
+    [
+        "a b",
+        "it's",
+        "a'\"b",
+        "a\nb",
+        "-x",
+        "\u202eabc",
+        "ü",
+        "a=b",
+        "x\\y",
+        "$HOME",
+        "it",
+        "EMA",
+        "at:",
+        "a,",
+    ],
 )
 def test_a_value_is_the_same_in_python_as_in_a_shell(value: str) -> None:
     name, _, written = as_given(f"leave it out with {advised(drop=value)}, or not").partition("=")
     assert name == "leave it out with drop"
     assert ast.literal_eval(written.removesuffix(", or not")) == value
+    many = as_given(f"leave them behind with {advised(drop=value)} {advised(drop='b')}")
+    assert ast.literal_eval(many.partition("=")[2]) == [value, "b"]
 
 
 def test_a_shell_takes_quoted_words(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import re
 import shlex
 from collections.abc import Iterable
 
-from ckptmap.core.name_globs import only
-from ckptmap.typed_options import as_given
+from ckptmap.typed_options import as_given, is_ambiguous
 
 _BY_PATTERN = frozenset({"drop", "exclude", "leave", "no_encode"})
 _UNSAFE = "\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
@@ -83,6 +82,8 @@ def advised(**names: str) -> str:
 
     A name is written so that no other is matched, where the option takes patterns.
     """
+    from ckptmap.core.name_globs import only  # here: most commands show no option
+
     return advised_patterns(
         **{option: only(name) if option in _BY_PATTERN else name for option, name in names.items()}
     )
@@ -91,5 +92,11 @@ def advised(**names: str) -> str:
 def advised_patterns(**values: str) -> str:
     """Return options as `advised` does, whose values are patterns."""
     return " ".join(
-        f"--{name.rstrip('_').replace('_', '-')} {quote(value)}" for name, value in values.items()
+        f"--{name.rstrip('_').replace('_', '-')} {_as_value(value)}"
+        for name, value in values.items()
     )
+
+
+def _as_value(value: str) -> str:
+    word = quote(value)
+    return f"'{word}'" if word == value and is_ambiguous(word) else word

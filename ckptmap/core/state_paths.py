@@ -184,12 +184,25 @@ UNRESOLVED = "a view that torch conjugates or negates only when it is used"
 RESOLVED = "save tensor.resolve_conj().resolve_neg() in its place"
 
 
+_OTHER_FORMS = {
+    "torch._utils._rebuild_sparse_tensor": ("a sparse tensor", "save tensor.to_dense() in its place"),
+    "torch._utils._rebuild_nested_tensor": ("a nested tensor", "save tensor.unbind() in its place"),
+    "torch._utils._rebuild_qtensor": (
+        "a quantized tensor of torch.ao", "save tensor.dequantize() in its place",
+    ),
+}  # fmt: skip
+"""Function that rebuilds a tensor of no dense form -> what it is, and what to save in its place."""
+
+
 def described(value: Opaque) -> str:
     """Return why an object cannot be carried over into the output, as a clause."""
     if value.is_empty:
         return "was on the meta device when it was saved, so its values are not here"
     if value.is_unresolved:
         return f"{UNRESOLVED}, so its values are not here: {RESOLVED}"
+    if value.class_name in _OTHER_FORMS:
+        what, repair = _OTHER_FORMS[value.class_name]
+        return f"{what}, which is not read: {repair}"
     return f"an object of unknown class {value.class_name}"
 
 

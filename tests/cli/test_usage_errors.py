@@ -149,6 +149,18 @@ def test_a_library_that_cannot_be_imported(
     assert f"error[CKM211]: xxhash is installed here and cannot be imported: {said}" in done.stderr
 
 
+def test_a_path_that_is_no_text_can_be_pasted(run: Run, tmp_path: Path) -> None:
+    """Every command that a hint repeats is one that a shell reads back."""
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    torch.save({"w": torch.ones(2)}, folder / "m.pt")
+    name = f"{folder.name}/m.pt"
+    code, out, _ = run("convert", name, "out", "--to", "hf")
+    assert code == 0 and "ckptmap convert $'\\xff/m.pt' out --to hf --config-from MODEL" in out
+    code, out, err = run("plan", name, "--to", "hf", "-o", "plan.json")
+    assert code == 0 and "ckptmap convert --plan plan.json $'\\xff/m.pt' DST" in out + err
+
+
 def test_a_name_of_many_characters_is_cut_in_the_middle(run: Run, tmp_path: Path) -> None:
     """Its length is said; the hint has it whole, to be pasted."""
     name = "a" * 5000 + ".weight"

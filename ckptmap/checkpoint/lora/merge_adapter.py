@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +46,7 @@ from ckptmap.checkpoint.lora.wrapped_parameters import WrappedParameters, per_ex
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.core.formatting import counted
-from ckptmap.core.printable import advised, quote
+from ckptmap.core.printable import advised, join, quote
 from ckptmap.errors import SourceError
 from ckptmap.mapping.rules import HUB
 from ckptmap.protocols import Group, Scheme
@@ -154,8 +153,8 @@ def _require_stored(groups: Collection[str], ckpt: Checkpoint, adapter: Adapter)
     computed = {} if ckpt.translation is None else ckpt.translation.decoded
     fqn = next((fqn for fqn in groups if fqn in computed), None)
     if fqn is not None:
-        convert = shlex.join(["ckptmap", "convert", ckpt.path, "NAMED", "--to", "hf-fp32"])
-        merge = shlex.join(["ckptmap", "merge", "NAMED", adapter.path, "DST"])
+        convert = join(["ckptmap", "convert", ckpt.path, "NAMED", "--to", "hf-fp32"])
+        merge = join(["ckptmap", "merge", "NAMED", adapter.path, "DST"])
         raise SourceError(
             "CKM322",
             f"{adapter.path}: {fqn}: is computed from other tensors of the base {ckpt.shown}, expected one tensor there",

@@ -23,7 +23,6 @@ from ckptmap.core.tensor_columns import nbytes_of
 from ckptmap.errors import PlanError
 from ckptmap.formats.pickle.writer import Numbered, StorageTensor, Unwritable, dump
 from ckptmap.formats.torch_save.flat_state_dict import plain_tensors
-from ckptmap.formats.torch_save.module_metadata import module_order
 from ckptmap.formats.torch_save.reader import open_zip, parse
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.formats.zip.directory import bad
@@ -106,6 +105,8 @@ def _part(records: Records, data: bytes, of_nbytes: int) -> object:
 
 
 def _module_order(records: Records) -> Mapping[Path, Sequence[str]]:
+    from ckptmap.formats.torch_save.module_metadata import module_order  # few ask for it
+
     return module_order(parse(records, records.read("data.pkl", check=True)))
 
 
