@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ckptmap
-from ckptmap.errors import CkptmapError, RunError
+from ckptmap.errors import CkptmapError, LoadError, RunError
 from ckptmap.live.save.save import save
 from tests.support.resume_model import built, net, train
 
@@ -37,6 +37,8 @@ def drifted(folder: Path) -> None:
     with ckptmap.open(folder / "drifted") as ckpt:
         want = net(0).layers[0].up.weight  # type: ignore[union-attr]
         assert torch.equal(ckpt["layers.0.up.weight"].read(), want)  # type: ignore[arg-type]
+    text = "each rank had its own layers.0.up.weight, one was saved"
+    expect(LoadError, text, lambda: ckptmap.load(folder / "drifted", model, optimizer, exact=True))
 
 
 def buffers_may_differ(folder: Path) -> None:

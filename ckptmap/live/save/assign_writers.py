@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptmap.core.strided_dims import flat_span
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import RunError
-from ckptmap.live.optimizer.local_state import LocalCodes, LocalState, LocalTensor
+from ckptmap.live.optimizer.local_state import STATE, LocalCodes, LocalState, LocalTensor
 from ckptmap.live.save.replica_digests import Digest, differ, digests_of
 from ckptmap.optim.lowbit import QMAP, LowBit, LowBitCell, join_cells
 from ckptmap.protocols import OutState, OutTensor, Refusal
@@ -91,15 +91,29 @@ def _offer(holding: LocalTensor) -> Offer:
     )  # fmt: skip
 
 
-def drifted_buffers(offers: Sequence[Sequence[Offer]]) -> list[str]:
-    """Return the names of the buffers that differ between ranks."""
+class Drifted(NamedTuple):
+    """The names of what differs between ranks that hold all of it, and of which one is saved: buffers, and other
+    replicas, of which `save(replicas="first")` has that of the lowest rank."""
+
+    buffers: Sequence[str] = ()
+    others: Sequence[str] = ()
+
+
+def drifted(offers: Sequence[Sequence[Offer]]) -> Drifted:
+    """Return what differs between ranks."""
     first: dict[Path, Offer] = {}
-    found: dict[str, None] = {}
+    buffers, others = dict[str, None](), dict[str, None]()
     for some in offers:
         for one in some:
-            if one.is_buffer and differ(one.digest, first.setdefault(one.path, one).digest):
-                found[str(one.path[-1])] = None
-    return list(found)
+            known = first.setdefault(one.path, one)
+            if is_compared(one) and differ(one.digest, known.digest):
+                (buffers if one.is_buffer else others)[title_of(one)] = None
+    return Drifted([*buffers], [*others])
+
+
+def title_of(one: LocalTensor | Offer) -> str:
+    """Return the name of a tensor for the user: an FQN, or that of an entry of optimizer state."""
+    return ".".join(map(str, one.path[2 if one.path[: len(STATE)] == STATE else 1 :]))
 
 
 class ValuesPlace(NamedTuple):

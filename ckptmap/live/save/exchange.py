@@ -21,6 +21,7 @@ from ckptmap.live.optimizer.local_state import STATE, HeldGroup, LocalState
 from ckptmap.live.options import SaveOptions
 from ckptmap.live.rounding import record as rounding
 from ckptmap.live.save import extra_values, group_values, merged_groups, pending_gradients
+from ckptmap.live.save.assign_writers import Drifted
 from ckptmap.live.save.collect import put
 from ckptmap.live.save.merged_groups import MergedGroups
 from ckptmap.live.save.replica_digests import Digest, tensors_of
@@ -155,11 +156,11 @@ class FoundTogether:
 
 
 def merge(
-    held: LocalState, everything: Sequence[Shared], drifted: Sequence[str], same_groups: bool
+    held: LocalState, everything: Sequence[Shared], drifted: Drifted, same_groups: bool
 ) -> FoundTogether:
     """Give this rank the plain values, records and settings of all ranks; those of the lowest go first.
 
-    drifted      names of the buffers that differ between ranks
+    drifted      names of what differs between ranks
     same_groups  are the same parameters in the same groups of each rank's optimizer?"""
     settings = [one.settings for one in everything]
     groups = _groups([one.groups for one in everything], same_groups)
@@ -173,8 +174,12 @@ def merge(
         "decoded": any(one.is_decoded for one in everything),
         run_settings.PLACEMENTS: {k: v for one in everything for k, v in one.placements.items()},
         run_settings.FORMS: list(dict.fromkeys(n for one in everything for n in one.simplified)),
-        "buffers": list(drifted),
-        run_settings.UNLIKE: [*_unlike([one.values for one in everything]), *groups.unlike],
+        "buffers": [*drifted.buffers],
+        run_settings.UNLIKE: [
+            *_unlike([one.values for one in everything]),
+            *groups.unlike,
+            *drifted.others,
+        ],
     }
     put(held, ("extra", run_settings.KEY), described)
     for one in reversed(everything):
@@ -219,14 +224,12 @@ def _with_groups(held: LocalState, merged: MergedGroups) -> FoundTogether:
     )
 
 
-def told_of(drifted: Sequence[str], model: torch.nn.Module) -> list[str]:
-    """Return the buffers that differ between ranks and of which other ranks' values are lost: not those that DDP
-    broadcasts from rank 0 before each forward."""
-    if not drifted or any(
-        getattr(m, "broadcast_buffers", False) for m in module_walk.modules(model)
-    ):
-        return []
-    return list(drifted)
+def told_of(drifted: Drifted, model: torch.nn.Module) -> Drifted:
+    """Return what differs between ranks without the buffers that DDP broadcasts from rank 0 before each forward: of
+    these no values are lost."""
+    modules = module_walk.modules(model) if drifted.buffers else ()
+    is_broadcast = any(getattr(m, "broadcast_buffers", False) for m in modules)
+    return drifted._replace(buffers=()) if is_broadcast else drifted
 
 
 def lost_buffers(buffers: Sequence[str]) -> tuple[str, ...]:

@@ -16,10 +16,12 @@ from ckptmap.live.model.plain_values import PLAIN
 from ckptmap.live.optimizer.local_state import LocalState
 from ckptmap.live.save.assign_writers import (
     Assignment,
+    Drifted,
     Offer,
     ValuesPlace,
     bare_offers,
     is_compared,
+    title_of,
 )
 from ckptmap.live.save.replica_digests import Digest, differ
 from ckptmap.protocols import OutTensor
@@ -107,30 +109,30 @@ class KnownPlan:
             compared, is_alike,
         )  # fmt: skip
 
-    def drifted(self, digests_of: Sequence[Sequence[Digest]], is_checked: bool) -> list[str] | None:
-        """Return the names of the buffers that differ between ranks; None: replicas of another tensor do.
+    def drifted(self, digests_of: Sequence[Sequence[Digest]], is_checked: bool) -> Drifted | None:
+        """Return what differs between ranks; None: replicas do that must not.
 
-        is_checked  False: such replicas may differ"""
-        found = []
+        is_checked  False: replicas may differ"""
+        found: tuple[list[str], list[str]] = [], []
         for one in self.compared:
             first = digests_of[one.at[0][0]][one.at[0][1]]
             if any(differ(digests_of[rank][at], first) for rank, at in one.at[1:]):
-                if one.is_buffer:
-                    found.append(one.name)
-                elif is_checked:
+                if is_checked and not one.is_buffer:
                     return None
-        return found
+                found[not one.is_buffer].append(one.name)
+        return Drifted(*found)
 
 
 def _compared(offers: Sequence[Sequence[Offer]]) -> tuple[list[Compared], bool]:
     """Return what ranks compare, in the order in which ranks have it, and whether all compare the same."""
     names = [[one.path for one in some if is_compared(one)] for some in offers]
     at: dict[Path, list[tuple[int, int]]] = {}
+    title = {one.path: title_of(one) for some in offers for one in some}
     for rank, paths in enumerate(names):
         for number, path in enumerate(paths):
             at.setdefault(path, []).append((rank, number))
     buffers = {one.path for some in offers for one in some if one.is_buffer}
-    found = [Compared(str(path[-1]), path in buffers, ranks) for path, ranks in at.items()]
+    found = [Compared(title[path], path in buffers, ranks) for path, ranks in at.items()]
     return found, all(paths == names[0] for paths in names)
 
 

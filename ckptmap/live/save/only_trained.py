@@ -229,14 +229,18 @@ def part_of_all(
     _require_matches(only, unmatched_of, len(targets))
     parts: list[SavedPart] = []
 
-    def changed_here() -> list[str]:
+    def found_here() -> tuple[list[str], dict[str, str]]:
         parts.append(SavedPart.of(path, targets, model, optimizer, only, options.base))
-        return [*parts[0].changed]
+        return [*parts[0].changed], parts[0].places(model)
 
-    changed_anywhere = {name for names in peers.told(changed_here) for name in names}
+    found = peers.told(found_here)
+    changed_anywhere = {name for names, _ in found for name in names}
     part = parts[0].with_changed(changed_anywhere)
+    places_of = [places for _, places in found]
+    if changed_anywhere:  # then some rank may need no base
+        places_of = peers.told(lambda: part.places(model))
     first: dict[tuple[str, str], int] = {}
-    for rank, places in enumerate(peers.told(lambda: part.places(model))):
+    for rank, places in enumerate(places_of):
         for place in places.items():
             first.setdefault(place, rank)
     return replace(part, digests=[head for (head, _), at in first.items() if at == peers.rank])

@@ -25,9 +25,10 @@ from ckptmap.live.options import SaveOptions
 from ckptmap.live.save import known_plan, module_states, only_trained, pending_gradients
 from ckptmap.live.save.assign_writers import (
     Assigner,
+    Drifted,
     bare_offers,
     compared_digests,
-    drifted_buffers,
+    drifted,
     is_compared,
     with_digests,
 )
@@ -159,9 +160,9 @@ class Mine:
         shared |= self._hold_modules([one.modules for one in told])
         plan = known_plan.agreed(self.plans, [one.plans for one in told])
         if plan and plan.shared == shared:
-            drifted = self._drifted(plan, told)
-            if drifted is not None:
-                return self._as_known(plan, told_of(drifted, self.model))
+            unlike = self._drifted(plan, told)
+            if unlike is not None:
+                return self._as_known(plan, told_of(unlike, self.model))
         return self._anew(shared)
 
     def _hold_modules(self, told: Sequence[str]) -> frozenset[str]:
@@ -174,13 +175,13 @@ class Mine:
             put(self.held, path, self.modules[key], private=True)
         return module_states.kept(by_rank)
 
-    def _drifted(self, plan: KnownPlan, told: Sequence[Told]) -> list[str] | None:
-        """Return the names of the buffers that differ between ranks; None: replicas that must not differ do."""
+    def _drifted(self, plan: KnownPlan, told: Sequence[Told]) -> Drifted | None:
+        """Return what differs between ranks; None: replicas do that must not."""
         if plan.is_alike and all(one.replicas == told[0].replicas for one in told):
-            return []
+            return Drifted()
         return plan.drifted(self.peers.all(self.digests), self.options.replicas == "check")
 
-    def _as_known(self, plan: KnownPlan, drifted: Sequence[str]) -> Ready:
+    def _as_known(self, plan: KnownPlan, unlike: Drifted) -> Ready:
         """Copy what this rank writes. An error of it is raised on all ranks by `layout`: no rank waits for it here."""
         error, copies = None, Snapshot({})
         try:
@@ -196,13 +197,13 @@ class Mine:
             with writers.together():
                 if error is not None:
                     raise error
-                merged = merge(held, everything, drifted, same_groups)
+                merged = merge(held, everything, unlike, same_groups)
                 records = {**held.records, **plan.records}
                 tensors = [*plan.tensors, *merged.tensors]
                 state = OutState(tensors, _ordered(held.values), records, writers.world)
                 return FileLayout.of(state, name, merged.values)
 
-        return Ready(layout, copies, drifted)
+        return Ready(layout, copies, unlike.buffers)
 
     def _shared(self, replicas: str) -> Shared:
         return Shared.of(self.held, replicas, self.peers.rank == 0 or not self.same_groups)
@@ -217,8 +218,8 @@ class Mine:
         is_checked = any(one.replicas == "check" for one in everything)
         overlaps = is_checked and require_alike(held, offers, peers)
         with peers.together(), argument_checks.hints_of_saves():
-            drifted = told_of(drifted_buffers(offers), self.model)
-            merged = merge(held, everything, drifted, self.same_groups)
+            unlike = told_of(drifted(offers), self.model)
+            merged = merge(held, everything, unlike, self.same_groups)
             if self.options.replicas != "check":
                 offers = [[replace(one, checked=False) for one in some] for some in offers]
             assignment = Assigner(peers.rank, peers.world, held).assign(offers)
@@ -230,7 +231,7 @@ class Mine:
             )
         if not overlaps:  # whose values would have to be compared in every save
             known_plan.keep(plan)
-        return Ready(lambda _: layout, copies, drifted)
+        return Ready(lambda _: layout, copies, unlike.buffers)
 
 
 def _ordered(values: Mapping[Path, object]) -> dict[Path, object]:
