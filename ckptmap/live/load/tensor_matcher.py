@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.model import integer_range, peft, shared_memory
+from ckptmap.live.model import peft, shared_memory, value_range
 from ckptmap.live.model.live_form import (
     Decode,
     LiveForm,
@@ -108,11 +108,11 @@ class TensorMatcher:
         """Return the first integer that the model's dtype does not hold; None: it holds all. Every rank reads the
         whole tensor, so that all answer alike."""
         live = target.tensor.dtype
-        if source.encoding != DENSE or not integer_range.narrows(source.torch_dtype, live):
+        if source.encoding != DENSE or not value_range.narrows(source.torch_dtype, live):
             return None
         most = max(1, self._reader.max_memory // (2 * source.info.itemsize))
         for part in row_major_boxes(Box.whole(source.shape), most):
-            found = integer_range.outside(source.read(part.offsets, part.sizes), live)
+            found = value_range.outside(source.read(part.offsets, part.sizes), live)
             if found is not None:
                 info = TensorInfo(source.shape, target.dtype)
                 return Mismatch(target.fqn, str(info), str(source.info), found)

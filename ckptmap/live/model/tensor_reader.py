@@ -15,6 +15,7 @@ from ckptmap.execution.smaller_feeds import OF_A_LOAD, FeedSize, with_smaller_fe
 from ckptmap.live.model.load_report import Meter
 from ckptmap.live.model.reader_memory import ReaderMemory
 from ckptmap.live.model.reader_threads import ReaderThreads, count_for, that_pay
+from ckptmap.live.model.value_range import Casts
 from ckptmap.quantization.blockwise.chunks import smaller
 from ckptmap.storage import device_copies
 from ckptmap.storage.box_reader import row_major_boxes
@@ -114,7 +115,7 @@ class TensorReader:
 
     def dense(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
         """Read `box` of a dense tensor into `out` (box.sizes, any floating or the same dtype)."""
-        self._stored(source.parts[""], box, out)
+        self._stored(source.parts[""], box, out, source.fqn)
 
     def rounded(self, source: LazyTensor, box: Box, out: torch.Tensor, seed: int) -> None:
         """Read `box` of a float32 tensor into `out` in bfloat16, rounded stochastically, so that the
@@ -136,10 +137,10 @@ class TensorReader:
 
         stored = source.parts[name]
         out = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype), device=device)
-        self._stored(stored, box, out)
+        self._stored(stored, box, out, source.fqn)
         return out
 
-    def _stored(self, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
+    def _stored(self, stored: StoredTensor, box: Box, out: torch.Tensor, name: str) -> None:
         """Read straight into `out` where its bytes are those of the file, else through a buffer on its
         device that is cast."""
         import torch
@@ -150,13 +151,16 @@ class TensorReader:
             with self.meter.hold(pinned, torch.device("cpu")):
                 device_copies.fill_tensor(self.files, stored, box, out)
             return
-        numel = min(box.numel, smaller(max(1, self.max_memory // stored.info.itemsize)))
-        with self.meter.hold(numel * stored.info.itemsize, out.device):
+        casts = Casts(name, dtype, out.dtype)
+        itemsize = stored.info.itemsize * (DECODE_COPIES if casts.looks else 1)
+        numel = min(box.numel, smaller(max(1, self.max_memory // itemsize)))
+        with self.meter.hold(numel * itemsize, out.device):
             staging = torch.empty(numel, dtype=dtype, device=out.device)
             for part in row_major_boxes(box, numel):
                 values = staging[: part.numel].view(part.sizes)
                 device_copies.fill_tensor(self.files, stored, part, values)
-                window(out, part.relative_to(box.offsets)).copy_(values)
+                casts.copy(window(out, part.relative_to(box.offsets)), values)
+            casts.check()
 
     def decoded(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
         """Read `box` of a tensor of any encoding into `out`: decode on its device, then cast."""
@@ -164,12 +168,14 @@ class TensorReader:
 
         itemsize = source.info.itemsize
         most = smaller(max(1, self.max_memory // (DECODE_COPIES * itemsize)))
+        casts = Casts(source.fqn, source.torch_dtype, out.dtype)
         device_copies.bound_blocks(out.device, self.max_memory, self._directions)
         for part in row_major_boxes(box, most):
             with self.meter.hold(DECODE_COPIES * part.numel * itemsize, out.device):
                 values = torch.empty(part.sizes, dtype=source.torch_dtype, device=out.device)
                 source.read_into(part, values)
-                window(out, part.relative_to(box.offsets)).copy_(values)
+                casts.copy(window(out, part.relative_to(box.offsets)), values)
+        casts.check()
 
     def codes(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
         """Read `box` of a tensor's quantization codes into `out` (box.sizes), unpacked on its device."""

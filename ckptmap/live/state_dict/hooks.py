@@ -18,9 +18,9 @@ from ckptmap.core.sizes import Size
 from ckptmap.live.model.collective_errors import peer_groups
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.flat_params import is_fsdp1
-from ckptmap.live.model.integer_range import narrows
 from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.model.value_range import narrows, overflows
 from ckptmap.live.optimizer.live_order import live_order
 from ckptmap.live.optimizer.local_state import owners
 from ckptmap.live.optimizer.unwrap import unwrapped
@@ -130,8 +130,8 @@ class _ModuleHooks:
 
 
 def _fits(state: Mapping[str, torch.Tensor], module: torch.nn.Module) -> bool:
-    """Return whether torch can take the state dict alone: nothing quantized, no integer that might not fit, the same
-    names, shapes, meshes and placements."""
+    """Return whether torch can take the state dict alone: nothing quantized, no value that the live dtype might
+    not hold, the same names, shapes, meshes and placements."""
     live = {k: v for k, v in module.state_dict().items() if not k.endswith(EXTRA_STATE)}
     return set(live) == set(state) and all(_alike(live[key], state[key]) for key in live)
 
@@ -139,7 +139,7 @@ def _fits(state: Mapping[str, torch.Tensor], module: torch.nn.Module) -> bool:
 def _alike(live: torch.Tensor, given: torch.Tensor) -> bool:
     if is_dtensor(live) != is_dtensor(given) or live.shape != given.shape:
         return False
-    if narrows(given.dtype, live.dtype):
+    if narrows(given.dtype, live.dtype) or overflows(given.dtype, live.dtype):
         return False
     if is_dtensor(live) and is_dtensor(given):
         local, other = live.to_local(), given.to_local()

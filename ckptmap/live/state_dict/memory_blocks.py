@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError, SourceError
-from ckptmap.live.model.integer_range import copy_held
 from ckptmap.live.model.tensor_reader import TensorReader, window
+from ckptmap.live.model.value_range import copy_held
 from ckptmap.protocols.file_systems import Fingerprint
 from ckptmap.storage.box_reader import fill
 from ckptmap.storage.device_copies import HoldsValues
@@ -93,12 +93,12 @@ class Memory:
             common = own.intersect(box)
             assert common is not None
             to = window(out, common.relative_to(box.offsets))
-            copy_held(to, window(values, common.relative_to(own.offsets)), _shown(path))
+            copy_held(to, window(values, common.relative_to(own.offsets)), shown(path))
             count += common.numel
         if count != box.numel:
             raise RunError(
                 "CKM513",
-                f"{_shown(path)}: this rank has {count} of the {box.numel} elements of"
+                f"{shown(path)}: this rank has {count} of the {box.numel} elements of"
                 f" {list(box.offsets)}+{list(box.sizes)}",
                 "nothing was published; this is a defect of ckptmap, please report it",
             )
@@ -171,8 +171,9 @@ class LiveStored(HoldsValues):
         ]
 
 
-def _shown(path: Path) -> str:
-    return ".".join(map(str, path))
+def shown(path: Path) -> str:
+    """Return the name of a tensor in errors: an FQN for a weight."""
+    return ".".join(map(str, path[path[0] == "model" :]))
 
 
 class LiveReader(TensorReader):

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError
-from ckptmap.live.model.integer_range import copy_held
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.model.tensor_reader import TensorReader, window
+from ckptmap.live.model.value_range import copy_held
 from ckptmap.live.state_dict.live_checkpoint import LiveStateDict
+from ckptmap.live.state_dict.memory_blocks import shown
 from ckptmap.live.state_dict.reshard_rounds import ALIGN, Round, Transfer, batches
 from ckptmap.tensors import Box, Path
 
@@ -226,7 +227,7 @@ class Exchange:
                 work.wait()
         for peer, message in messages.inbound.items():
             for part, values in self._values(messages.received[peer], message):
-                copy_held(_view(part, outs), values, ".".join(map(str, part.path)))
+                copy_held(_view(part, outs), values, shown(part.path))
 
     def _started(
         self, outbound: Mapping[int, torch.Tensor], inbound: Mapping[int, torch.Tensor]

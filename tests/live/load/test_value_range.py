@@ -1,4 +1,4 @@
-"""Integers that the model's dtype does not hold are refused: a cast would wrap them around."""
+"""Values that the model's dtype does not hold are refused: a cast would wrap integers around, and make floats infinite."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import ckptmap
-from ckptmap.errors import LoadError
-from ckptmap.live.model import integer_range
+from ckptmap.errors import LoadError, RunError
+from ckptmap.live.model import value_range
 
 INTEGERS = [
     torch.int8, torch.int16, torch.int32, torch.int64,
@@ -72,13 +72,43 @@ def test_nothing_is_touched_and_without_strict_the_rest_is_loaded(tmp_path: Path
     assert torch.equal(model.fc.weight, state["fc.weight"]) and model.seen.tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("way", [by_load, by_hooks, by_translate])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_finite_floats_stay_finite(
+    stored: torch.dtype, way: Callable[..., None], tmp_path: Path
+) -> None:
+    """65,504 is the largest value of float16; what was infinite or NaN before the cast is no loss."""
+    model = nn.Linear(3, 2, dtype=torch.float16)
+    kept = torch.tensor([[1.5, -65_280.0, float("inf")], [float("nan"), 0.0, 2.0**-30]])
+    state = {"weight": kept.to(stored), "bias": torch.zeros(2, dtype=stored)}
+    way(state, model, tmp_path / "a.pt")
+    assert torch.equal(model.weight.nan_to_num(7), kept.half().nan_to_num(7))
+    state["weight"][1, 2] = 70_000.0
+    with pytest.raises(RunError, match=r"^weight: holds finite values of torch\.") as caught:
+        way(state, model, tmp_path / "b.pt")
+    assert caught.value.code == "CKM309" and "\n" not in caught.value.message
+    way(state, nn.Linear(3, 2, dtype=torch.bfloat16), tmp_path / "c.pt")  # as the hint says
+
+
+def test_decoded_values_stay_finite(tmp_path: Path) -> None:
+    """int8 weights whose scales make them large."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    big = nn.Linear(32, 4, bias=False)
+    big.weight.data.mul_(1e6)
+    quantize_(big, Int8WeightOnlyConfig(version=2))
+    ckptmap.save(tmp_path / "int8", big).wait()
+    with pytest.raises(RunError, match=r"^weight: holds finite values of torch\.float32"):
+        ckptmap.load(tmp_path / "int8", nn.Linear(32, 4, bias=False, dtype=torch.float16))
+
+
 @pytest.mark.parametrize("live", INTEGERS, ids=str)
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_every_pair_of_dtypes(dtype: torch.dtype, live: torch.dtype) -> None:
     """By Python's own integers: each bound of the stored dtype, alone."""
     mine, theirs = torch.iinfo(dtype), torch.iinfo(live)
     lost = {value for value in (mine.min, mine.max) if not theirs.min <= value <= theirs.max}
-    assert integer_range.narrows(dtype, live) == bool(lost)
+    assert value_range.narrows(dtype, live) == bool(lost)
     for value in (mine.min, mine.max):
-        found = integer_range.outside(torch.tensor([0, value], dtype=dtype), live)
+        found = value_range.outside(torch.tensor([0, value], dtype=dtype), live)
         assert found == (value if value in lost else None)

@@ -1,0 +1,114 @@
+"""Values that the model's dtype does not hold: a cast of torch's makes others of them, and says nothing.
+
+int64   [3, 5_000_000_000]  ->  int32   [3, 705_032_704]
+float32 [3, 70_000]         ->  float16 [3, inf]
+
+Integers are looked at before anything is loaded. Of floats only the cast itself tells, because weights are
+too many to be read twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptmap.errors import LoadError, RunError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def narrows(stored: torch.dtype, live: torch.dtype) -> bool:
+    """Return whether both are integers, and some values of the first are none of the second."""
+    import torch
+
+    if any(one.is_floating_point or one.is_complex or one is torch.bool for one in (stored, live)):
+        return False
+    return not all(_holds(live, bound) for bound in _bounds(stored))
+
+
+def outside(values: torch.Tensor, live: torch.dtype) -> int | None:
+    """Return a value that `live` does not hold, the lowest or highest; None: it holds all."""
+    if not values.numel():
+        return None
+    return next((value for value in _extremes(values) if not _holds(live, value)), None)
+
+
+def overflows(stored: torch.dtype, live: torch.dtype) -> bool:
+    """Return whether both are floats, and the second ends far below the first, as float16 and the float8 dtypes do.
+
+    bfloat16 ends 0.4 % below float32, where no weight is: its casts are not looked at.
+    """
+    import torch
+
+    if not (stored.is_floating_point and live.is_floating_point):
+        return False
+    return torch.finfo(live).max < torch.finfo(stored).max / 2
+
+
+class Casts:
+    """Copies parts of one tensor into another dtype, and then tells whether a finite value became infinite or NaN.
+
+    name    of the tensor, in the error
+    looks   whether the cast can do that; if not, copying is all
+    """
+
+    def __init__(self, name: str, stored: torch.dtype, live: torch.dtype) -> None:
+        self.looks = overflows(stored, live)
+        self._name, self._stored, self._live = name, stored, live
+        self._lost: list[torch.Tensor] = []
+
+    def copy(self, out: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy `values` into `out`. Where `looks`, takes buffers of twice the bytes of `values` meanwhile."""
+        out.copy_(values)
+        if self.looks:  # on its device, and nothing waits for it; float8 has no isfinite
+            lost = values.isfinite().logical_and_(out.to(values.dtype).isfinite().logical_not_())
+            self._lost = [lost.any().logical_or_(before) for before in self._lost] or [lost.any()]
+
+    def check(self) -> None:
+        """Raise RunError CKM309 if a finite value was lost. Waits for the device, where `looks`."""
+        if any(map(bool, self._lost)):
+            raise RunError(
+                "CKM309",
+                f"{self._name}: holds finite values of {self._stored} that {self._live} of the model turns into"
+                " infinity or NaN",
+                "make the model in torch.bfloat16 or torch.float32 and load it again: it is loaded in part",
+            )
+
+
+def copy_held(out: torch.Tensor, values: torch.Tensor, name: str) -> None:
+    """Copy values of any dtype into `out`, cast. Raises LoadError CKM502 for an integer that its dtype does not hold,
+    RunError CKM309 for a finite float that becomes infinite."""
+    found = outside(values, out.dtype) if narrows(values.dtype, out.dtype) else None
+    if found is not None:
+        raise LoadError(
+            "CKM502",
+            f"{name}: holds {found}, which {out.dtype} of the model does not",
+            f"register it as {values.dtype} in the model",
+        )
+    casts = Casts(name, values.dtype, out.dtype)
+    casts.copy(out, values)
+    casts.check()
+
+
+def _bounds(dtype: torch.dtype) -> tuple[int, int]:
+    import torch
+
+    info = torch.iinfo(dtype)
+    return info.min, info.max
+
+
+def _holds(dtype: torch.dtype, value: int) -> bool:
+    low, high = _bounds(dtype)
+    return low <= value <= high
+
+
+def _extremes(values: torch.Tensor) -> tuple[int, int]:
+    """Return the lowest and the highest value. torch orders no uint64: with the sign bit turned it is an int64."""
+    import torch
+
+    if values.dtype == torch.uint64:
+        turned = values.contiguous().view(torch.int64) ^ torch.iinfo(torch.int64).min
+        low, high = turned.aminmax()
+        return int(low) + (1 << 63), int(high) + (1 << 63)
+    low, high = values.to(torch.int64).aminmax()
+    return int(low), int(high)
