@@ -183,11 +183,15 @@ class LiveReader(TensorReader):
         super().__init__(files, max_memory)
         self._memory = memory
 
-    def _stored(self, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
+    def _stored(self, stored: StoredTensor, box: Box, out: torch.Tensor, name: str) -> None:
+        import torch
+
         if isinstance(stored, LiveStored):
             self._memory.copy(stored.path, box, out)
             return
-        fill_through(self.files, stored, box, out)
+        values = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype))
+        fill(self.files, stored, box, tensor_bytes(values))  # no live block: through the host
+        copy_held(out, values, name)
 
     def same(self, first: LazyTensor, other: LazyTensor, box: Box) -> bool:
         """Compare where this rank has both boxes; other ranks compare the rest."""
@@ -196,12 +200,3 @@ class LiveReader(TensorReader):
                 if isinstance(part, LiveStored) and not self._memory.has(part.path, box):
                     return True
         return super().same(first, other, box)
-
-
-def fill_through(files: Files, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
-    """Fill `out` through the host, from a stored tensor that is no live block."""
-    import torch
-
-    values = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype))
-    fill(files, stored, box, tensor_bytes(values))
-    out.copy_(values)
