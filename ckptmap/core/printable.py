@@ -8,7 +8,6 @@ the words of a command line, `quote` writes them so that a shell reads them back
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Iterable
@@ -69,7 +68,10 @@ def _in_quotes(character: str) -> str:
         return character
     if character == "\n":
         return "\\n"
-    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
+    data = character.encode(
+        "utf-8", "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass"
+    )
+    return "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def join(words: Iterable[str]) -> str:

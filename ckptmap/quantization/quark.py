@@ -144,8 +144,9 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
         mine = records_of(records, (self.name,))
         parts = StoredParts.of(stored)
-        some = next((tensor for tensor in stored.values() if tensor.info.numel), None)
-        config = {} if some is None else quantization_config(some, self.mounts)
+        _, _, scales = next(parts.by_last("_scale", dtypes=DTYPES), ("", [], []))
+        some = [parts.table.tensors[number] for number in scales[:1]]  # all are of one directory
+        config = quantization_config(some[0], self.mounts) if some else {}
         found: list[str] = []
         if config.get("quant_method") == METHOD and self.states(config):
             fqns = parts.pairs("_scale", "", "", DTYPES, self.fits).fqns
@@ -158,7 +159,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         )
         if not found:
             return groups
-        scales = parts.table.numbers_of({f"{fqn}_scale" for fqn in found})
+        scales = parts.table.numbers_of([f"{fqn}_scale" for fqn in found])
         dtype = stated_dtype(stored[found[0]], self.mounts) or model_dtype(parts, scales)
         return groups + forms.groups(found, lambda fqn, near: self.made(fqn, config, dtype, near))
 

@@ -175,7 +175,7 @@ def test_a_name_that_no_file_can_have_is_absent(
 ) -> None:
     weights = {"a.weight": torch.ones(4, 4)}
     if kind == "bin":
-        torch.save(weights, tmp_path / "pytorch_model.bin")
+        torch.save(weights, tmp_path / "other.bin")
     else:
         save_file(weights, tmp_path / "other.safetensors")
     stem = {"bin": "pytorch_model.bin", "safetensors": "model.safetensors"}[kind]

@@ -140,7 +140,7 @@ def test_one_of_two_models(command: str) -> None:
     more = {"report": "-o r.html", "convert --to full": "out.pt", "diff": "g.pt"}.get(command, "")
     code, printed = output_of_ckptmap(f"ckptmap {command} gan.pt {more}")
     assert code == 2 and "several dicts could be the weights: G, D" in printed
-    assert "such as --source-root G, or --source-root '' for all" in printed
+    assert "such as --source-root 'G', or --source-root '' for all" in printed
     code, printed = output_of_ckptmap(f"ckptmap {command} gan.pt {more} --source-root G")
     assert code == 0, printed
 

@@ -55,7 +55,7 @@ def test_tiles_with_exponents_become_mxfp8(to: str, tmp_path: Path) -> None:
     scales = source[f"{KEY}_scale_inv"]
     truth = Fp8Dequantize(_Quantizer())._dequantize_one(source[KEY], scales, torch.bfloat16)
     report = ckptmap.convert(tmp_path / "in.safetensors", tmp_path / "out", to=to)
-    assert report.fidelity == {"codes": 1}
+    assert report.fidelity == {"exact": 1}
     if to == "hf-ct-mxfp8":
         made = load_file(tmp_path / "out" / FILE)
         stem = KEY.removesuffix("weight")

@@ -4,9 +4,10 @@
     self.calls += 1       moved by training: a resumed run begins with the constructor's
 
 So a run goes on bit for bit only if the live modules have the numbers that they had when it was saved. They are told by
-class: a number that all modules of a class have, or how many have one and a digest of all. Modules with extra state are
-left out, which take back what they need, and private attributes and flags: libraries keep there what they find
-again, and what a caller switches after `load`.
+class: a number that all modules of a class have, or how many have one and a digest of all; and a digest of the names of
+these modules, because on other stages of a pipeline, or without one, a rank has other modules, whose numbers say nothing.
+Modules with extra state are left out, which take back what they need, and private attributes and flags: libraries keep
+there what they find again, and what a caller switches after `load`.
 """
 
 from __future__ import annotations
@@ -16,61 +17,93 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.core.formatting import counted, some
-from ckptmap.live.model import module_walk
+from ckptmap.live.model import module_walk, several_models
 
 if TYPE_CHECKING:
     import torch
 
+NAMES = "names of modules"
 KEY = "module_numbers"
 """Setting that has the numbers by class and attribute, as texts."""
 
 
 def described(model: torch.nn.Module) -> dict[str, dict[str, str]]:
-    """Return class -> attribute -> its number in all modules of the class, or how many differ."""
+    """Return class -> attribute -> its number in all modules of the class, or how many differ; NAMES -> a digest of
+    the names of these modules. Classes without numbers are left out."""
+    return {cls: told for cls, told in _by_class(model).items() if len(told) > 1}
+
+
+def _by_class(model: torch.nn.Module) -> dict[str, dict[str, str]]:
     from torch import nn
 
-    found: dict[str, dict[str, list[str]]] = {}
-    for module in module_walk.modules(model):
-        cls = type(module)
-        if _is_wrapper(cls) or cls.set_extra_state is not nn.Module.set_extra_state:
-            continue
-        for name, value in vars(module).items():
-            if (type(value) is int or type(value) is float) and _is_told(cls, name, value):
-                of_class = found.setdefault(cls.__qualname__, {})
-                of_class.setdefault(name, []).append(repr(value))
+    modules: dict[str, dict[str, Mapping[str, object]]] = {}
+    for path, module in module_walk.named_modules(model):
+        cls = _own_class(module)
+        if not _is_wrapper(cls) and cls.set_extra_state is nn.Module.set_extra_state:
+            key = (
+                f"{path}.{KEY}" if path else KEY
+            )  # the model itself has no name to strip wrappers from
+            modules.setdefault(cls.__qualname__, {})[key] = vars(module)
+    plain = several_models.plain_names(model, [key for of in modules.values() for key in of])
     return {
-        cls: {name: _told(values) for name, values in of_class.items()}
-        for cls, of_class in found.items()
+        cls: _of_class(cls, {plain[key]: own for key, own in of_class.items()})
+        for cls, of_class in modules.items()
     }
 
 
+def _of_class(cls: str, modules: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
+    """Return the numbers of the modules of one class, whose attributes are given by name."""
+    found: dict[str, list[str]] = {}
+    for _, own in sorted(modules.items()):
+        for name, value in own.items():
+            if (type(value) is int or type(value) is float) and _is_told(cls, name, value):
+                found.setdefault(name, []).append(repr(value))
+    return {NAMES: _digest(sorted(modules)), **{name: _told(v) for name, v in found.items()}}
+
+
+def _own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """Return the class of a module; `fully_shard` derives another one from it."""
+    from torch import nn
+
+    mro = [cls for cls in type(module).__mro__ if issubclass(cls, nn.Module)]
+    return next(cls for cls in mro if not cls.__module__.startswith("torch.distributed."))
+
+
 def _is_wrapper(cls: type) -> bool:
-    return cls.__module__.startswith("torch.") and not cls.__module__.startswith("torch.nn.")
+    """Return whether a module of this class only holds another one."""
+    place = cls.__module__
+    if place.startswith(("torch.nn.parallel.", "ckptmap.")):
+        return True
+    return place.startswith("torch.") and not place.startswith("torch.nn.")
 
 
-def _is_told(cls: type, name: str, value: float) -> bool:
+def _is_told(cls: str, name: str, value: object) -> bool:
     """Return whether a number of this name is told. Rates of dropout are, by `dropout.described`."""
-    is_rate = type(value) is float and "drop" in f"{cls.__name__}.{name}".lower()
+    is_rate = type(value) is float and "drop" in f"{cls}.{name}".lower()
     return not (name.startswith("_") or is_rate)
 
 
 def _told(values: Sequence[str]) -> str:
     if values.count(values[0]) == len(values):
         return values[0]
-    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
-    return f"{digest} of {len(values)} modules"
+    return f"{_digest(values)} of {len(values)} modules"
+
+
+def _digest(values: Sequence[str]) -> str:
+    return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
 
 
 def changed(saved: object, model: torch.nn.Module) -> Iterator[str]:
-    """Yield the attributes that had other numbers when the run was saved, of the classes that the model has."""
-    was, live = saved if isinstance(saved, Mapping) else {}, described(model)
-    known = {type(module).__qualname__ for module in module_walk.modules(model)}
+    """Yield the attributes that had other numbers when the run was saved, of the classes of which the model has the
+    same modules."""
+    was, live = saved if isinstance(saved, Mapping) else {}, _by_class(model)
     texts = [
-        f"{cls}.{name}: was {old}, is {live.get(cls, {}).get(name, 'not there')}"
+        f"{cls}.{name}: was {old}, is {live[cls].get(name, 'not there')}"
         for cls, attributes in was.items()
-        if cls in known and isinstance(attributes, Mapping)
+        if cls in live and isinstance(attributes, Mapping)
+        if attributes.get(NAMES) == live[cls][NAMES]
         for name, old in attributes.items()
-        if live.get(cls, {}).get(name) != old
+        if live[cls].get(name) != old
     ]
     if texts:
         yield (

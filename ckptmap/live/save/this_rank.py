@@ -220,9 +220,10 @@ class Mine:
         with peers.together(), argument_checks.hints_of_saves():
             unlike = told_of(drifted(offers), self.model)
             merged = merge(held, everything, unlike, self.same_groups)
+            taken = offers  # which differ, is looked at in later saves, too
             if self.options.replicas != "check":
-                offers = [[replace(one, checked=False) for one in some] for some in offers]
-            assignment = Assigner(peers.rank, peers.world, held).assign(offers)
+                taken = [[replace(one, checked=False) for one in some] for some in offers]
+            assignment = Assigner(peers.rank, peers.world, held).assign(taken)
             state = assignment.state(_ordered(held.values), peers.world, merged.tensors)
             layout = FileLayout.of(state, FilePath(self.path).name, merged.values)
             copies = snapshot(assignment.mine, copied=self.options.background)

@@ -102,11 +102,32 @@ def test_any_number_is_told(value: float, tmp_path: Path) -> None:
 
 def test_many_modules_are_told_by_class() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    assert plain_attributes.described(model) == {
-        "Linear": {"in_features": "4", "out_features": "4"}
-    }
+    told = plain_attributes.described(model)["Linear"]
+    del told[plain_attributes.NAMES]
+    assert told == {"in_features": "4", "out_features": "4"}
     model[1].out_features = 5  # type: ignore[union-attr,assignment]
     told = plain_attributes.described(model)["Linear"]
     assert told["in_features"] == "4" and told["out_features"].endswith(" of 3 modules")
     step_at_random(model, torch.optim.SGD(model.parameters()))
     assert not [*plain_attributes.changed({"Linear": told, "Other": {"x": "1"}}, model)]
+
+
+def test_other_modules_say_nothing_and_wrappers_are_none() -> None:
+    """A stage of a pipeline has a part of the modules; torch.compile and an average hold them."""
+    model = nn.Sequential(Moving(), nn.Linear(4, 5))
+    saved = plain_attributes.described(model)
+    assert not [
+        *plain_attributes.changed(saved, nn.Sequential(Moving(), Moving(), nn.Linear(9, 9)))
+    ]
+    assert plain_attributes.described(torch.compile(model)) == saved  # type: ignore[arg-type]
+    model[0].calls = 1  # type: ignore[union-attr,assignment]
+    (text,) = plain_attributes.changed(saved, torch.compile(model))  # type: ignore[arg-type]
+    assert "Moving.calls: was 0, is 1" in text
+
+
+def test_a_number_that_only_a_run_sets_is_missed() -> None:
+    """In a class that has no other."""
+    model = nn.Sequential(nn.ReLU())
+    model[0].seen = 8  # type: ignore[union-attr,assignment]
+    (text,) = plain_attributes.changed(plain_attributes.described(model), nn.Sequential(nn.ReLU()))
+    assert "ReLU.seen: was 8, is not there" in text
