@@ -62,6 +62,11 @@ def strip_wrappers(keys: Collection[str], where: str = "checkpoint") -> dict[str
     return result
 
 
+def plain_path(module: str) -> str:
+    """Return the name of a module without wrapper segments; a wrapper and what it holds have one name then."""
+    return _strip_segments(f"{module}.").removeprefix(f"{HEAD}.").rstrip(".")
+
+
 def _strip_segments(key: str) -> str:
     if not any(segment in key for segment in ANYWHERE):
         return key

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.core.formatting import counted, some
-from ckptmap.live.model import module_walk, several_models
+from ckptmap.live.model import module_walk
+from ckptmap.mapping.wrappers import plain_path
 
 if TYPE_CHECKING:
     import torch
@@ -40,15 +41,8 @@ def _by_class(model: torch.nn.Module) -> dict[str, dict[str, str]]:
     for path, module in module_walk.named_modules(model):
         cls = _own_class(module)
         if not _is_wrapper(cls) and cls.set_extra_state is nn.Module.set_extra_state:
-            key = (
-                f"{path}.{KEY}" if path else KEY
-            )  # the model itself has no name to strip wrappers from
-            modules.setdefault(cls.__qualname__, {})[key] = vars(module)
-    plain = several_models.plain_names(model, [key for of in modules.values() for key in of])
-    return {
-        cls: _of_class(cls, {plain[key]: own for key, own in of_class.items()})
-        for cls, of_class in modules.items()
-    }
+            modules.setdefault(cls.__qualname__, {})[plain_path(path)] = vars(module)
+    return {cls: _of_class(cls, of_class) for cls, of_class in modules.items()}
 
 
 def _of_class(cls: str, modules: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
@@ -62,7 +56,7 @@ def _of_class(cls: str, modules: Mapping[str, Mapping[str, object]]) -> dict[str
 
 
 def _own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """Return the class of a module; `fully_shard` derives another one from it."""
+    """Return the class of a module; `fully_shard` derives another one from it. That of FSDP1's wrapper is nn.Module."""
     from torch import nn
 
     mro = [cls for cls in type(module).__mro__ if issubclass(cls, nn.Module)]
@@ -70,9 +64,11 @@ def _own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
 
 
 def _is_wrapper(cls: type) -> bool:
-    """Return whether a module of this class only holds another one."""
+    """Return whether a module of this class only holds others."""
+    from torch import nn
+
     place = cls.__module__
-    if place.startswith(("torch.nn.parallel.", "ckptmap.")):
+    if cls is nn.Module or place.startswith(("torch.nn.parallel.", "ckptmap.")):
         return True
     return place.startswith("torch.") and not place.startswith("torch.nn.")
 
