@@ -35,42 +35,44 @@ def described(model: torch.nn.Module) -> dict[str, dict[str, str]]:
 
 
 def _by_class(model: torch.nn.Module) -> dict[str, dict[str, str]]:
-    from torch import nn
-
     modules: dict[str, dict[str, Mapping[str, object]]] = {}
+    name_of: dict[type[torch.nn.Module], str] = {}
     for path, module in module_walk.named_modules(model):
-        cls = _own_class(module)
-        if not _is_wrapper(cls) and cls.set_extra_state is nn.Module.set_extra_state:
-            modules.setdefault(cls.__qualname__, {})[plain_path(path)] = vars(module)
+        kind = type(module)
+        if kind not in name_of:
+            name_of[kind] = _class_name(kind)
+        if name := name_of[kind]:
+            modules.setdefault(name, {})[plain_path(path)] = vars(module)
     return {cls: _of_class(cls, of_class) for cls, of_class in modules.items()}
 
 
 def _of_class(cls: str, modules: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
     """Return the numbers of the modules of one class, whose attributes are given by name."""
-    found: dict[str, list[str]] = {}
-    for _, own in sorted(modules.items()):
-        for name, value in own.items():
-            if (type(value) is int or type(value) is float) and _is_told(cls, name, value):
+    names, found = sorted(modules), dict[str, list[str]]()
+    for path in names:
+        for name, value in modules[path].items():
+            if (type(value) is int or type(value) is float) and (
+                name in found or _is_told(cls, name, value)
+            ):
                 found.setdefault(name, []).append(repr(value))
-    return {NAMES: _digest(sorted(modules)), **{name: _told(v) for name, v in found.items()}}
+    return {NAMES: _digest(names), **{name: _told(values) for name, values in found.items()}}
 
 
-def _own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """Return the class of a module; `fully_shard` derives another one from it. That of FSDP1's wrapper is nn.Module."""
+def _class_name(kind: type[torch.nn.Module]) -> str:
+    """Return the name of the class whose numbers are told; "" for a class with extra state, and for one whose modules
+    only hold others. `fully_shard` derives a class from the module's own; FSDP1's wrapper has none but nn.Module."""
     from torch import nn
 
-    mro = [cls for cls in type(module).__mro__ if issubclass(cls, nn.Module)]
-    return next(cls for cls in mro if not cls.__module__.startswith("torch.distributed."))
-
-
-def _is_wrapper(cls: type) -> bool:
-    """Return whether a module of this class only holds others."""
-    from torch import nn
-
-    place = cls.__module__
-    if cls is nn.Module or place.startswith(("torch.nn.parallel.", "ckptmap.")):
-        return True
-    return place.startswith("torch.") and not place.startswith("torch.nn.")
+    if kind.set_extra_state is not nn.Module.set_extra_state:
+        return ""
+    mro = (cls for cls in kind.__mro__ if issubclass(cls, nn.Module))
+    own = next(cls for cls in mro if not cls.__module__.startswith("torch.distributed."))
+    place = own.__module__
+    if own is nn.Module or place.startswith(("torch.nn.parallel.", "ckptmap.")):
+        return ""
+    if place.startswith("torch.") and not place.startswith("torch.nn."):
+        return ""
+    return own.__qualname__
 
 
 def _is_told(cls: str, name: str, value: object) -> bool:
