@@ -17,6 +17,7 @@ from ckptmap.errors import SourceError
 from ckptmap.quantization.modelopt.integers import paired, unpaired
 from tests.support.bnb_cases import same
 from tests.support.int8_models import loaded
+from tests.support.merge_cases import adapted, save_adapter
 from tests.support.paths import GOLDEN
 
 EXPORTS = GOLDEN / "modelopt"
@@ -221,13 +222,21 @@ def test_what_svdquant_leaves_moves_as_bytes(tmp_path: Path) -> None:
     assert {item.key for item in plan.unresolved} >= {DOWN, f"{DOWN}_scale"}
 
 
-def test_loaded_and_merged_as_its_values(tmp_path: Path) -> None:
-    for name in ("fp8-tiles", "int8-smooth", "int4-awq"):
-        ckptmap.convert(EXPORTS / name, tmp_path / name, to="hf-bf16")
-        model = loaded(tmp_path / name)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        ckptmap.load(EXPORTS / name, model)
-        for key, value in load_file(tmp_path / name / FILE).items():
-            same(model.state_dict()[key], value)
+@pytest.mark.parametrize("name", FORMS)
+def test_loaded_and_merged_as_its_values(name: str, tmp_path: Path) -> None:
+    ckptmap.convert(EXPORTS / name, tmp_path / "dense", to="hf-bf16")
+    dense = load_file(tmp_path / "dense" / FILE)
+    model = loaded(tmp_path / "dense")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    ckptmap.load(EXPORTS / name, model)
+    for key, value in dense.items():
+        same(model.state_dict()[key], value)
+    save_adapter(adapted(model, target_modules=["down_proj"]), tmp_path / "adapter")
+    for base, out in ((EXPORTS / name, "over"), (tmp_path / "dense", "wanted")):
+        ckptmap.merge(base, tmp_path / "adapter", tmp_path / out, to="hf-bf16")
+    got, wanted = (load_file(tmp_path / out / FILE) for out in ("over", "wanted"))
+    assert got.keys() == wanted.keys() and not torch.equal(got[DOWN], dense[DOWN])
+    for key, value in wanted.items():
+        same(got[key], value)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import ckptmap
 from tests.support.bnb_cases import same
 from tests.support.int8_models import loaded
+from tests.support.merge_cases import adapted, save_adapter
 from tests.support.paths import GOLDEN
 
 EXPORTS = GOLDEN / "quark"
@@ -133,3 +134,16 @@ def test_zero_points_that_the_config_calls_symmetric(tmp_path: Path) -> None:
     with pytest.raises(ckptmap.CkptmapError, match="zero points are not all 0") as caught:
         ckptmap.convert(path, tmp_path / "out", to="hf-ct-int8")
     assert caught.value.code == "CKM315"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_lora_adapter_is_merged_as_into_its_values(name: str, tmp_path: Path) -> None:
+    ckptmap.convert(EXPORTS / name, tmp_path / "dense", to="hf-bf16")
+    model = adapted(loaded(tmp_path / "dense"), target_modules=["down_proj"])
+    save_adapter(model, tmp_path / "adapter")
+    for base, out in ((EXPORTS / name, "over"), (tmp_path / "dense", "wanted")):
+        ckptmap.merge(base, tmp_path / "adapter", tmp_path / out, to="hf-bf16")
+    dense, got, wanted = (load_file(tmp_path / out / FILE) for out in ("dense", "over", "wanted"))
+    assert got.keys() == wanted.keys() and not torch.equal(got[DOWN], dense[DOWN])
+    for key, value in wanted.items():
+        same(got[key], value)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptmap.core.quantized_codes import Repairs, ScalesActivations, WritesAfresh
 from ckptmap.errors import RunError
@@ -33,6 +33,8 @@ from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
     import torch
+
+P = TypeVar("P")
 
 A, B, MAGNITUDE, BIAS = "lora A", "lora B", "lora magnitude", "lora bias"
 """Parts beside those of the base; no stored part has a space in its name."""
@@ -101,7 +103,7 @@ class ChangedTensor:
         import torch
 
         stored = torch.empty(box.sizes, dtype=getattr(torch, self.dtype), device="cpu")
-        self.base.decode(self.base_info(info), parts, box, stored)
+        self.base.decode(self.base_info(info), _of_base(parts), box, stored)
         return stored.to(torch.promote_types(stored.dtype, torch.float32))
 
     def activation_keys(self, fqn: str) -> Sequence[str]:
@@ -312,9 +314,13 @@ def without_adapter(lazy: LazyTensor) -> LazyTensor:
     """Return the base of a merged tensor, without the adapter."""
     encoding = lazy.encoding_
     assert isinstance(encoding, ChangedTensor), f"{lazy.fqn}: {lazy.encoding} is not merged"
-    parts = {name: part for name, part in lazy.parts.items() if name not in (A, B, MAGNITUDE, BIAS)}
-    group = Group(lazy.fqn, encoding.base_info(lazy.info), encoding.base, parts)
+    group = Group(lazy.fqn, encoding.base_info(lazy.info), encoding.base, _of_base(lazy.parts))
     return LazyTensor(lazy.fqn, group, lazy.files)
+
+
+def _of_base(parts: Mapping[str, P]) -> dict[str, P]:
+    """Return the parts that are none of the adapter's."""
+    return {name: part for name, part in parts.items() if name not in (A, B, MAGNITUDE, BIAS)}
 
 
 def codes_part(lazy: LazyTensor) -> str:
