@@ -63,10 +63,10 @@ class QuarkI8(PlainInt8):
     name: ClassVar[str] = "quark-int8"
     scheme: ClassVar[str] = "quark-int8"
 
+    symmetric: bool = False
+
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
         return info.shape[:1]
-
-    symmetric: bool = False
 
     @property
     def is_symmetric(self) -> bool:
