@@ -134,7 +134,7 @@ def beside(key: str, name: str) -> str:
     return f"{module}{dot}{name}"
 
 
-def part_key(encoding: Encoding, key: str, part: str) -> str:
+def part_key(encoding: object, key: str, part: str) -> str:
     """Return the stored name of a part: `w.part` of `w`, unless the encoding names it otherwise."""
     if offers(encoding, NamesParts):
         return encoding.part_key(key, part)

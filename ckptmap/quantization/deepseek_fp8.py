@@ -45,6 +45,7 @@ from ckptmap.quantization.blockwise.rounding_rules import (
 )
 from ckptmap.quantization.blockwise.scaled_encoding import POWERS, PRODUCTS, ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.extra_parts import extra_parts
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
 from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -115,7 +116,7 @@ class Fp8(ScaledEncoding):
         more = {"native": "transformers", "scale_name": self.scale_name, "scale_stored": stored}
         if not self.extra:
             return more
-        return more | {"extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra]}
+        return more | {"extra": self.extra_record}
 
 
 def activation_key(fqn: str, name: str) -> str:
@@ -289,11 +290,7 @@ def _made(
     block = _block(fqn, info, scale.info, config)
     grid = grid_shape(info.shape, block)
     odd = None if scale.info.shape == grid else scale.info.shape
-    extra = tuple(
-        (part, tensor.info.dtype, tensor.info.shape)
-        for part in ACTIVATIONS
-        if (tensor := stored.get(activation_key(fqn, part))) is not None
-    )
+    extra = extra_parts({part: activation_key(fqn, part) for part in ACTIVATIONS}, stored)
     encoding = Fp8(block, scale.info.dtype, extra=extra, scale_name=name, scale_stored=odd)
     return group_by_names(fqn, info, encoding, stored)
 

@@ -31,6 +31,7 @@ from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
 from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
 from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncoder, IntegerForm
 from ckptmap.quantization.compressed_tensors.scheme import ACTIVATIONS, PlainFp8, PlainInt8
+from ckptmap.quantization.extra_parts import parts_beside
 from ckptmap.quantization.gptq.encodings import Awq
 from ckptmap.quantization.linear_weights import LinearLayerScheme
 from ckptmap.quantization.weight_forms import WeightForms
@@ -203,12 +204,7 @@ class _Rows(_Scheme):
     ) -> Found:
         scale, zero = stored[f"{fqn}_scale"].info, stored.get(f"{fqn}_zero_point")
         info = TensorInfo(stored[fqn].info.shape, scale.dtype)
-        stem = fqn.removesuffix("weight")
-        extra = tuple(
-            (name, tensor.info.dtype, tensor.info.shape)
-            for name in ACTIVATIONS
-            if (tensor := stored.get(f"{stem}{name}")) is not None
-        )
+        extra = parts_beside(fqn, ACTIVATIONS, stored)
         block = (1, info.shape[1])
         encoding = self.form(block, scale.dtype, zero.info.dtype if zero else "", extra)
         alone = not any(config.get(key) for key in SEVERAL)

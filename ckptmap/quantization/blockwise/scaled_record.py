@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed, read_sizes
+from ckptmap.quantization.extra_parts import Extra
 from ckptmap.tensors import ITEMSIZE, TensorInfo
 
 VERSION = 1
@@ -62,7 +63,7 @@ class ScaledRecord:
             raise malformed(self.fqn, f"{key}, expected ones, found {str(value)[:40]!r}", DAMAGED)
         return (1,) * len(value)
 
-    def extra(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    def extra(self) -> Extra:
         """Return the parts besides codes and scales, stored as [[name, dtype, shape], ...]."""
         value = self.more.get("extra", [])
         if not isinstance(value, list) or not all(

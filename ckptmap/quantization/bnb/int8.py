@@ -43,6 +43,7 @@ from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.bnb.across_encoder import AcrossEncoder
 from ckptmap.quantization.bnb.config_agreement import kept_modules, require_bits
 from ckptmap.quantization.bnb.fourbit_reader import Conv1DModels
+from ckptmap.quantization.extra_parts import Extra
 from ckptmap.quantization.linear_weights import (
     LinearLayerScheme,
     is_conv1d_weight,
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 
 SCB, FORMAT = "SCB", "weight_format"
 _TILES = {1: "col32", 2: "col_turing", 3: "col_ampere"}
-_FORMAT_PART: tuple[tuple[str, str, tuple[int, ...]], ...] = ((FORMAT, "uint8", ()),)
+_FORMAT_PART: Extra = ((FORMAT, "uint8", ()),)
 
 
 @dataclass(frozen=True)

@@ -48,13 +48,13 @@ from ckptmap.quantization.compressed_tensors.scheme import (
     ACTIVATIONS,
     NamedParts,
     PlainFp8,
-    activations_beside,
 )
 from ckptmap.quantization.compressed_tensors.target import CompressedTarget
+from ckptmap.quantization.extra_parts import Extra, parts_beside
 from ckptmap.quantization.linear_weights import is_expert, is_linear_module
 from ckptmap.quantization.microscaling.mxfp8 import Mxfp8Rule
 from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
-from ckptmap.quantization.microscaling.packed_fp4 import Extra, PackedFp4
+from ckptmap.quantization.microscaling.packed_fp4 import PackedFp4
 from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -171,7 +171,7 @@ class _Microscaled(CompressedTarget):
         codes, scale = stored[f"{fqn}_packed" if self.codes else fqn], stored[f"{fqn}_scale"]
         *rows, width = codes.info.shape or (0,)
         info = TensorInfo((*rows, width * 2 if self.codes else width), DECODED)
-        extra = activations_beside(fqn, stored)
+        extra = parts_beside(fqn, ACTIVATIONS, stored)
         return group_by_names(fqn, info, self.fresh(info, scale.info.dtype, extra), stored)
 
     def _recorded(

@@ -51,6 +51,7 @@ from ckptmap.quantization.compressed_tensors.packed import (
 )
 from ckptmap.quantization.compressed_tensors.packed_reader import find_packed
 from ckptmap.quantization.compressed_tensors.target import CompressedTarget
+from ckptmap.quantization.extra_parts import parts_beside
 from ckptmap.quantization.linear_weights import is_linear_module
 from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -102,7 +103,7 @@ class Plain(NamedParts, ScaledEncoding):
         return {
             "native": "compressed-tensors",
             "zero_dtype": self.zero_dtype,
-            "extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra],
+            "extra": self.extra_record,
             "scale_ndim": 1 if self.scale_stored is None else len(self.scale_stored),
         }
 
@@ -329,18 +330,6 @@ def _bits(groups: Sequence[Mapping[str, object]]) -> int:
     return bits if bits is not None and 1 <= bits <= 8 else 8
 
 
-def activations_beside(
-    fqn: str, stored: Mapping[str, StoredTensor]
-) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """Return name, dtype and shape of the scales of activations that lie beside a weight."""
-    stem = fqn.rpartition(".")[0]
-    return tuple(
-        (name, tensor.info.dtype, tensor.info.shape)
-        for name in ACTIVATIONS
-        if (tensor := stored.get(f"{stem}.{name}")) is not None
-    )
-
-
 def _made(
     fqn: str,
     kind: type[Plain],
@@ -354,7 +343,11 @@ def _made(
     block = block_found(fqn, info, scale, config)
     single = _single(len(scale.shape)) if block == info.shape else None
     made = kind(
-        block, scale.dtype, zero.info.dtype if zero else "", activations_beside(fqn, stored), single
+        block,
+        scale.dtype,
+        zero.info.dtype if zero else "",
+        parts_beside(fqn, ACTIVATIONS, stored),
+        single,
     )
     if isinstance(made, PlainInt8):
         made = replace(made, bits=bits)

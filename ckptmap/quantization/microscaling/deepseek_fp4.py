@@ -28,6 +28,7 @@ from ckptmap.quantization.blockwise.group_checks import (
 )
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
+from ckptmap.quantization.extra_parts import parts_beside
 from ckptmap.quantization.linear_weights import LinearLayerScheme
 from ckptmap.quantization.microscaling.packed_fp4 import PackedFp4
 from ckptmap.quantization.weight_forms import WeightForms
@@ -125,11 +126,7 @@ class DeepseekFp4Scheme(LinearLayerScheme):
     def _made(self, fqn: str, name: str, dtype: str, stored: Mapping[str, StoredTensor]) -> Found:
         *rows, width = stored[fqn].info.shape
         info = TensorInfo((*rows, 2 * width), dtype)
-        extra = tuple(
-            (part, tensor.info.dtype, tensor.info.shape)
-            for part in self.made.activations
-            if (tensor := stored.get(beside(fqn, part))) is not None
-        )
+        extra = parts_beside(fqn, self.made.activations, stored)
         scale = stored[beside(fqn, name)]
         encoding = self.made(scale.info.dtype, extra=extra, scale_name=name)
         return group_by_names(fqn, info, encoding, stored)

@@ -31,8 +31,8 @@ from ckptmap.quantization.blockwise.group_checks import (
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.read_config import MAX_NBYTES, quantization_config
 from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
+from ckptmap.quantization.extra_parts import Extra, extra_parts
 from ckptmap.quantization.linear_weights import LinearLayerScheme
-from ckptmap.quantization.microscaling.packed_fp4 import Extra
 from ckptmap.quantization.modelopt.encodings import (
     METHOD,
     OF_LAYER,
@@ -166,11 +166,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
 
     def _made(self, fqn: str, dtype: str, stored: Mapping[str, StoredTensor]) -> Found:
         keys = {name: beside(fqn, name) for name in OF_LAYER} | {"scale_2": f"{fqn}_scale_2"}
-        extra = tuple(
-            (name, tensor.info.dtype, tensor.info.shape)
-            for name in self.more
-            if (tensor := stored.get(keys[name])) is not None
-        )
+        extra = extra_parts({name: keys[name] for name in self.more}, stored)
         encoding = self._encoding(fqn, stored, extra)
         info = self._logical(stored[fqn].info, dtype)
         width = info.shape[-1]

@@ -29,10 +29,11 @@ from ckptmap.quantization.blockwise.group_checks import DAMAGED, group_by_names,
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.dense import Dense
+from ckptmap.quantization.extra_parts import parts_beside
 from ckptmap.quantization.linear_weights import LinearLayerScheme
 from ckptmap.quantization.striped.quanto_map import map_beside, require_mapped_kind
 from ckptmap.quantization.striped.quanto_shapes import config_beside, shape_of
-from ckptmap.quantization.striped.striped_encoding import CodeRows, Extra, StripedEncoding
+from ckptmap.quantization.striped.striped_encoding import CodeRows, StripedEncoding
 from ckptmap.quantization.striped.stripes import Stripes
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -140,7 +141,7 @@ class QuantoPacked(_Named, StripedEncoding):
             "scheme": self.scheme, "version": 1, "native": LIBRARY, "bits": self.bits,
             "block": [*(1 for _ in info.shape[1:]), self.group or 1], "is_grouped": bool(self.group),
             "scale_dtype": info.dtype, "shift_dtype": self.shift, "shape": list(info.shape),
-            "dtype": info.dtype, "extra": [[n, dtype, list(shape)] for n, dtype, shape in self.extra],
+            "dtype": info.dtype, "extra": self.extra_record,
         }  # fmt: skip
 
 
@@ -233,7 +234,9 @@ def _made_8(fqn: str, stored: Mapping[str, StoredTensor]) -> Found:
     codes, scale = stored[f"{fqn}._data"].info, stored[f"{fqn}._scale"].info
     info = TensorInfo(codes.shape, scale.dtype)
     block = (1, *codes.shape[1:])
-    encoding = Quanto8(block, scale.dtype, extra=_extra(fqn, stored), kind=codes.dtype)
+    encoding = Quanto8(
+        block, scale.dtype, extra=parts_beside(fqn, ACTIVATIONS, stored), kind=codes.dtype
+    )
     return group_by_names(fqn, info, encoding, stored)
 
 
@@ -264,7 +267,7 @@ def _made(
     fqn: str, bits: int, group: int, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]
 ) -> Found:
     scale, shift = stored[f"{fqn}._scale"].info, stored[f"{fqn}._shift"].info
-    encoding = QuantoPacked(_extra(fqn, stored), bits, group, shift.dtype)
+    encoding = QuantoPacked(parts_beside(fqn, ACTIVATIONS, stored), bits, group, shift.dtype)
     return group_by_names(fqn, TensorInfo(shape, scale.dtype), encoding, stored)
 
 
@@ -275,11 +278,3 @@ def _recorded(fqn: str, record: Mapping[str, object], stored: Mapping[str, Store
         raise malformed(fqn, f"quanto record: bits {bits}, shift_dtype {shift!r}", DAMAGED)
     group = read.block[-1] if record.get("is_grouped") else 0
     return group_by_names(fqn, read.info, QuantoPacked(read.extra(), bits, group, shift), stored)
-
-
-def _extra(fqn: str, stored: Mapping[str, StoredTensor]) -> Extra:
-    return tuple(
-        (name, tensor.info.dtype, tensor.info.shape)
-        for name in ACTIVATIONS
-        if (tensor := stored.get(beside(fqn, name))) is not None
-    )

@@ -10,23 +10,21 @@ A subclass says how values follow from them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptmap.protocols import Encoder, Encoding, Refusal, part_key
+from ckptmap.protocols import Encoder, Encoding, Refusal
 from ckptmap.quantization.blockwise.chunks import chunk_numel
 from ckptmap.quantization.blockwise.dequantize import CHUNK_NUMEL
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
 from ckptmap.quantization.dense import Dense
+from ckptmap.quantization.extra_parts import Extra, HasExtraParts
 from ckptmap.quantization.striped.stripes import Stripes
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
     import torch
-
-Extra = tuple[tuple[str, str, tuple[int, ...]], ...]
-"""Further parts, which do not change the values: (name, dtype, shape) of each."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,12 @@ class CodeRows:
 
 
 @dataclass(frozen=True)
-class StripedEncoding:
+class StripedEncoding(HasExtraParts):
     """Read only: no values are encoded."""
 
     codes_part: ClassVar[str]
     scale_part: ClassVar[str]
     shift_part: ClassVar[str]
-    activations: ClassVar[Collection[str]] = ()
-    """The names of further parts that scale activations."""
 
     extra: Extra = ()
 
@@ -84,8 +80,7 @@ class StripedEncoding:
         layout = self.layout(info)
         if isinstance(layout, Refusal):
             return layout
-        extra = {name: TensorInfo(shape, dtype) for name, dtype, shape in self.extra}
-        return {**self.packed_parts(info, layout), **extra}
+        return {**self.packed_parts(info, layout), **self.extra_infos}
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         """Return the rows of words, and of scales, that the rows of the box touch, or all of another part."""
@@ -111,10 +106,6 @@ class StripedEncoding:
             return 0, 0
         start, end = _flat(info, box)
         return start // layout.width, -(-end // layout.width)
-
-    def activation_keys(self, fqn: str) -> Sequence[str]:
-        names = [name for name, _, _ in self.extra if name in self.activations]
-        return [part_key(self, fqn, name) for name in names]
 
     # ------------------------------------------------------------------ values
 

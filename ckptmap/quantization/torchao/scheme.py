@@ -107,7 +107,7 @@ class TorchaoEncoding(ScaledEncoding):
             "native": "torchao",
             "kind": self.kind,
             "zero_dtype": self.zero_dtype,
-            "extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra],
+            "extra": self.extra_record,
             "attributes": parse_json(self.attributes),
             "activation": self.activation,
         }
