@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
@@ -142,9 +141,7 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
     ) -> Groups:
         """Return the groups of weights and scales. Raises SourceError CKM115 where scales do not fit."""
         mine = records_of(records, (Fp8.scheme,))
-        groups = WeightForms(stored).groups(
-            mine, lambda fqn, near: _recorded(fqn, mine[fqn], near), each(mine.values(), repr)
-        )
+        groups = WeightForms(stored).recorded(mine, _recorded)
         groups += _found(stored, mine, self.mounts)
         config = quantization_config(groups[0][0].parts[""], self.mounts) if groups else {}
         if config.get("quant_method", "fp8") == "fp8":

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
@@ -33,7 +32,7 @@ from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncod
 from ckptmap.quantization.compressed_tensors.scheme import ACTIVATIONS, PlainFp8, PlainInt8
 from ckptmap.quantization.extra_parts import parts_beside
 from ckptmap.quantization.gptq.encodings import Awq
-from ckptmap.quantization.linear_weights import LinearLayerScheme
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
@@ -122,18 +121,12 @@ class QuarkI4(Awq):
         return None if record is None else {**record, "complement": self.complement}
 
 
-class _Scheme(ReadsFiles, LinearLayerScheme):
+class _Scheme(ReadsFiles, ReadOnlyScheme):
     """The base of all."""
 
     name: str
-    suffix = ""
     live = "microscaled"
-
-    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
-        return False
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal("it is read, and written back in the form of a checkpoint (--as PATH)")
+    unmade = "it is read, and written back in the form of a checkpoint (--as PATH)"
 
     def example(self, info: TensorInfo) -> Encoding:
         """Return an encoding of this form: see `planning.encoding_forms`."""
@@ -153,10 +146,8 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
             fqns = parts.pairs("_scale", "", "", DTYPES, self.fits).fqns
             found = [fqn for fqn in fqns if fqn not in mine and fqn.endswith("weight")]
         forms = WeightForms(stored)
-        groups = forms.groups(
-            mine,
-            lambda fqn, near: self.recorded(read_record(fqn, mine[fqn], self.name), near),
-            each(mine.values(), repr),
+        groups = forms.recorded(
+            mine, lambda fqn, record, near: self.recorded(read_record(fqn, record, self.name), near)
         )
         if not found:
             return groups

@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
@@ -171,9 +170,7 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
     ) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit, CKM316 for a GPU's tiles."""
         mine = records_of(records, (self.name,))
-        groups = WeightForms(stored).groups(
-            mine, lambda fqn, near: _recorded(fqn, mine[fqn], near), each(mine.values(), repr)
-        )
+        groups = WeightForms(stored).recorded(mine, _recorded)
         groups += _found(stored, mine, records, self.mounts)
         if groups:
             config = quantization_config(groups[0][0].parts[""], self.mounts)

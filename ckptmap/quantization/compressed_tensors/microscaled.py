@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
@@ -157,9 +156,7 @@ class _Microscaled(CompressedTarget):
         if not mine and not found:
             return Groups([], [])
         forms = WeightForms(stored)
-        groups = forms.groups(
-            mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), each(mine.values(), repr)
-        ) + forms.groups(found, self._made)
+        groups = forms.recorded(mine, self._recorded) + forms.groups(found, self._made)
         self._check(groups, self.mounts)
         return groups
 

@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
@@ -144,6 +143,7 @@ class PlainFp8(Plain):
 
 
 _BY_CODES: Mapping[str, type[Plain]] = {"int8": PlainInt8, "float8_e4m3fn": PlainFp8}
+_BY_SCHEME = {kind.scheme: kind for kind in _BY_CODES.values()}
 
 
 class _Rows(CompressedTarget):
@@ -187,13 +187,8 @@ class CompressedFp8(_Rows):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return the groups of unpacked codes. Raises SourceError CKM115 where scales do not fit."""
-        kinds = {kind.scheme: kind for kind in _BY_CODES.values()}
-        mine = records_of(records, kinds)
-        groups = WeightForms(stored).groups(
-            mine,
-            lambda fqn, near: _recorded(fqn, mine[fqn], kinds, near),
-            each(mine.values(), repr),
-        )
+        mine = records_of(records, _BY_SCHEME)
+        groups = WeightForms(stored).recorded(mine, _recorded)
         groups += _found(stored, mine, self.mounts)
         if groups:
             config = quantization_config(groups[0][0].parts[""], self.mounts)
@@ -258,10 +253,9 @@ class CompressedInt4(_Rows):
 def _recorded(
     fqn: str,
     record: Mapping[str, object],
-    kinds: Mapping[str, type[Plain]],
     stored: Mapping[str, StoredTensor],
 ) -> Found:
-    read, kind = read_record(fqn, record, "compressed-tensors"), kinds[str(record["scheme"])]
+    read, kind = read_record(fqn, record, "compressed-tensors"), _BY_SCHEME[str(record["scheme"])]
     single = _single(read.count("scale_ndim", 1))
     encoding = kind(read.block, read.scale_dtype, read.dtype("zero_dtype"), read.extra(), single)
     if isinstance(encoding, PlainInt8):

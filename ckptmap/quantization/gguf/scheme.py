@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Group, Refusal
@@ -16,35 +15,24 @@ from ckptmap.quantization.blockwise.group_checks import (
 )
 from ckptmap.quantization.gguf.decoders import DECODERS
 from ckptmap.quantization.gguf.encoding import SCHEME, VALUES, GgufBlocks
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.weight_forms import WeightForms
-from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
+from ckptmap.tensors import StoredTensor, TensorInfo
 
 
-class GgufScheme:
+class GgufScheme(ReadOnlyScheme):
     """Reads every type of ggml that the `gguf` package decodes. Those that are made here are in `targets`."""
 
     name = SCHEME
-    suffix = ""
     live = "gguf"
+    unmade = "name the type to write: gguf-q8_0"
     more_names = tuple(GgufBlocks(kind).name for kind in DECODERS)
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> Groups:
         """Return a group for each record. Raise SourceError CKM115 where it and the bytes do not fit."""
-        mine = records_of(records, (self.name,))
-        return WeightForms(stored).groups(
-            mine, lambda fqn, near: _group(fqn, mine[fqn], near), each(mine.values(), repr)
-        )
-
-    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
-        return None
-
-    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        return None
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal("name the type to write: gguf-q8_0")
+        return WeightForms(stored).recorded(records_of(records, (self.name,)), _group)
 
     def example(self, info: TensorInfo) -> Encoding:
         """Return an encoding of a type that is only read: see `planning.encoding_forms`."""

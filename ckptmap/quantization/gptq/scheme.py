@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
-from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols import Encoding
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
     group_by_names,
@@ -30,7 +29,8 @@ from ckptmap.quantization.gptq.columns import LISTED, ORDERED, UNORDERED, Groupe
 from ckptmap.quantization.gptq.encodings import Awq, Gptq, GptqV2
 from ckptmap.quantization.gptq.settings import settings_beside
 from ckptmap.quantization.gptq.statement import Kind, Statement, declared, encoding_of, statement_of
-from ckptmap.quantization.linear_weights import CONV1D, CONV1D_MODELS, LinearLayerScheme
+from ckptmap.quantization.linear_weights import CONV1D, CONV1D_MODELS
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -38,25 +38,19 @@ _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 KEPT = ("modules_to_not_convert",)
 
 
-class _Scheme(ReadsFiles, LinearLayerScheme):
+class _Scheme(ReadsFiles, ReadOnlyScheme):
     """The base of the two.
 
     kinds  its encodings; the first is that of an example
     """
 
     name: str
-    suffix = ""
     live = "microscaled"
+    unmade = (
+        "it is read, and written back in the form of a checkpoint (--as PATH), because calibration"
+        " chooses its codes; choose -ct-int4"
+    )
     kinds: ClassVar[tuple[Kind, ...]]
-
-    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
-        return False
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal(
-            "it is read, and written back in the form of a checkpoint (--as PATH), because calibration"
-            " chooses its codes; choose -ct-int4"
-        )
 
     def example(self, info: TensorInfo) -> Encoding:
         """Return an encoding of this form: see `planning.encoding_forms`."""
@@ -88,11 +82,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         mine = records_of(records, kinds)
         found = [fqn for fqn in _found(stored, self.mounts) if fqn not in records]
         forms = WeightForms(stored)
-        groups = forms.groups(
-            mine,
-            lambda fqn, near: _recorded(fqn, mine[fqn], kinds, near),
-            each(mine.values(), repr),
-        )
+        groups = forms.recorded(mine, lambda fqn, record, near: _recorded(fqn, record, kinds, near))
         if not found:
             return groups
         codes = stored[_key(found[0], "qweight")]

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.stored_parts import StoredParts
@@ -73,12 +72,11 @@ class GptOssMxfp4(LinearLayerScheme):
         if not mine and not found:
             return Groups([], [])
         forms = WeightForms(stored)
-        groups = forms.groups(
+        groups = forms.recorded(
             mine,
-            lambda fqn, near: group_by_names(
-                fqn, read_record(fqn, mine[fqn], self.name).info, GptOssFp4(), near
+            lambda fqn, record, near: group_by_names(
+                fqn, read_record(fqn, record, self.name).info, GptOssFp4(), near
             ),
-            each(mine.values(), repr),
         )
         dtype = model_dtype(StoredParts.of(stored), ()) if found else ""
         return groups + forms.groups(found, lambda fqn, near: _found(fqn, dtype, near))

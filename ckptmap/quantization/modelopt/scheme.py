@@ -12,11 +12,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
-from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols import Encoding
 from ckptmap.protocols.encodings import beside
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.block_geometry import grid_shape
@@ -32,7 +31,6 @@ from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.read_config import MAX_NBYTES, quantization_config
 from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
 from ckptmap.quantization.extra_parts import Extra, extra_parts
-from ckptmap.quantization.linear_weights import LinearLayerScheme
 from ckptmap.quantization.modelopt.encodings import (
     METHOD,
     OF_LAYER,
@@ -43,6 +41,7 @@ from ckptmap.quantization.modelopt.encodings import (
     ModeloptI8,
     fp4_of,
 )
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.storage.json_file import read_json
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -58,7 +57,7 @@ _SMALL = (
 )
 
 
-class _Scheme(ReadsFiles, LinearLayerScheme):
+class _Scheme(ReadsFiles, ReadOnlyScheme):
     """The base of all.
 
     codes  the part that holds the codes
@@ -68,21 +67,13 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
     """
 
     name: str
-    suffix = ""
     live = "microscaled"
+    unmade = "it is read only: ModelOpt calibrates what it writes; choose -ct-nvfp4, -fp8"
     codes: ClassVar[str]
     form: ClassVar[str]
     algos: ClassVar[Collection[str]]
     more: ClassVar[Collection[str]] = OF_LAYER
     declares = ("modelopt-nvfp4", "modelopt-fp8", "modelopt-int8", "modelopt-int4")
-
-    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
-        return False
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal(
-            "it is read only: ModelOpt calibrates what it writes; choose -ct-nvfp4, -fp8"
-        )
 
     def example(self, info: TensorInfo) -> Encoding:
         """Return an encoding of this form: see `planning.encoding_forms`."""
@@ -123,9 +114,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         if not mine and not found:
             return Groups([], [])
         forms = WeightForms(stored)
-        groups = forms.groups(
-            mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), each(mine.values(), repr)
-        )
+        groups = forms.recorded(mine, self._recorded)
         parts = StoredParts.of(stored)
         beside_them = {key for fqn in found for key in (f"{fqn}_scale", f"{fqn}_scale_2")}
         beside_them |= {beside(fqn, name) for fqn in found for name in OF_LAYER}

@@ -30,7 +30,7 @@ from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, ScaledEncodin
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.dense import Dense
 from ckptmap.quantization.extra_parts import parts_beside
-from ckptmap.quantization.linear_weights import LinearLayerScheme
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.striped.quanto_map import map_beside, require_mapped_kind
 from ckptmap.quantization.striped.quanto_shapes import config_beside, shape_of
 from ckptmap.quantization.striped.striped_encoding import CodeRows, StripedEncoding
@@ -145,20 +145,14 @@ class QuantoPacked(_Named, StripedEncoding):
         }  # fmt: skip
 
 
-class _Scheme(ReadsFiles, LinearLayerScheme):
+class _Scheme(ReadsFiles, ReadOnlyScheme):
     """The base of the two."""
 
     name: str
-    suffix = ""
     live = "striped"
+    unmade = "it is read only; choose -int8, -ct-int8, -nf4"
     ending: ClassVar[str]
     """What follows the weight's name in the key of its codes."""
-
-    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
-        return False
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal("it is read only; choose -int8, -ct-int8, -nf4")
 
     def _found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         for key in StoredParts.of(stored).ending(self.ending):

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import different, records_of
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.weight_columns import Found, Groups
@@ -68,9 +67,7 @@ class _Scheme(LinearLayerScheme):
             mine = {
                 fqn: record for fqn, record in records.items() if id(record) in flat or fqn in mine
             }
-        return WeightForms(stored).groups(
-            mine, lambda fqn, near: self._flat(fqn, mine[fqn], near), each(mine.values(), repr)
-        )
+        return WeightForms(stored).recorded(mine, self._flat)
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
         """Return the group of a pickled object; shards of ranks are not joined."""

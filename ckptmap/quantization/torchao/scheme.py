@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import different, records_of
 from ckptmap.core.json_text import parse_json
 from ckptmap.core.quantized_codes import CodeGrid
@@ -145,13 +144,11 @@ class TorchaoScheme(LinearLayerScheme):
                 if (id(record) in flat and not self.leaves(fqn, stored)) or fqn in mine
             }
 
-        def made(fqn: str, near: Mapping[str, StoredTensor]) -> Found:
-            entry = flat_of(fqn, mine[fqn], self.kinds)
-            return (
-                self._recorded(fqn, mine[fqn], near) if entry is None else self._flat(entry, near)
-            )
+        def made(fqn: str, record: Mapping[str, object], near: Mapping[str, StoredTensor]) -> Found:
+            entry = flat_of(fqn, record, self.kinds)
+            return self._recorded(fqn, record, near) if entry is None else self._flat(entry, near)
 
-        return WeightForms(stored).groups(mine, made, each(mine.values(), repr))
+        return WeightForms(stored).recorded(mine, made)
 
     def leaves(self, fqn: str, stored: Mapping[str, StoredTensor]) -> bool:
         """Return whether another scheme reads the same class with these codes."""
