@@ -13,6 +13,7 @@ unless a record states the dtype that was encoded. Codes and scales are those of
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -108,7 +109,7 @@ class CtMxfp8(PlainFp8):
 _Encoding = CtNvfp4 | CtMxfp4 | CtMxfp8
 
 
-class _Microscaled(CompressedTarget):
+class _Microscaled(CompressedTarget, ABC):
     """The base of the three: each reads and writes one form.
 
     made    the class of its encodings
@@ -160,9 +161,9 @@ class _Microscaled(CompressedTarget):
         self._check(groups, self.mounts)
         return groups
 
+    @abstractmethod
     def found(self, stored: Mapping[str, StoredTensor]) -> Sequence[str]:
         """Return the FQNs of weights of this form, by the names and dtypes of their parts."""
-        raise NotImplementedError
 
     def _made(self, fqn: str, stored: Mapping[str, StoredTensor]) -> Found:
         codes, scale = stored[f"{fqn}_packed" if self.codes else fqn], stored[f"{fqn}_scale"]

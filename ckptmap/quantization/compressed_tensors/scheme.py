@@ -12,6 +12,7 @@ points of activations belong to the tensor and move with it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -146,14 +147,14 @@ _BY_CODES: Mapping[str, type[Plain]] = {"int8": PlainInt8, "float8_e4m3fn": Plai
 _BY_SCHEME = {kind.scheme: kind for kind in _BY_CODES.values()}
 
 
-class _Rows(CompressedTarget):
+class _Rows(CompressedTarget, ABC):
     """The base of the two targets."""
 
     def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
         return is_linear_module(fqn, info)
 
-    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding:
-        raise NotImplementedError
+    @abstractmethod
+    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding: ...
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         """Return the encoding with a scale a row, in the dtype of the weights, which holds it exactly."""

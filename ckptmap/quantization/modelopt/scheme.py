@@ -8,6 +8,7 @@ a product of two small ones (SVDQuant) are left to `unsupported_schemes`: withou
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, TypeAlias
@@ -57,7 +58,7 @@ _SMALL = (
 )
 
 
-class _Scheme(ReadsFiles, ReadOnlyScheme):
+class _Scheme(ReadsFiles, ReadOnlyScheme, ABC):
     """The base of all.
 
     codes  the part that holds the codes
@@ -75,9 +76,9 @@ class _Scheme(ReadsFiles, ReadOnlyScheme):
     more: ClassVar[Collection[str]] = OF_LAYER
     declares = ("modelopt-nvfp4", "modelopt-fp8", "modelopt-int8", "modelopt-int4")
 
+    @abstractmethod
     def example(self, info: TensorInfo) -> Encoding:
         """Return an encoding of this form: see `planning.encoding_forms`."""
-        raise NotImplementedError
 
     def quantization_config_of(
         self,
@@ -123,35 +124,22 @@ class _Scheme(ReadsFiles, ReadOnlyScheme):
         self._require_agreement(groups)
         return groups
 
+    @abstractmethod
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         """Yield the FQNs of weights that may be of this form, by names and dtypes."""
-        parts = StoredParts.of(stored)
-        infos = parts.table.infos
-        pairs = parts.pairs("_scale", "", "", dtypes=("float32",))
-        for number, fqn, other in zip(*pairs, strict=True):
-            if fqn.endswith("weight") and self.fits(infos[other], infos[number]):
-                yield fqn
 
-    def fits(self, codes: TensorInfo, scale: TensorInfo) -> bool:
-        """Return whether codes and scales may be of this form, by dtypes and shapes."""
-        raise NotImplementedError
-
+    @abstractmethod
     def stated(self, codes: StoredTensor, mounts: Mounts) -> bool:
         """Return whether what lies beside a weight states the form, if its names do not."""
-        if quantization_config(codes, mounts).get("quant_method") == METHOD:
-            return True
-        config = _own_config(codes, mounts)
-        producer = config.get("producer")
-        return isinstance(producer, Mapping) and producer.get("name") == METHOD
 
-    def _encoding(self, fqn: str, parts: _Parts, extra: Extra) -> Encodings:
-        raise NotImplementedError
+    @abstractmethod
+    def _encoding(self, fqn: str, parts: _Parts, extra: Extra) -> Encodings: ...
 
     def _logical(self, codes: TensorInfo, dtype: str) -> TensorInfo:
         return TensorInfo(codes.shape, dtype)
 
-    def _of_record(self, read: ScaledRecord) -> Encodings:
-        raise NotImplementedError
+    @abstractmethod
+    def _of_record(self, read: ScaledRecord) -> Encodings: ...
 
     def _made(self, fqn: str, dtype: str, stored: Mapping[str, StoredTensor]) -> Found:
         keys = {name: beside(fqn, name) for name in OF_LAYER} | {"scale_2": f"{fqn}_scale_2"}
@@ -244,7 +232,30 @@ class ModeloptNvfp4(_Scheme):
         return fp4_of(read.block[-1], read.extra(), read.sizes("global_shape"))
 
 
-class ModeloptFp8(_Scheme):
+class _NamedAlike(_Scheme):
+    """The base of forms whose names other libraries use, too: a config must state ModelOpt."""
+
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+        parts = StoredParts.of(stored)
+        infos = parts.table.infos
+        pairs = parts.pairs("_scale", "", "", dtypes=("float32",))
+        for number, fqn, other in zip(*pairs, strict=True):
+            if fqn.endswith("weight") and self.fits(infos[other], infos[number]):
+                yield fqn
+
+    @abstractmethod
+    def fits(self, codes: TensorInfo, scale: TensorInfo) -> bool:
+        """Return whether codes and scales may be of this form, by dtypes and shapes."""
+
+    def stated(self, codes: StoredTensor, mounts: Mounts) -> bool:
+        if quantization_config(codes, mounts).get("quant_method") == METHOD:
+            return True
+        config = _own_config(codes, mounts)
+        producer = config.get("producer")
+        return isinstance(producer, Mapping) and producer.get("name") == METHOD
+
+
+class ModeloptFp8(_NamedAlike):
     """Float8 with one scale, one a row, or one a tile."""
 
     name = "modelopt-fp8"
@@ -285,7 +296,7 @@ def _block(codes: TensorInfo, scale: TensorInfo) -> tuple[int, int] | None:
     return next((side for side in sides if grid_shape(codes.shape, side) == (high, wide)), None)
 
 
-class ModeloptInt8(_Scheme):
+class ModeloptInt8(_NamedAlike):
     """Int8 with one scale a row, or one."""
 
     name = "modelopt-int8"
@@ -311,7 +322,7 @@ class ModeloptInt8(_Scheme):
         return ModeloptI8(read.block, read.scale_dtype, extra=read.extra(), scale_stored=single)
 
 
-class ModeloptInt4(_Scheme):
+class ModeloptInt4(_NamedAlike):
     """Two rows of codes in a row of bytes, and a scale for each group of columns."""
 
     name = "modelopt-int4"

@@ -10,6 +10,7 @@ A subclass says how values follow from them.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -37,7 +38,7 @@ class CodeRows:
 
 
 @dataclass(frozen=True)
-class StripedEncoding(HasExtraParts):
+class StripedEncoding(HasExtraParts, ABC):
     """Read only: no values are encoded."""
 
     codes_part: ClassVar[str]
@@ -47,28 +48,28 @@ class StripedEncoding(HasExtraParts):
     extra: Extra = ()
 
     @property
-    def name(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def name(self) -> str: ...
 
     @property
-    def stripes(self) -> Stripes:
-        raise NotImplementedError
+    @abstractmethod
+    def stripes(self) -> Stripes: ...
 
+    @abstractmethod
     def layout(self, info: TensorInfo) -> CodeRows | Refusal:
         """Return the codes of a weight, or why it has none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def packed_parts(self, info: TensorInfo, layout: CodeRows) -> Mapping[str, TensorInfo]:
         """Return the words, scales and shifts."""
-        raise NotImplementedError
 
     def words(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the stored words [rows of words, width] as integers."""
         return stored.flatten(1)
 
+    @abstractmethod
     def values(self, codes: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         """Return the values T of codes u8; scales T and shifts broadcast against them."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------ parts
 
@@ -159,8 +160,8 @@ class StripedEncoding(HasExtraParts):
             return part.reshape(1, -1)
         return part.reshape(-1, 1)[low:high]
 
-    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
-        raise NotImplementedError
+    @abstractmethod
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None: ...
 
     # ------------------------------------------------------------------ read only
 
