@@ -23,6 +23,7 @@ from ckptmap.errors import PlanError, SourceError
 from ckptmap.optim import lowbit_codes
 from ckptmap.optim.block_segments import block_range, segments_of
 from ckptmap.protocols import Encoder, Group, Refusal
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.quantization.blockwise.dequantize import window
 from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.tensors import Box, StoredTensor, TensorInfo, contiguous_strides
@@ -281,7 +282,7 @@ class LowBitScheme(ReadOnlyScheme):
     name = ""
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+        self, stored: Mapping[str, StoredTensor], records: Records
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the moments that have a record.
 
@@ -294,7 +295,7 @@ class LowBitScheme(ReadOnlyScheme):
         ]
 
     def _from_record(
-        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
+        self, fqn: str, record: Record, stored: Mapping[str, StoredTensor]
     ) -> tuple[Group, Sequence[str]]:
         encoding, info = read_record(fqn, record)
         expected_parts = encoding.parts(info)

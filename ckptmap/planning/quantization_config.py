@@ -24,6 +24,7 @@ from ckptmap.planning.packed_layers import require_initializable
 from ckptmap.planning.renamed_layers import require_found
 from ckptmap.planning.stacked_experts import misread_experts, require_experts_found
 from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import Encoded
 from ckptmap.protocols.offers import offers
 from ckptmap.tensors import TensorInfo
 
@@ -68,7 +69,7 @@ class DeclaresEach(Protocol):
 
     def quantization_config_of(
         self,
-        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        encoded: Mapping[str, Encoded],
         dense: Collection[str],
         beyond: Mapping[str, object],
     ) -> Mapping[str, object]:
@@ -112,7 +113,7 @@ class WrittenWeights:
     given         is the config that of another checkpoint, by --config-from?
     """
 
-    encodings: Mapping[str, tuple[Encoding, TensorInfo]]
+    encodings: Mapping[str, Encoded]
     fresh: bool
     keep: bool
     foreign: Mapping[str, str] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
@@ -36,6 +36,7 @@ from ckptmap.planning.reference_encodings import reference_encodings
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
 from ckptmap.protocols import Encoding, Refusal, Scheme
+from ckptmap.protocols.encodings import Encoded
 from ckptmap.protocols.offers import offers
 from ckptmap.quantization.linear_weights import CONV1D_MODELS, is_expert
 from ckptmap.quantization.unsupported_schemes import (
@@ -49,8 +50,6 @@ from ckptmap.quantization.unsupported_schemes import (
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
 
-Encoded: TypeAlias = tuple[Encoding, TensorInfo]
-"""An encoding, and the logical shape and dtype of the weight in it."""
 ROUND = 4096
 """A multiple of every block size. A weight that the scheme would take in a shape rounded up to it
 stays as it is because of its shape."""

@@ -24,6 +24,7 @@ from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Encoded, Record, Records
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.block_geometry import clamped, fits, grid_shape
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
@@ -136,9 +137,7 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
     declares: Collection[str] = ("fp8", "fp8-ue8m0")
     scale_dtype = "float32"
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of weights and scales. Raises SourceError CKM115 where scales do not fit."""
         mine = records_of(records, (Fp8.scheme,))
         groups = WeightForms(stored).recorded(mine, _recorded)
@@ -173,7 +172,7 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
 
     def quantization_config_of(
         self,
-        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        encoded: Mapping[str, Encoded],
         dense: Collection[str],
         beyond: Mapping[str, object],
     ) -> Mapping[str, object]:
@@ -215,9 +214,7 @@ class Fp8ExponentScheme(Fp8Scheme):
     declares: Collection[str] = ()
     scale_dtype = "float8_e8m0fnu"
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups that are not read yet. Raises as `Fp8Scheme.group`."""
         mine = records_of(records, (Fp8.scheme,))
         return super().group(stored, {fqn: r for fqn, r in mine.items() if fqn in stored})
@@ -236,7 +233,7 @@ def _declared(encoding: Encoding, info: TensorInfo) -> tuple[str, tuple[int, ...
 
 
 def _recorded(
-    fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
+    fqn: str, record: Record, stored: Mapping[str, StoredTensor]
 ) -> tuple[Group, Sequence[str]]:
     read = read_record(fqn, record, "fp8")
     shape = record.get("scale_stored")

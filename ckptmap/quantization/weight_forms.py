@@ -19,12 +19,12 @@ from ckptmap.core.columns import distinct_at, each
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups, LoneWeight, WeightForm, stem_of
 from ckptmap.protocols import Group
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.tensors import StoredTensor
 
 Make: TypeAlias = Callable[[str, Mapping[str, StoredTensor]], Found]
 """Makes the group of a weight from the tensors that it looks up: from their names, shapes and dtypes alone."""
 
-Record: TypeAlias = Mapping[str, object]
 MakeOfRecord: TypeAlias = Callable[[str, Record, Mapping[str, StoredTensor]], Found]
 
 
@@ -54,7 +54,7 @@ class WeightForms:
             self._add_forms(fqns, modules, numbers, make, forms)
         return Groups(fqns, list(map(forms.__getitem__, range(len(fqns)))))
 
-    def recorded(self, records: Mapping[str, Record], make: MakeOfRecord) -> Groups:
+    def recorded(self, records: Records, make: MakeOfRecord) -> Groups:
         """Return the groups of the weights that records describe. `make` takes the record, too."""
         return self.groups(
             records,

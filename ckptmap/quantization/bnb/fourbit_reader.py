@@ -19,6 +19,7 @@ from ckptmap.core.json_text import parse_object
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Group, Refusal
+from ckptmap.protocols.encodings import Records
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.fourbit import table_values
 from ckptmap.quantization.blockwise.group_checks import (
@@ -57,7 +58,7 @@ TABLE_ERROR = 1e-6
 
 def find_fourbit(
     stored: Mapping[str, StoredTensor],
-    records: Mapping[str, Mapping[str, object]],
+    records: Records,
     kind: str,
     nested: bool,
     mounts: Mounts,
@@ -272,9 +273,7 @@ def _nested(fqn: str, state: Mapping[str, object], has_parts: bool) -> Nested | 
 class Conv1DModels:
     """Says which weights are `Conv1D`, by our records or config.json, which is read once a directory."""
 
-    def __init__(
-        self, mounts: Mounts, records: Mapping[str, Mapping[str, object]] | None = None
-    ) -> None:
+    def __init__(self, mounts: Mounts, records: Records | None = None) -> None:
         self._mounts = mounts
         self._records = records or {}
         self._known: dict[Path, bool] = {}

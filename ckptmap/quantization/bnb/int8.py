@@ -24,6 +24,7 @@ from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.exact_division import divide
@@ -165,9 +166,7 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
     suffix = "bnb-int8"
     live = "int8"
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit, CKM316 for a GPU's tiles."""
         mine = records_of(records, (self.name,))
         groups = WeightForms(stored).recorded(mine, _recorded)
@@ -217,7 +216,7 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
 
 
 def _recorded(
-    fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
+    fqn: str, record: Record, stored: Mapping[str, StoredTensor]
 ) -> tuple[Group, Sequence[str]]:
     read = read_record(fqn, record, "bnb-int8")
     extra = _FORMAT_PART if record.get("format") else ()
@@ -237,7 +236,7 @@ def _recorded(
 def _found(
     stored: Mapping[str, StoredTensor],
     known: Collection[str],
-    records: Mapping[str, Mapping[str, object]],
+    records: Records,
     mounts: Mounts,
 ) -> Groups:
     """Return the groups of other writers, recognized by `SCB` beside int8 codes.

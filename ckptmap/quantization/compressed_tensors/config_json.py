@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from ckptmap.formats.huggingface.loaded_names import loaded_as
-from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import Encoded
 from ckptmap.quantization.blockwise.block_geometry import grid_shape
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.group_checks import malformed
@@ -35,7 +35,7 @@ BEYOND = ("kv_cache_scheme", "transform_config")
 
 
 def declared(
-    encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+    encoded: Mapping[str, Encoded],
     dense: Collection[str],
     beyond: Mapping[str, object],
 ) -> Mapping[str, object]:
@@ -114,7 +114,7 @@ def _scaled(activations: object, scale: str, names: Collection[str]) -> bool:
     return any(name.endswith(f".{scale}") for name in names)
 
 
-def _keys(encoded: Mapping[str, tuple[Encoding, TensorInfo]]) -> dict[str, Key]:
+def _keys(encoded: Mapping[str, Encoded]) -> dict[str, Key]:
     """Return the key of each weight: a packed row that is one group is a group where others have groups as wide.
 
     Both keys describe such a row, and transformers decodes the stacked experts of a model by one group of the config.

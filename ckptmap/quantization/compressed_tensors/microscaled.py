@@ -23,6 +23,7 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.block_geometry import grid_shape
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
@@ -146,9 +147,7 @@ class _Microscaled(CompressedTarget, ABC):
         encoding = self.encoding(info)
         return None if isinstance(encoding, Refusal) else encoding.keeping(info, grid)  # type: ignore[attr-defined]
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
         mine = records_of(records, (self.made.scheme,))
         found = self.found(stored)
@@ -172,9 +171,7 @@ class _Microscaled(CompressedTarget, ABC):
         extra = parts_beside(fqn, ACTIVATIONS, stored)
         return group_by_names(fqn, info, self.fresh(info, scale.info.dtype, extra), stored)
 
-    def _recorded(
-        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
-    ) -> Found:
+    def _recorded(self, fqn: str, record: Record, stored: Mapping[str, StoredTensor]) -> Found:
         read = read_record(fqn, record, self.name)
         encoding = self.fresh(read.info, read.scale_dtype, read.extra())
         group, keys = group_by_names(fqn, read.info, encoding, stored)

@@ -14,6 +14,7 @@ from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Group, Refusal
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.group_checks import (
@@ -53,7 +54,7 @@ SPILLS_SINCE = (0, 18)
 
 def find_packed(
     stored: Mapping[str, StoredTensor],
-    records: Mapping[str, Mapping[str, object]],
+    records: Records,
     mounts: Mounts,
 ) -> Groups:
     """Return the groups of records, then those of other writers. Raises SourceError CKM115."""
@@ -83,7 +84,7 @@ def find_packed(
 
 def _group_of(
     fqn: str,
-    record: Mapping[str, object] | None,
+    record: Record | None,
     shape: tuple[int, int],
     config: Mapping[str, object],
     stored: Mapping[str, StoredTensor],
@@ -104,7 +105,7 @@ def _group_of(
 
 def _recorded(
     fqn: str,
-    record: Mapping[str, object],
+    record: Record,
     shape: tuple[int, int],
     stored: Mapping[str, StoredTensor],
 ) -> Found:

@@ -22,7 +22,7 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
-from ckptmap.protocols.encodings import beside
+from ckptmap.protocols.encodings import Record, Records, beside
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.group_checks import (
     group_by_names,
@@ -184,9 +184,7 @@ class CompressedFp8(_Rows):
     def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding:
         return PlainFp8(block, scale_dtype)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of unpacked codes. Raises SourceError CKM115 where scales do not fit."""
         mine = records_of(records, _BY_SCHEME)
         groups = WeightForms(stored).recorded(mine, _recorded)
@@ -213,9 +211,7 @@ class CompressedInt8(_Rows):
     def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding:
         return Packed(block, scale_dtype)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of packed codes. Raises SourceError CKM115 where parts do not fit."""
         return find_packed(stored, records, self.mounts)
 
@@ -246,14 +242,14 @@ class CompressedInt4(_Rows):
         return packed_keeping(4, info, grid) or super().keeping(info, grid, exact)
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+        self, stored: Mapping[str, StoredTensor], records: Records
     ) -> list[tuple[Group, Sequence[str]]]:
         return []
 
 
 def _recorded(
     fqn: str,
-    record: Mapping[str, object],
+    record: Record,
     stored: Mapping[str, StoredTensor],
 ) -> Found:
     read, kind = read_record(fqn, record, "compressed-tensors"), _BY_SCHEME[str(record["scheme"])]

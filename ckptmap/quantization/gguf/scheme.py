@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
@@ -28,9 +29,7 @@ class GgufScheme(ReadOnlyScheme):
     unmade = "name the type to write: gguf-q8_0"
     more_names = tuple(GgufBlocks(kind).name for kind in DECODERS)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return a group for each record. Raise SourceError CKM115 where it and the bytes do not fit."""
         return WeightForms(stored).recorded(records_of(records, (self.name,)), _group)
 
@@ -39,7 +38,7 @@ class GgufScheme(ReadOnlyScheme):
         return GgufBlocks("Q4_K")
 
 
-def _group(fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]) -> Found:
+def _group(fqn: str, record: Record, stored: Mapping[str, StoredTensor]) -> Found:
     kind = str(record.get("type"))
     if record.get("version") != 1 or record.get("dtype") != VALUES or kind not in DECODERS:
         raise malformed(

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from ckptmap.formats.gguf.block_types import BY_NAME
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Records
 from ckptmap.quantization.dense import Dense, DenseAs
 from ckptmap.quantization.gguf.encoding import GgufBlocks
 from ckptmap.tensors import FLOATING, Cut, Opaque, StoredTensor, TensorInfo
@@ -32,7 +33,7 @@ class GgufTarget:
     live = "gguf"
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+        self, stored: Mapping[str, StoredTensor], records: Records
     ) -> list[tuple[Group, Sequence[str]]]:
         return []
 

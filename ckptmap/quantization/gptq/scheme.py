@@ -16,6 +16,7 @@ from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import Encoded, Record, Records
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
     group_by_names,
@@ -62,7 +63,7 @@ class _Scheme(ReadsFiles, ReadOnlyScheme):
 
     def quantization_config_of(
         self,
-        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        encoded: Mapping[str, Encoded],
         dense: Collection[str],
         beyond: Mapping[str, object],
     ) -> Mapping[str, object]:
@@ -74,9 +75,7 @@ class _Scheme(ReadsFiles, ReadOnlyScheme):
     ) -> Mapping[str, object]:
         return {}
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of this form. Raise SourceError CKM115 where parts or the config contradict."""
         kinds = {kind.scheme: kind for kind in self.kinds}
         mine = records_of(records, kinds)
@@ -143,7 +142,7 @@ def _made(fqn: str, said: Statement, dtype: str, stored: Mapping[str, StoredTens
 
 def _recorded(
     fqn: str,
-    record: Mapping[str, object],
+    record: Record,
     kinds: Mapping[str, Kind],
     stored: Mapping[str, StoredTensor],
 ) -> Found:

@@ -20,7 +20,7 @@ from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding
-from ckptmap.protocols.encodings import beside
+from ckptmap.protocols.encodings import Records, beside
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.group_checks import (
     group_by_names,
@@ -82,9 +82,7 @@ class DeepseekFp4Scheme(ReadOnlyScheme):
         """Return an encoding of this form: see `planning.encoding_forms`."""
         return self.made()
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of codes and exponents. Raises SourceError CKM115 where they do not fit."""
         mine = records_of(records, (self.name,))
         found = {fqn: name for fqn, name in self.found(stored) if fqn not in mine}

@@ -22,6 +22,7 @@ from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols.encodings import Records
 from ckptmap.quantization.blockwise.group_checks import (
     CONTRADICTORY,
     file_of,
@@ -63,9 +64,7 @@ class GptOssMxfp4(LinearLayerScheme):
     live = "microscaled"
     model_types = ("gpt_oss",)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of blocks and scales. Raises SourceError CKM115 where they do not fit."""
         mine = records_of(records, (self.name,))
         found = [fqn for fqn in _stacks(stored) if fqn not in mine]

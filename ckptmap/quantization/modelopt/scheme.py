@@ -17,7 +17,7 @@ from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding
-from ckptmap.protocols.encodings import beside
+from ckptmap.protocols.encodings import Encoded, Record, Records, beside
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.block_geometry import grid_shape
 from ckptmap.quantization.blockwise.group_checks import (
@@ -82,7 +82,7 @@ class _Scheme(ReadsFiles, ReadOnlyScheme, ABC):
 
     def quantization_config_of(
         self,
-        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        encoded: Mapping[str, Encoded],
         dense: Collection[str],
         beyond: Mapping[str, object],
     ) -> Mapping[str, object]:
@@ -104,9 +104,7 @@ class _Scheme(ReadsFiles, ReadOnlyScheme, ABC):
     ) -> Mapping[str, object]:
         return {}
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
         mine = records_of(records, (self.name,))
         found = [fqn for fqn in self.found(stored) if fqn not in mine and not _is_rest(fqn, stored)]
@@ -153,9 +151,7 @@ class _Scheme(ReadsFiles, ReadOnlyScheme, ABC):
             raise malformed(fqn, said, DAMAGED)
         return group_by_names(fqn, info, encoding, stored)
 
-    def _recorded(
-        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
-    ) -> Found:
+    def _recorded(self, fqn: str, record: Record, stored: Mapping[str, StoredTensor]) -> Found:
         read = read_record(fqn, record, self.name)
         return group_by_names(fqn, read.info, self._of_record(read), stored)
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Groups
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Records
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import group_by_names
 from ckptmap.quantization.read_only import ReadOnlyScheme
@@ -114,9 +115,7 @@ class HqqScheme(ReadsFiles, ReadOnlyScheme):
         """Return an encoding of this form: see `planning.encoding_forms`."""
         return Hqq()
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups. Raises SourceError CKM115 where metadata and parts do not fit."""
         ending = StoredParts.of(stored).ending(CODES)
         stems = [key.removesuffix(CODES) for key in ending if _is_codes(key)]

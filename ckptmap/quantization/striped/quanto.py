@@ -23,7 +23,7 @@ from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
-from ckptmap.protocols.encodings import beside
+from ckptmap.protocols.encodings import Record, Records, beside
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, group_by_names, malformed
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, ScaledEncoding
@@ -170,9 +170,7 @@ class Quanto8Scheme(_Scheme):
         """Return an encoding of this form: see `planning.encoding_forms`."""
         return Quanto8(scale_dtype=info.dtype)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit."""
         fqns = [
             fqn
@@ -197,9 +195,7 @@ class QuantoPackedScheme(_Scheme):
         """Return an encoding of this form: see `planning.encoding_forms`."""
         return QuantoPacked(shift=info.dtype)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit."""
         mine = records_of(records, (self.name,))
         groups = Groups.of(_recorded(fqn, record, stored) for fqn, record in mine.items())
@@ -265,7 +261,7 @@ def _made(
     return group_by_names(fqn, TensorInfo(shape, scale.dtype), encoding, stored)
 
 
-def _recorded(fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]) -> Found:
+def _recorded(fqn: str, record: Record, stored: Mapping[str, StoredTensor]) -> Found:
     read = read_record(fqn, record, QuantoPacked.scheme)
     bits, shift = read.count("bits", 0), read.dtype("shift_dtype")
     if bits not in (2, 4) or shift not in (*INTEGERS, read.info.dtype):

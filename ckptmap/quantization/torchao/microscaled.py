@@ -15,6 +15,7 @@ from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.formats.safetensors.torchao_metadata import part_key
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert
 from ckptmap.quantization.torchao import config_json
@@ -53,9 +54,7 @@ class _Scheme(LinearLayerScheme):
     made: type[Microscaled]
     block: ClassVar[int] = 32
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of torchao's metadata and of records. Raises SourceError CKM115."""
         flat = {
             id(record)
@@ -78,9 +77,7 @@ class _Scheme(LinearLayerScheme):
         mine = (self.made.kind, self.made.elements, self.block)
         return mine == (parts.kind, parts.elements, parts.block)
 
-    def _flat(
-        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
-    ) -> Found:
+    def _flat(self, fqn: str, record: Record, stored: Mapping[str, StoredTensor]) -> Found:
         parts = flattened(fqn, record, stored)
         return self._group(parts), tuple(part_key(fqn, name) for name in parts.parts)
 

@@ -22,6 +22,7 @@ from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, parts_of
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
@@ -131,9 +132,7 @@ class TorchaoScheme(LinearLayerScheme):
     codes_dtypes: tuple[str, ...]
     by_loaded_name: ClassVar[bool] = True
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of records and of torchao's metadata. Raises SourceError CKM115."""
         flat = {id(r) for fqn, r in different(records) if flat_of(fqn, r, self.kinds) is not None}
         mine = records_of(records, (self.name,))
@@ -144,7 +143,7 @@ class TorchaoScheme(LinearLayerScheme):
                 if (id(record) in flat and not self.leaves(fqn, stored)) or fqn in mine
             }
 
-        def made(fqn: str, record: Mapping[str, object], near: Mapping[str, StoredTensor]) -> Found:
+        def made(fqn: str, record: Record, near: Mapping[str, StoredTensor]) -> Found:
             entry = flat_of(fqn, record, self.kinds)
             return self._recorded(fqn, record, near) if entry is None else self._flat(entry, near)
 
@@ -177,7 +176,7 @@ class TorchaoScheme(LinearLayerScheme):
         return not is_expert(fqn)
 
     def kept_record(
-        self, fqn: str, record: Mapping[str, object]
+        self, fqn: str, record: Record
     ) -> tuple[Mapping[str, object], Sequence[str]] | None:
         """Return what torchao's metadata says of a tensor, whatever its class, and its stored keys."""
         if record.get("scheme") != SCHEME:
@@ -212,7 +211,7 @@ class TorchaoScheme(LinearLayerScheme):
         return Group(fqn, weight.info, encoding, self._checked(fqn, encoding, weight.info, parts))
 
     def _recorded(
-        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
+        self, fqn: str, record: Record, stored: Mapping[str, StoredTensor]
     ) -> tuple[Group, Sequence[str]]:
         read = read_record(fqn, record, self.name)
         encoding = self.made(

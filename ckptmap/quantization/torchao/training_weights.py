@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ckptmap.protocols import Group
+from ckptmap.protocols.encodings import Records
 from ckptmap.quantization.blockwise.group_checks import malformed
 from ckptmap.quantization.dense import Dense
 from ckptmap.quantization.read_only import ReadOnlyScheme
@@ -39,7 +40,7 @@ class TrainedDense(ReadOnlyScheme):
     unmade = "it is read only: what it stores is dense"
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+        self, stored: Mapping[str, StoredTensor], records: Records
     ) -> list[tuple[Group, Sequence[str]]]:
         return []
 
