@@ -16,13 +16,13 @@ from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.execution.phases import Phases
-from ckptmap.operations.check_structure import chunks_of, nbytes_of
+from ckptmap.operations.check_structure import nbytes_of
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.protocols.progress import HASHING
 from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
-from ckptmap.storage.manifest_file import AROUND, NOT_TAKEN, SELF
+from ckptmap.storage.manifest_file import AROUND, NOT_TAKEN, SELF, ManifestChunk, chunks_of
 
 READ_NBYTES = 4 << 20
 DIGESTS = "digests"
@@ -49,7 +49,7 @@ def _check_with(
     threads: int | None,
     phases: Phases,
 ) -> tuple[list[str], list[str]]:
-    has_digests = all(chunk[5] for _, chunk in chunks_of(document))
+    has_digests = all(chunk.digest for _, chunk in chunks_of(document))
     has_around = _around(document) is not None
     phases.begin(HASHING, _hashed_nbytes(document) if has_digests else 0)
     problems = list(_chunk_problems(files, ckpt, document, threads, phases)) if has_digests else []
@@ -66,7 +66,7 @@ def _hashed_nbytes(document: Mapping[str, Any]) -> int:
     """Return the bytes that are hashed: of chunks, of carried files, of files with a sha256."""
     whole = [entry["nbytes"] for entry in document["carried"].values()]
     whole += [entry["nbytes"] for entry in document["files"].values() if "sha256" in entry]
-    nbytes: int = sum([chunk[2] for _, chunk in chunks_of(document)], sum(whole))
+    nbytes: int = sum([chunk.nbytes for _, chunk in chunks_of(document)], sum(whole))
     return nbytes
 
 
@@ -79,16 +79,18 @@ def _chunk_problems(
 ) -> Iterator[str]:
     base = Path(ckpt.path)
 
-    def check(item: tuple[str, Sequence[Any]]) -> str | None:
-        key, (name, offset, nbytes, _, _, expected) = item
-        file = str(base / name) if base.is_dir() else ckpt.path
-        digest = _digest(files, file, offset, nbytes)
-        phases.advance(nbytes, key)
-        if digest == expected:
+    def check(item: tuple[str, ManifestChunk]) -> str | None:
+        key, chunk = item
+        file = str(base / chunk.file) if base.is_dir() else ckpt.path
+        digest = _digest(files, file, chunk.offset, chunk.nbytes)
+        phases.advance(chunk.nbytes, key)
+        if digest == chunk.digest:
             return None
-        return f"{key}: xxh3 {digest} at byte {offset} of {name}, expected {expected}"
+        return (
+            f"{key}: xxh3 {digest} at byte {chunk.offset} of {chunk.file}, expected {chunk.digest}"
+        )
 
-    ordered = sorted(chunks_of(document), key=lambda item: (item[1][0], item[1][1]))
+    ordered = sorted(chunks_of(document), key=lambda item: item[1][:2])  # by file and offset
     with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
         yield from (problem for problem in pool.map(check, ordered, chunksize=64) if problem)
 
@@ -107,8 +109,9 @@ def _around_problems(files: Files, ckpt: Checkpoint, document: Mapping[str, Any]
     """Yield a problem for each file whose bytes outside the chunks differ from what was written."""
     base = Path(ckpt.path)
     spans: dict[str, list[tuple[int, int]]] = {}
-    for _, (name, offset, nbytes, *_) in chunks_of(document):
-        spans.setdefault(name if base.is_dir() else "", []).append((offset, nbytes))
+    for _, chunk in chunks_of(document):
+        name = chunk.file if base.is_dir() else ""
+        spans.setdefault(name, []).append((chunk.offset, chunk.nbytes))
     if not base.is_dir() and ckpt.index.manifest_spans is not None:
         inside = ckpt.index.manifest_spans()
         spans.setdefault("", []).extend(inside)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptmap.checkpoint.cast_tensor import cast_to
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.phases import Phases
 from ckptmap.operations.check_digests import check_digests
-from ckptmap.operations.check_structure import check_structure, chunks_of
+from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.encode_again import FEED_NUMEL, encoded_writes
 from ckptmap.operations.extra_files import extra_files
 from ckptmap.optim.bnb_writer import as_bnb
@@ -44,13 +44,10 @@ from ckptmap.protocols.progress import COMPARING, READING, Progress
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.storage.manifest_file import parse
+from ckptmap.storage.manifest_file import chunks_of, parse
 from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.storage.resource_limits import SHORT, named_if_unreadable
 from ckptmap.tensors import FLOATING
-
-if TYPE_CHECKING:
-    pass
 
 SHOWN = 20
 """Problems that the text lists."""
@@ -152,7 +149,7 @@ def verify(
         root = Path(ckpt.path)
         extra = tuple(extra_files(root, document)) if root.is_dir() else ()
         problems += map(_does_not_belong, extra)
-        nbytes = sum(chunk[2] for _, chunk in chunks_of(document))
+        nbytes = sum(chunk.nbytes for _, chunk in chunks_of(document))
         return VerifyReport(
             ckpt.shown, len(document["tensors"]), nbytes, tuple(checks), tuple(problems), errors,
             extra,
@@ -237,7 +234,7 @@ def _compare_with_source(
         return ["an adapter was merged into it: give that adapter with --adapter PATH"], {}
     beside = matched_extra_tensors(source, ckpt)
     weights = _weights(document)
-    phases.begin(COMPARING, sum(chunk[2] for _, chunk in chunks_of(document)))
+    phases.begin(COMPARING, sum(chunk.nbytes for _, chunk in chunks_of(document)))
     phases.mention_torch()
     for name, entry in document["logical"].items():
         role, fqn = role_and_fqn(name)

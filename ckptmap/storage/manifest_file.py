@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from ckptmap.core.json_text import parse_json
 from ckptmap.errors import SourceError
@@ -29,6 +29,24 @@ SELF = "self"
 _SELF_END = f',"{SELF}":"%s"}}'
 SELF_END_NBYTES = len(_SELF_END % ("-" * 16))
 """The last bytes of every manifest: the digest of the bytes before them."""
+
+
+class ManifestChunk(NamedTuple):
+    """A box of a stored tensor in elements, where it lies in a file in bytes, and its digest ("": none was taken)."""
+
+    file: str
+    offset: int
+    nbytes: int
+    box_offsets: Sequence[int]
+    box_sizes: Sequence[int]
+    digest: str
+
+
+def chunks_of(document: Mapping[str, Any]) -> Iterator[tuple[str, ManifestChunk]]:
+    """Yield every chunk that a manifest lists, with the key of its tensor."""
+    for key, entry in document["tensors"].items():
+        for chunk in entry["chunks"]:
+            yield key, ManifestChunk(*chunk)
 
 
 def parse(data: bytes, where: str) -> dict[str, Any]:
@@ -89,8 +107,8 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
         raise unreadable(manifest.file, error) from error
     document, folder = parse(data, manifest.file), Path(manifest.file).parent
     spans: dict[str, list[StatedSum]] = {name: [] for name in document["files"]}
-    for name, chunk in _chunks(document):
-        spans.setdefault(name, []).append(chunk)
+    for _, chunk in chunks_of(document):
+        spans.setdefault(chunk.file, []).append(_stated(chunk))
     for name, chunks in spans.items():
         file, entry = str(folder / name), document["files"].get(name, {})
         nbytes = _nbytes(file, mounts)
@@ -110,11 +128,8 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
             mounts.state(file, [chunk for chunk in chunks if chunk.sum])
 
 
-def _chunks(document: Mapping[str, Any]) -> Iterator[tuple[str, StatedSum]]:
-    """Yield the name of the file and the place of every chunk."""
-    for tensor in document["tensors"].values():
-        for name, offset, nbytes, _, _, digest in tensor["chunks"]:
-            yield name, StatedSum(offset, nbytes, digest)
+def _stated(chunk: ManifestChunk) -> StatedSum:
+    return StatedSum(chunk.offset, chunk.nbytes, chunk.digest)
 
 
 def _check_one_file(manifest: OwnManifest, document: Mapping[str, Any], mounts: Mounts) -> None:
@@ -122,7 +137,7 @@ def _check_one_file(manifest: OwnManifest, document: Mapping[str, Any], mounts: 
 
     Where its format states no checksums (GGUF), the digests of its chunks count as stated.
     """
-    chunks = [chunk for _, chunk in _chunks(document)]
+    chunks = [_stated(chunk) for _, chunk in chunks_of(document)]
     if manifest.file not in mounts.stated and any(chunk.sum for chunk in chunks):
         mounts.state(manifest.file, [chunk for chunk in chunks if chunk.sum])
     if manifest.spans is None or document.get(AROUND, NOT_TAKEN) == NOT_TAKEN:
