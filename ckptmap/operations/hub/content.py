@@ -21,6 +21,7 @@ from ckptmap.operations.verify import read_manifest, verify
 from ckptmap.storage.hub.entry import Entry, git_sha1
 from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.storage.safe_names import problem_in_repository
+from ckptmap.storage.sync import raised
 
 WEIGHTS = re.compile(
     r"((diffusion_pytorch_)?model|ckptmap)(-\d+-of-\d+)?\.safetensors"
@@ -156,11 +157,7 @@ def names_of(place: Path) -> tuple[dict[Path, str], list[str]]:
 
 def _below(place: Path) -> Iterator[Path]:
     """Yield what is no directory below a place. Raises OSError where one cannot be listed."""
-
-    def failed(error: OSError) -> None:
-        raise error
-
-    for folder, _, names in os.walk(place, onerror=failed):
+    for folder, _, names in os.walk(place, onerror=raised):
         yield from (Path(folder, name) for name in names)
 
 

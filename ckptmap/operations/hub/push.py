@@ -286,7 +286,10 @@ def _publish(
         return _report(page(stage), target, content, sent, started, notes, stage, merged=False)
     if target.exists:
         _refuse_rivals(Target.look(name.repo, name.revision), content, name)
-    (merge_pull if stage.pull is not None else advance_branch)(stage)
+    if stage.pull is not None:
+        merge_pull(stage)
+    else:
+        advance_branch(stage)
     published = Target.look(name.repo, name.revision)
     if not content.is_in(published.tree):
         raise RunError(
