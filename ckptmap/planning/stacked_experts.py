@@ -8,7 +8,7 @@ Programs that read experts one by one, such as vLLM, do not need this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding
@@ -17,6 +17,14 @@ from ckptmap.quantization.linear_weights import is_expert
 from ckptmap.tensors import TensorInfo
 
 _PACKED = "pack-quantized"
+
+
+@runtime_checkable
+class StacksExperts(Protocol):
+    """A scheme whose weights transformers decodes while it stacks the experts of a layer."""
+
+    def misread(self, fqn: str, encoding: Encoding, info: TensorInfo) -> str:
+        """Return how transformers misreads the weight there; "" where it does not, or it is no expert."""
 
 
 def require_experts_found(encodings: Mapping[str, Encoded], settings: object) -> None:

@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.columns import distinct, each
 from ckptmap.core.name_globs import matches_any
 from ckptmap.core.printable import advised
-from ckptmap.core.quantized_codes import (
-    FallsBack,
-    KeepsCodes,
-    OfOneFormat,
-    ScalesActivations,
-    TakesByForm,
-    TakesConv1D,
-)
+from ckptmap.core.quantized_codes import KeepsCodes, ScalesActivations
 from ckptmap.core.tensor_table import listed
 from ckptmap.core.weight_columns import WeightForm, WeightKind
 from ckptmap.errors import CkptmapError
 from ckptmap.mapping.model_config import config_beside, types_within
 from ckptmap.planning.encoding_choice import (
+    OfOneFormat,
     as_demanded,
     beside_ties,
     encoding_for,
@@ -53,6 +47,29 @@ from ckptmap.tensors import TensorInfo
 ROUND = 4096
 """A multiple of every block size. A weight that the scheme would take in a shape rounded up to it
 stays as it is because of its shape."""
+
+
+@runtime_checkable
+class TakesByForm(Protocol):
+    """A scheme whose `target` looks at shape and dtype, and at no name."""
+
+    takes_by_form: bool
+
+
+@runtime_checkable
+class TakesConv1D(Protocol):
+    """A scheme whose library quantizes `Conv1D` of GPT-2, too: the transpose of the stored weight."""
+
+    def across(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """Return the encoding of such a weight, of a model that is known to have these modules; None: it is none."""
+
+
+@runtime_checkable
+class FallsBack(Protocol):
+    """A scheme that stores a weight which its blocks cannot hold in a dtype instead."""
+
+    def fallback(self, encoding: Encoding, info: TensorInfo) -> str:
+        """Return in which dtype, and why, if this is such an encoding of a weight; "" if not."""
 
 
 @dataclass(frozen=True)

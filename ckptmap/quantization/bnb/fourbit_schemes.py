@@ -48,7 +48,7 @@ class FourBitScheme(ReadsFiles, LinearLayerScheme):
         return parts if isinstance(parts, Refusal) else encoding
 
     def across(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Return the encoding for a `Conv1D`: see `core.quantized_codes.TakesConv1D`."""
+        """Return the encoding for a `Conv1D`: see `planning.weight_encodings.TakesConv1D`."""
         encoding = self.encoding(info)
         if not is_conv1d_weight(fqn, info) or not isinstance(encoding, FourBit):
             return None

@@ -183,7 +183,7 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
         return encoding.refusal(info) or encoding
 
     def across(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Return the encoding for a `Conv1D`: see `core.quantized_codes.TakesConv1D`."""
+        """Return the encoding for a `Conv1D`: see `planning.weight_encodings.TakesConv1D`."""
         encoding = BnbInt8(extra=_FORMAT_PART, transposed=True)
         return encoding if is_conv1d_weight(fqn, info) else None
 

@@ -59,7 +59,7 @@ class GgufTarget:
         return refused if isinstance(refused, Refusal) else encoding
 
     def fallback(self, encoding: Encoding, info: TensorInfo) -> str:
-        """Return why a matrix is fp16: see `core.quantized_codes.FallsBack`."""
+        """Return why a matrix is fp16: see `planning.weight_encodings.FallsBack`."""
         half = encoding.name == "dense" and getattr(encoding, "dtype", info.dtype) == HALF
         if not half or not self._has_partial_blocks(info):
             return ""
