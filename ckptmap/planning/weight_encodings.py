@@ -15,8 +15,7 @@ from ckptmap.core.printable import advised
 from ckptmap.core.quantized_codes import KeepsCodes, ScalesActivations
 from ckptmap.core.tensor_table import listed
 from ckptmap.core.weight_columns import WeightForm, WeightKind
-from ckptmap.errors import CkptmapError
-from ckptmap.mapping.model_config import config_beside, types_within
+from ckptmap.mapping.model_config import readable_config, types_within
 from ckptmap.planning.encoding_choice import (
     OfOneFormat,
     as_demanded,
@@ -215,12 +214,8 @@ class _Choice:
 
 
 def _config(request: Request) -> Mapping[str, object] | None:
-    """Return the config.json of the model; None where there is none, or it cannot be read, which others refuse."""
     where = request.ckpt.index.sidecar_dir or request.ckpt.path
-    try:
-        return config_beside(where, request.ckpt.files.mounts, request.options.config_from)
-    except CkptmapError:
-        return None
+    return readable_config(where, request.ckpt.files.mounts, request.options.config_from)
 
 
 def _decoded(ckpt: Checkpoint, anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.errors import CkptmapError
 from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
-from ckptmap.mapping.model_config import config_beside
+from ckptmap.mapping.model_config import readable_config
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 EMBEDDINGS = frozenset(
@@ -101,10 +100,7 @@ def _config(
     if not ckpt.index.files:
         return None
     path = None if config_from is None else os.fspath(config_from)
-    try:
-        return config_beside(ckpt.index.files[0], ckpt.files.mounts, path)
-    except CkptmapError:
-        return None
+    return readable_config(ckpt.index.files[0], ckpt.files.mounts, path)
 
 
 def _has_head(config: Mapping[str, object]) -> bool:
