@@ -16,9 +16,8 @@ from ckptmap.checkpoint.translate_names import translated
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.catalog import CatalogEntry
 from ckptmap.mapping.detect import recognise
-from ckptmap.mapping.memory_names import joined_experts, memory_scheme
+from ckptmap.mapping.memory_names import joined_experts, memory_scheme, named_as_in_memory
 from ckptmap.mapping.model_config import config_beside, readable_config
-from ckptmap.mapping.renamed_in_memory import named_as_in_memory
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.mapping.rules import HUB
 from ckptmap.planning.options import Options
