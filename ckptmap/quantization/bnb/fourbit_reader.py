@@ -31,7 +31,11 @@ from ckptmap.quantization.blockwise.group_checks import (
     malformed,
     refuse_kept_modules,
 )
-from ckptmap.quantization.blockwise.read_config import quantization_config, read_each_small
+from ckptmap.quantization.blockwise.read_config import (
+    model_type,
+    quantization_config,
+    read_each_small,
+)
 from ckptmap.quantization.bnb.config_agreement import kept_modules, require_kind
 from ckptmap.quantization.bnb.fourbit import (
     ABSMAX,
@@ -46,7 +50,6 @@ from ckptmap.quantization.bnb.fourbit import (
 from ckptmap.quantization.linear_weights import CONV1D, CONV1D_MODELS
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.storage.files import Files
-from ckptmap.storage.json_file import read_object
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 MAX_STATE_NBYTES = 1 << 16
@@ -296,14 +299,5 @@ class Conv1DModels:
             return False
         directory = Path(payload.chunks[0].region.file).parent
         if directory not in self._known:
-            kind = _model_type(directory / "config.json", self._mounts)
-            self._known[directory] = kind in CONV1D_MODELS
+            self._known[directory] = model_type(payload, self._mounts) in CONV1D_MODELS
         return self._known[directory]
-
-
-def _model_type(config: Path, mounts: Mounts) -> str | None:
-    try:
-        kind = read_object(config, mounts).get("model_type")
-    except (OSError, ValueError):
-        return None
-    return kind if isinstance(kind, str) else None

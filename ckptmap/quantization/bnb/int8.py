@@ -40,7 +40,7 @@ from ckptmap.quantization.blockwise.rounding_rules import BitsandbytesInt8, Roun
 from ckptmap.quantization.blockwise.scaled_encoder import Constants
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
-from ckptmap.quantization.bnb.across_encoder import AcrossEncoder
+from ckptmap.quantization.bnb.across_encoder import AcrossEncoder, MayLieAcross
 from ckptmap.quantization.bnb.config_agreement import kept_modules, require_bits
 from ckptmap.quantization.bnb.fourbit_reader import Conv1DModels
 from ckptmap.quantization.extra_parts import Extra
@@ -63,7 +63,7 @@ _FORMAT_PART: Extra = ((FORMAT, "uint8", ()),)
 
 
 @dataclass(frozen=True)
-class BnbInt8(ScaledEncoding):
+class BnbInt8(MayLieAcross, ScaledEncoding):
     """LLM.int8, always one scale a row.
 
     extra       the part `weight_format` where there is one
@@ -83,9 +83,6 @@ class BnbInt8(ScaledEncoding):
         stem, dot, _ = key.rpartition(".")
         return f"{stem}{dot}{part}" if part else key
 
-    def stored(self, info: TensorInfo) -> TensorInfo:
-        return TensorInfo(info.shape[::-1], info.dtype) if self.transposed else info
-
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
         return info.shape[:1]
 
@@ -93,16 +90,13 @@ class BnbInt8(ScaledEncoding):
         return super().parts(self.stored(info))
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
-        return super().part_box(self.stored(info), part, self._turned(box))
-
-    def _turned(self, box: Box) -> Box:
-        return Box(box.offsets[::-1], box.sizes[::-1]) if self.transposed else box
+        return super().part_box(self.stored(info), part, self.turned_box(box))
 
     def decode(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
     ) -> None:
         """Decode any box; a transposed weight takes a second buffer of its size."""
-        turned = self._turned(box)
+        turned = self.turned_box(box)
         values = out.new_empty(turned.sizes) if self.transposed else out
         super().decode(self.stored(info), parts, turned, values)
         if self.transposed:
