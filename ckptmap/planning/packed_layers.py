@@ -95,7 +95,7 @@ def _is_within(fqn: str, start: str) -> bool:
     return any(segment.startswith(start) for segment in fqn.split(".")[:-2])
 
 
-def _left(packed: Collection[str], model_type: str, is_tower: bool = False) -> str:
+def _left(packed: Collection[str], model_type: str, is_tower: bool) -> str:
     """Return the hint that leaves these weights as they are, the tower or all of their names; "" for many names."""
     fqn = next(iter(packed))
     if is_tower:

@@ -60,9 +60,7 @@ def tied_in(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None = None)
     return Tied(embeddings[0], _head(embeddings[0], config))
 
 
-def may_be_tied(
-    ckpt: Checkpoint, fqn: str, config_from: str | os.PathLike[str] | None = None
-) -> bool:
+def may_be_tied(ckpt: Checkpoint, fqn: str, config_from: str | os.PathLike[str] | None) -> bool:
     """Return whether a head could be tied to this embedding: the base has no head, and no config.json
     that tells."""
     return stem(fqn) in EMBEDDINGS and _is_headless(ckpt) and _config(ckpt, config_from) is None
