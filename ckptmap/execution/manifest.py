@@ -20,7 +20,7 @@ from functools import cached_property
 from io import BytesIO
 from itertools import accumulate, chain, islice
 from operator import sub
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ckptmap.core.columns import Columns, each
 from ckptmap.core.gc_pause import paused_gc
@@ -34,6 +34,7 @@ from ckptmap.storage.manifest_file import (
     SCHEMA,
     SELF,
     SELF_END_NBYTES,
+    ChunkRow,
     self_end,
 )
 from ckptmap.storage.own_files import MANIFEST
@@ -155,18 +156,6 @@ def _files(
         if name in sha256:
             entry["sha256"] = sha256[name]
     return files
-
-
-class ChunkRow(NamedTuple):
-    """One chunk of a stored tensor, as the manifest lists it: `nbytes` bytes from byte `offset` of
-    `file` on hold the box at `offsets` of `sizes` elements; `digest` is the xxh3 of these bytes."""
-
-    file: str
-    offset: int
-    nbytes: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    digest: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)

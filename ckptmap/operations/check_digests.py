@@ -22,7 +22,7 @@ from ckptmap.protocols.progress import HASHING
 from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
-from ckptmap.storage.manifest_file import AROUND, NOT_TAKEN, SELF, ManifestChunk, chunks_of
+from ckptmap.storage.manifest_file import AROUND, NOT_TAKEN, SELF, ChunkRow, chunks_of
 
 READ_NBYTES = 4 << 20
 DIGESTS = "digests"
@@ -79,7 +79,7 @@ def _chunk_problems(
 ) -> Iterator[str]:
     base = Path(ckpt.path)
 
-    def check(item: tuple[str, ManifestChunk]) -> str | None:
+    def check(item: tuple[str, ChunkRow]) -> str | None:
         key, chunk = item
         file = str(base / chunk.file) if base.is_dir() else ckpt.path
         digest = _digest(files, file, chunk.offset, chunk.nbytes)

@@ -31,22 +31,23 @@ SELF_END_NBYTES = len(_SELF_END % ("-" * 16))
 """The last bytes of every manifest: the digest of the bytes before them."""
 
 
-class ManifestChunk(NamedTuple):
-    """A box of a stored tensor in elements, where it lies in a file in bytes, and its digest ("": none was taken)."""
+class ChunkRow(NamedTuple):
+    """One chunk of a stored tensor, as the manifest lists it: `nbytes` bytes from byte `offset` of
+    `file` on hold the box at `offsets` of `sizes` elements; `digest` is the xxh3 of these bytes, or ""."""
 
     file: str
     offset: int
     nbytes: int
-    box_offsets: Sequence[int]
-    box_sizes: Sequence[int]
+    offsets: Sequence[int]
+    sizes: Sequence[int]
     digest: str
 
 
-def chunks_of(document: Mapping[str, Any]) -> Iterator[tuple[str, ManifestChunk]]:
+def chunks_of(document: Mapping[str, Any]) -> Iterator[tuple[str, ChunkRow]]:
     """Yield every chunk that a manifest lists, with the key of its tensor."""
     for key, entry in document["tensors"].items():
         for chunk in entry["chunks"]:
-            yield key, ManifestChunk(*chunk)
+            yield key, ChunkRow(*chunk)
 
 
 def parse(data: bytes, where: str) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
             mounts.state(file, [chunk for chunk in chunks if chunk.sum])
 
 
-def _stated(chunk: ManifestChunk) -> StatedSum:
+def _stated(chunk: ChunkRow) -> StatedSum:
     return StatedSum(chunk.offset, chunk.nbytes, chunk.digest)
 
 
