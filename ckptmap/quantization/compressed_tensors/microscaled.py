@@ -134,7 +134,7 @@ class _Microscaled(CompressedTarget, ABC):
             return made(block, scale_dtype or "uint8", extra=extra)
         return made(scale_dtype, extra=extra) if scale_dtype else made(extra=extra)
 
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+    def encoding(self, info: TensorInfo) -> _Encoding | Refusal:
         if len(info.shape) != 2:
             return Refusal(f"quantizes matrices by rows, found shape {list(info.shape)}")
         encoding = self.fresh(info)
@@ -145,7 +145,7 @@ class _Microscaled(CompressedTarget, ABC):
     def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
         """Return the encoding for codes in the same blocks along rows, with scales of the same kind."""
         encoding = self.encoding(info)
-        return None if isinstance(encoding, Refusal) else encoding.keeping(info, grid)  # type: ignore[attr-defined]
+        return None if isinstance(encoding, Refusal) else encoding.keeping(info, grid)
 
     def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""

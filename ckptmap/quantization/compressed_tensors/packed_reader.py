@@ -13,7 +13,7 @@ from ckptmap.core.columns import distinct_at, each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
-from ckptmap.protocols import Group, Refusal
+from ckptmap.protocols import Group
 from ckptmap.protocols.encodings import Record, Records
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise import block_geometry
@@ -22,6 +22,7 @@ from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
     contradiction,
+    expected_parts,
     file_of,
     malformed,
     refuse_kept_modules,
@@ -195,9 +196,7 @@ def _shapes(fqns: Sequence[str], parts: StoredParts, files: Files) -> dict[str, 
 def _group(
     fqn: str, info: TensorInfo, encoding: Packed, stored: Mapping[str, StoredTensor]
 ) -> Found:
-    expected = encoding.parts(info)
-    if isinstance(expected, Refusal):
-        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
+    expected = expected_parts(fqn, encoding, info)
     shape = encoding.scale_shape(info)
     tensors = {part: stored.get(encoding.part_key(fqn, part)) for part in expected}
     for part in ("scale", "zero_point") if shape == (1,) else ():

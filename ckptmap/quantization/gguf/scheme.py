@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.weight_columns import Found, Groups
-from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols import Encoding, Group
 from ckptmap.protocols.encodings import Record, Records
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
+    expected_parts,
     malformed,
     read_sizes,
 )
@@ -48,8 +49,6 @@ def _group(fqn: str, record: Record, stored: Mapping[str, StoredTensor]) -> Foun
         )
     info = TensorInfo(read_sizes(fqn, record.get("shape"), "gguf record: shape"), VALUES)
     encoding = GgufBlocks(kind)
-    expected = encoding.parts(info)
-    if isinstance(expected, Refusal):
-        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
+    expected = expected_parts(fqn, encoding, info)
     parts = check_parts(fqn, encoding.name, expected, {"": stored.get(fqn)})
     return Group(fqn, info, encoding, parts), (fqn,)

@@ -16,7 +16,12 @@ from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.formats.safetensors.torchao_metadata import part_key
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.protocols.encodings import Record, Records
-from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
+from ckptmap.quantization.blockwise.group_checks import (
+    DAMAGED,
+    check_parts,
+    expected_parts,
+    malformed,
+)
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert
 from ckptmap.quantization.torchao import config_json
 from ckptmap.quantization.torchao.microscaled_encodings import (
@@ -86,9 +91,7 @@ class _Scheme(LinearLayerScheme):
         plain = replace(encoding, data="")
         if not encoding.swizzled and fresh_data(plain, info) == parts.data:
             encoding = plain  # as ckptmap writes it
-        expected = encoding.parts(info)
-        if isinstance(expected, Refusal):
-            raise malformed(parts.fqn, f"{self.name}: {expected.reason}", DAMAGED)
+        expected = expected_parts(parts.fqn, encoding, info)
         held = {part: parts.parts.get(NAMES.get(part, part)) for part in expected}
         if len(parts.parts) != len(expected):
             names = [NAMES.get(part, part) for part in expected]
@@ -121,7 +124,7 @@ class _Scheme(LinearLayerScheme):
     def _block(self, info: TensorInfo) -> tuple[int, ...]:
         return (*(1 for _ in info.shape[1:]), self.block)
 
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+    def encoding(self, info: TensorInfo) -> Microscaled | Refusal:
         if len(info.shape) != 2 or info.dtype not in ("bfloat16", "float32"):
             return Refusal(f"quantizes matrices in bfloat16 and float32, found {info}")
         if info.shape[1] % self.block or not info.numel:
@@ -134,7 +137,7 @@ class _Scheme(LinearLayerScheme):
         encoding = self.encoding(info)
         if isinstance(encoding, Refusal):
             return None
-        return encoding.keeping(info, grid)  # type: ignore[attr-defined, no-any-return]
+        return encoding.keeping(info, grid)
 
     def takes(self, fqn: str) -> bool:
         """Return whether torchao can load the tensor: see `is_expert`."""
@@ -173,7 +176,7 @@ class AoMxE5m2Scheme(_Scheme):
     suffix = ""
     made = AoMxE5m2
 
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+    def encoding(self, info: TensorInfo) -> Microscaled | Refusal:
         return Refusal("it is read only; choose -torchao-mxfp8, which is more exact")
 
     def example(self, info: TensorInfo) -> Encoding:

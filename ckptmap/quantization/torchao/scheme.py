@@ -26,6 +26,7 @@ from ckptmap.protocols.encodings import Record, Records
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
+    expected_parts,
     malformed,
     refuse_unstated,
 )
@@ -228,9 +229,7 @@ class TorchaoScheme(LinearLayerScheme):
     def _checked(
         self, fqn: str, encoding: TorchaoEncoding, info: TensorInfo, tensors: Mapping[str, object]
     ) -> dict[str, StoredTensor]:
-        expected = encoding.parts(info)
-        if isinstance(expected, Refusal):
-            raise malformed(fqn, f"{self.name}: {expected.reason}", DAMAGED)
+        expected = expected_parts(fqn, encoding, info)
         if encoding.scale_dtype not in FLOATING:
             raise malformed(
                 fqn, f"scales of dtype {encoding.scale_dtype}, expected floating values", DAMAGED
