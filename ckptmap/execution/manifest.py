@@ -20,7 +20,7 @@ from functools import cached_property
 from io import BytesIO
 from itertools import accumulate, chain, islice
 from operator import sub
-from typing import Protocol
+from typing import Protocol, cast
 
 from ckptmap.core.columns import Columns, each
 from ckptmap.core.gc_pause import paused_gc
@@ -37,6 +37,7 @@ from ckptmap.storage.manifest_file import (
     ChunkRow,
     self_end,
 )
+from ckptmap.storage.manifest_schema import Document, LogicalEntry, TensorEntry
 from ckptmap.storage.own_files import MANIFEST
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
@@ -61,7 +62,7 @@ def build(
     done: Digests,
     sha256: Mapping[str, str] | None = None,
     around: Mapping[str, str] | None = None,
-) -> dict[str, object]:
+) -> Document:
     """Return the manifest of a plan that was carried out.
 
     `sha256` and `around` are digests by file: of all bytes, and of those that belong to no tensor.
@@ -70,7 +71,7 @@ def build(
     It names no absolute path of this machine, but it does name a source on the Hub. Entries of
     tensors are made when they are asked for; their offsets and sizes are the plan's own tuples,
     where `parse` returns lists."""
-    return {
+    document = {
         "schema": SCHEMA,
         "ckptmap": __version__,
         "plan": plan.digest,
@@ -91,6 +92,7 @@ def build(
         "tied": dict(plan.tied),
         **({AROUND: NOT_TAKEN} if plan.one_file else {}),
     }  # fmt: skip
+    return cast(Document, document)
 
 
 def emit(document: Mapping[str, object]) -> bytes:
@@ -190,7 +192,7 @@ class ManifestChunks(Columns[ChunkRow]):
         return map('[%s,%d,%d,%s,"%s"]'.__mod__, columns)
 
 
-class ManifestTensors(Mapping[str, dict[str, object]]):
+class ManifestTensors(Mapping[str, TensorEntry]):
     """Stored key -> the tensor's FQN and its chunks.
 
     An entry is made when it is asked for: 100,000 entries as dicts would take 100 MB.
@@ -229,7 +231,7 @@ class ManifestTensors(Mapping[str, dict[str, object]]):
         ):
             yield f'{key}:{{"fqn":{fqn},"chunks":[{",".join(islice(chunks, count))}]}}'
 
-    def __getitem__(self, key: str) -> dict[str, object]:
+    def __getitem__(self, key: str) -> TensorEntry:
         number = self._numbers[key]
         first, stop = self._starts[number : number + 2]
         return {"fqn": self._fqns[number], "chunks": list(self.chunks[first:stop])}
@@ -241,7 +243,7 @@ class ManifestTensors(Mapping[str, dict[str, object]]):
         return len(self._keys)
 
 
-class Logical(Mapping[str, dict[str, object]]):
+class Logical(Mapping[str, LogicalEntry]):
     """Role and FQN, as `logical_key` writes them -> how the tensor came to be."""
 
     def __init__(self, steps: Steps) -> None:
@@ -256,7 +258,7 @@ class Logical(Mapping[str, dict[str, object]]):
         kinds = each(self._kinds.values(), lambda kind: _json(_entry(kind)))
         return map("%s:%s".__mod__, zip(map(_quoted, self._kinds), kinds, strict=True))
 
-    def __getitem__(self, key: str) -> dict[str, object]:
+    def __getitem__(self, key: str) -> LogicalEntry:
         return _entry(self._kinds[key])
 
     def __iter__(self) -> Iterator[str]:
@@ -266,7 +268,7 @@ class Logical(Mapping[str, dict[str, object]]):
         return len(self._kinds)
 
 
-def _entry(kind: Conversion) -> dict[str, object]:
+def _entry(kind: Conversion) -> LogicalEntry:
     return {
         "shape": kind.shape,
         "source": kind.source,

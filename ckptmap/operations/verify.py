@@ -8,7 +8,6 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ckptmap.checkpoint.cast_tensor import cast_to
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -45,6 +44,7 @@ from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.manifest_file import chunks_of, parse
+from ckptmap.storage.manifest_schema import Document, LogicalEntry, MergedEntry
 from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.storage.resource_limits import SHORT, named_if_unreadable
 from ckptmap.tensors import FLOATING
@@ -171,7 +171,7 @@ def _does_not_belong(name: str) -> str:
 def _compared(
     ckpt: Checkpoint,
     source: Checkpoint,
-    document: Mapping[str, Any],
+    document: Document,
     adapter: str | os.PathLike[str] | None,
     base: str | os.PathLike[str] | None,
     phases: Phases,
@@ -182,7 +182,7 @@ def _compared(
         if base is not None:
             source, _, _ = restored(source, base)
         if adapter is not None:
-            merged = document.get("merged", {})
+            merged = document.get("merged") or MergedEntry()
             source = merge_adapter(
                 source, adapter, document["setup"], leave=merged.get("leave", ()),
                 untied=merged.get("untied"),
@@ -206,7 +206,7 @@ def _damage(source: Checkpoint) -> Iterator[str]:
         yield str(error.naming(tensors))
 
 
-def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
+def read_manifest(ckpt: Checkpoint) -> Document:
     """Return the manifest of an output. Raises AnswerNo CKM403 where there is none."""
     data = None if ckpt.index.manifest is None else ckpt.index.manifest()
     file = Path(ckpt.path) / manifests.NAME
@@ -225,7 +225,7 @@ def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
 
 
 def _compare_with_source(
-    ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any], phases: Phases
+    ckpt: Checkpoint, source: Checkpoint, document: Document, phases: Phases
 ) -> tuple[list[str], dict[str, float]]:
     """Return the problems of the values, and the error of every lossy tensor by FQN."""
     problems: list[str] = []
@@ -260,7 +260,7 @@ def _compare_with_source(
     return problems, errors
 
 
-def _as_encoded(source: LazyTensor, entry: Mapping[str, str]) -> LazyTensor:
+def _as_encoded(source: LazyTensor, entry: LogicalEntry) -> LazyTensor:
     """Return the values that were encoded: cast first where the encoding states another dtype."""
     dtype = entry["target"].partition("(")[2].removesuffix(")")
     if entry["fidelity"] not in ("quantize", "requantize") or dtype not in FLOATING:
@@ -276,15 +276,12 @@ def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str
         yield from differing(mine, theirs, depth)
 
 
-def _source_named_like(
-    ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]
-) -> Checkpoint:
+def _source_named_like(ckpt: Checkpoint, source: Checkpoint, document: Document) -> Checkpoint:
     """Return the source with the names of the output, and its indices as the output's groups."""
     if source.optimizer_by_index:
         source = _source_ordered_like(ckpt, source)
-    if document.get("names") is None:
-        return source
-    return translated_like_output(source, document["names"], _weights(document))
+    names = document.get("names")
+    return source if names is None else translated_like_output(source, names, _weights(document))
 
 
 def _in_bnbs_names(ckpt: Checkpoint) -> Checkpoint:
@@ -296,7 +293,7 @@ def _in_bnbs_names(ckpt: Checkpoint) -> Checkpoint:
         return ckpt
 
 
-def _weights(document: Mapping[str, Any]) -> list[str]:
+def _weights(document: Document) -> list[str]:
     """Return the FQNs of the weights of an output."""
     return [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
 

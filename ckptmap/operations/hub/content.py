@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.printable import quote
@@ -19,6 +18,7 @@ from ckptmap.errors import AnswerNo, DestinationError, RunError
 from ckptmap.operations.check_digests import sha256_of
 from ckptmap.operations.verify import read_manifest, verify
 from ckptmap.storage.hub.entry import Entry, git_sha1
+from ckptmap.storage.manifest_schema import Document
 from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.storage.safe_names import problem_in_repository
 from ckptmap.storage.sync import raised
@@ -176,11 +176,11 @@ def _check(ckpt: Checkpoint) -> None:
 def _known_sha256(ckpt: Checkpoint) -> Mapping[str, str]:
     """Return the SHA-256 of files that the manifest states."""
     manifest = manifest_of(ckpt)
-    files: Mapping[str, Any] = {} if manifest is None else manifest["files"]
+    files = {} if manifest is None else manifest["files"]
     return {name: about["sha256"] for name, about in files.items() if "sha256" in about}
 
 
-def manifest_of(ckpt: Checkpoint) -> dict[str, Any] | None:
+def manifest_of(ckpt: Checkpoint) -> Document | None:
     """Return the manifest; None where ckptmap did not write the checkpoint."""
     try:
         return read_manifest(ckpt)
