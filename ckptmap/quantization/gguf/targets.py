@@ -29,8 +29,12 @@ class GgufTarget:
 
     name: str
     suffix: str
-    kind: str
     live = "gguf"
+
+    @property
+    def kind(self) -> str:
+        """The name of the type: "Q8_0" of gguf-q8_0."""
+        return self.name.removeprefix("gguf-").upper()
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Records
@@ -78,29 +82,23 @@ def _halved(info: TensorInfo) -> Encoding:
 
 class GgufQ8_0(GgufTarget):
     name = suffix = "gguf-q8_0"
-    kind = "Q8_0"
 
 
 class GgufQ5_1(GgufTarget):
     name = suffix = "gguf-q5_1"
-    kind = "Q5_1"
 
 
 class GgufQ5_0(GgufTarget):
     name = suffix = "gguf-q5_0"
-    kind = "Q5_0"
 
 
 class GgufQ4_1(GgufTarget):
     name = suffix = "gguf-q4_1"
-    kind = "Q4_1"
 
 
 class GgufQ4_0(GgufTarget):
     name = suffix = "gguf-q4_0"
-    kind = "Q4_0"
 
 
 class GgufMxfp4(GgufTarget):
     name = suffix = "gguf-mxfp4"
-    kind = "MXFP4"

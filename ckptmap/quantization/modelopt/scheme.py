@@ -229,7 +229,12 @@ class ModeloptNvfp4(_Scheme):
 
 
 class _NamedAlike(_Scheme):
-    """The base of forms whose names other libraries use, too: a config must state ModelOpt."""
+    """The base of forms whose names other libraries use, too: a config must state ModelOpt.
+
+    made  the class of its encodings
+    """
+
+    made: ClassVar[type[ModeloptE4m3 | ModeloptI8 | ModeloptI4]]
 
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         parts = StoredParts.of(stored)
@@ -250,11 +255,16 @@ class _NamedAlike(_Scheme):
         producer = config.get("producer")
         return isinstance(producer, Mapping) and producer.get("name") == METHOD
 
+    def _of_record(self, read: ScaledRecord) -> Encodings:
+        single = read.sizes("scale_stored")
+        return self.made(read.block, read.scale_dtype, extra=read.extra(), scale_stored=single)
+
 
 class ModeloptFp8(_NamedAlike):
     """Float8 with one scale, one a row, or one a tile."""
 
     name = "modelopt-fp8"
+    made = ModeloptE4m3
     codes = ""
     form = "FP8"
     algos = ("FP8",)
@@ -272,10 +282,6 @@ class ModeloptFp8(_NamedAlike):
         block = _block(codes, scale) if scale.numel > 1 else None
         single = scale.shape if block is None else ()
         return ModeloptE4m3(block or codes.shape, "float32", extra=extra, scale_stored=single)
-
-    def _of_record(self, read: ScaledRecord) -> Encodings:
-        shape = read.sizes("scale_stored")
-        return ModeloptE4m3(read.block, read.scale_dtype, extra=read.extra(), scale_stored=shape)
 
 
 def _block(codes: TensorInfo, scale: TensorInfo) -> tuple[int, int] | None:
@@ -296,6 +302,7 @@ class ModeloptInt8(_NamedAlike):
     """Int8 with one scale a row, or one."""
 
     name = "modelopt-int8"
+    made = ModeloptI8
     codes = ""
     form = "INT8"
     algos = ("W8A", "INT8")
@@ -313,15 +320,12 @@ class ModeloptInt8(_NamedAlike):
             return ModeloptI8(codes.shape, extra=extra, scale_stored=scale.shape)
         return ModeloptI8((1, codes.shape[1]), extra=extra)
 
-    def _of_record(self, read: ScaledRecord) -> Encodings:
-        single = read.sizes("scale_stored")
-        return ModeloptI8(read.block, read.scale_dtype, extra=read.extra(), scale_stored=single)
-
 
 class ModeloptInt4(_NamedAlike):
     """Two rows of codes in a row of bytes, and a scale for each group of columns."""
 
     name = "modelopt-int4"
+    made = ModeloptI4
     codes = "packed"
     form = "INT4"
     algos = ("W4A16", "W4A8_AWQ", "INT4")
@@ -342,9 +346,6 @@ class ModeloptInt4(_NamedAlike):
     def _encoding(self, fqn: str, parts: _Parts, extra: Extra) -> Encodings:
         codes, scale = _codes_and_scale(fqn, parts)
         return ModeloptI4((1, codes.shape[1] // scale.shape[1]), extra=extra)
-
-    def _of_record(self, read: ScaledRecord) -> Encodings:
-        return ModeloptI4(read.block, read.scale_dtype, extra=read.extra())
 
 
 def _own_config(codes: StoredTensor, mounts: Mounts) -> Mapping[str, object]:
