@@ -21,6 +21,7 @@ from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.core.weight_columns import Groups, LoneWeight, WeightForm
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
+from ckptmap.protocols.encodings import Records
 from ckptmap.protocols.file_systems import Mounts, through
 from ckptmap.protocols.offers import offers
 from ckptmap.quantization.activation_statements import activation_notes
@@ -51,7 +52,7 @@ class RefusedLeaf:
 
 def group_parts(
     leaves: Mapping[Path, Leaf],
-    records: Mapping[str, Mapping[str, object]],
+    records: Records,
     root: Path,
     where: str,
     refused: list[RefusedLeaf],
@@ -128,9 +129,7 @@ def _among_leaves(
     return places
 
 
-def records_below(
-    records: Mapping[str, Mapping[str, object]], root: Path
-) -> dict[str, Mapping[str, object]]:
+def records_below(records: Records, root: Path) -> dict[str, Mapping[str, object]]:
     """Return the records of the tensors below `root`, by FQN counted from there."""
     if not root:
         return dict(records)
@@ -140,7 +139,7 @@ def records_below(
 
 def without_stray_parts(
     groups: LogicalTensors,
-    records: Mapping[str, Mapping[str, object]],
+    records: Records,
     refused: list[RefusedLeaf],
     mounts: Mounts,
 ) -> tuple[LogicalTensors, list[str]]:

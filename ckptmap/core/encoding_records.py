@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import TypeAlias
 
 from ckptmap.core.columns import firsts
-
-Record: TypeAlias = Mapping[str, object]
+from ckptmap.protocols.encodings import Record, Records
 
 
 class EncodingRecords(dict[str, Record]):
@@ -34,12 +32,12 @@ class EncodingRecords(dict[str, Record]):
         return dict(found)
 
 
-def different(records: Mapping[str, Record]) -> Sequence[tuple[str, Record]]:
+def different(records: Records) -> Sequence[tuple[str, Record]]:
     """Return the different objects among records, each with the first FQN that has it."""
     return records.firsts if isinstance(records, EncodingRecords) else firsts(records)
 
 
-def records_of(records: Mapping[str, Record], schemes: Collection[str]) -> dict[str, Record]:
+def records_of(records: Records, schemes: Collection[str]) -> dict[str, Record]:
     """Return the records of these schemes, in their order."""
     by_scheme = records.by_scheme if isinstance(records, EncodingRecords) else None
     if by_scheme is not None:

@@ -4,6 +4,9 @@ An encoding that is `Coded` describes the meaning of its codes (a `CodeGrid`) an
 scales. An encoding that `Recodes` accepts the codes of a grid that it shares. Planning compares
 both without data: if they fit, the plan's fidelity is `codes` (or `exact`), else the tensor is
 decoded and encoded anew (`requantize`).
+
+What else an encoding may say of being written anew is here, too, as far as more than one room asks
+for it: `EncodesSome`, `WritesAfresh`, `Repairs`. Other abilities stand beside the code that asks.
 """
 
 from __future__ import annotations
@@ -168,68 +171,6 @@ class WritesAfresh(Protocol):
 
 
 @runtime_checkable
-class ReadBySome(Protocol):
-    """An encoding with forms that its own library, or transformers, no longer loads."""
-
-    def unread(self) -> str:
-        """Return why this form is not loaded, and by whom it is; "" where it is loaded."""
-
-
-@runtime_checkable
-class RoundedOnLoading(Protocol):
-    """An encoding whose scales transformers casts to the dtype of the model while it loads them."""
-
-    def rounded(self, info: TensorInfo) -> str:
-        """Return how it rounds the scales of a weight; "" where their dtype is that of the weight."""
-
-
-@runtime_checkable
-class OfOneFormat(Protocol):
-    """An encoding of one file format, `only_in`, whose codes no library reads from other files."""
-
-    only_in: str
-
-
-@runtime_checkable
-class TakesConv1D(Protocol):
-    """A scheme whose library quantizes `Conv1D` of GPT-2, too: the transpose of the stored weight."""
-
-    def across(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Return the encoding of such a weight, of a model that is known to have these modules; None: it is none."""
-
-
-@runtime_checkable
-class TakesModules(Protocol):
-    """A scheme of a library that quantizes, and loads, only some kinds of modules."""
-
-    def takes(self, fqn: str) -> bool:
-        """Return whether the weight with this name may be one of such a module."""
-
-
-@runtime_checkable
-class FallsBack(Protocol):
-    """A scheme that stores a weight which its blocks cannot hold in a dtype instead."""
-
-    def fallback(self, encoding: Encoding, info: TensorInfo) -> str:
-        """Return in which dtype, and why, if this is such an encoding of a weight; "" if not."""
-
-
-@runtime_checkable
-class StacksExperts(Protocol):
-    """A scheme whose weights transformers decodes while it stacks the experts of a layer."""
-
-    def misread(self, fqn: str, encoding: Encoding, info: TensorInfo) -> str:
-        """Return how transformers misreads the weight there; "" where it does not, or it is no expert."""
-
-
-@runtime_checkable
-class TakesByForm(Protocol):
-    """A scheme whose `target` looks at shape and dtype, and at no name."""
-
-    takes_by_form: bool
-
-
-@runtime_checkable
 class Repairs(Protocol):
     """An encoding whose stored form may be malformed in a way that can be repaired."""
 
@@ -239,14 +180,6 @@ class Repairs(Protocol):
     @property
     def remark(self) -> str:
         """The remark for the user on the stored form; "" if there is none."""
-
-
-@runtime_checkable
-class ScalesExactly(Protocol):
-    """A scheme with a form whose scales are stored without loss, at the cost of some bits."""
-
-    def exactly(self, encoding: Encoding, info: TensorInfo) -> Encoding:
-        """Return that form of an encoding, which `target` or `encoding` of this scheme returned."""
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from functools import cached_property
 from io import BytesIO
 from itertools import accumulate, chain, islice
 from operator import sub
-from typing import NamedTuple, Protocol
+from typing import Protocol, cast
 
 from ckptmap.core.columns import Columns, each
 from ckptmap.core.gc_pause import paused_gc
@@ -34,8 +34,10 @@ from ckptmap.storage.manifest_file import (
     SCHEMA,
     SELF,
     SELF_END_NBYTES,
+    ChunkRow,
     self_end,
 )
+from ckptmap.storage.manifest_schema import Document, LogicalEntry, TensorEntry
 from ckptmap.storage.own_files import MANIFEST
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
@@ -60,7 +62,7 @@ def build(
     done: Digests,
     sha256: Mapping[str, str] | None = None,
     around: Mapping[str, str] | None = None,
-) -> dict[str, object]:
+) -> Document:
     """Return the manifest of a plan that was carried out.
 
     `sha256` and `around` are digests by file: of all bytes, and of those that belong to no tensor.
@@ -69,7 +71,7 @@ def build(
     It names no absolute path of this machine, but it does name a source on the Hub. Entries of
     tensors are made when they are asked for; their offsets and sizes are the plan's own tuples,
     where `parse` returns lists."""
-    return {
+    document = {
         "schema": SCHEMA,
         "ckptmap": __version__,
         "plan": plan.digest,
@@ -90,6 +92,7 @@ def build(
         "tied": dict(plan.tied),
         **({AROUND: NOT_TAKEN} if plan.one_file else {}),
     }  # fmt: skip
+    return cast(Document, document)
 
 
 def emit(document: Mapping[str, object]) -> bytes:
@@ -157,18 +160,6 @@ def _files(
     return files
 
 
-class ChunkRow(NamedTuple):
-    """One chunk of a stored tensor, as the manifest lists it: `nbytes` bytes from byte `offset` of
-    `file` on hold the box at `offsets` of `sizes` elements; `digest` is the xxh3 of these bytes."""
-
-    file: str
-    offset: int
-    nbytes: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    digest: str
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ManifestChunks(Columns[ChunkRow]):
     """The chunks of a manifest as columns."""
@@ -201,7 +192,7 @@ class ManifestChunks(Columns[ChunkRow]):
         return map('[%s,%d,%d,%s,"%s"]'.__mod__, columns)
 
 
-class ManifestTensors(Mapping[str, dict[str, object]]):
+class ManifestTensors(Mapping[str, TensorEntry]):
     """Stored key -> the tensor's FQN and its chunks.
 
     An entry is made when it is asked for: 100,000 entries as dicts would take 100 MB.
@@ -240,7 +231,7 @@ class ManifestTensors(Mapping[str, dict[str, object]]):
         ):
             yield f'{key}:{{"fqn":{fqn},"chunks":[{",".join(islice(chunks, count))}]}}'
 
-    def __getitem__(self, key: str) -> dict[str, object]:
+    def __getitem__(self, key: str) -> TensorEntry:
         number = self._numbers[key]
         first, stop = self._starts[number : number + 2]
         return {"fqn": self._fqns[number], "chunks": list(self.chunks[first:stop])}
@@ -252,7 +243,7 @@ class ManifestTensors(Mapping[str, dict[str, object]]):
         return len(self._keys)
 
 
-class Logical(Mapping[str, dict[str, object]]):
+class Logical(Mapping[str, LogicalEntry]):
     """Role and FQN, as `logical_key` writes them -> how the tensor came to be."""
 
     def __init__(self, steps: Steps) -> None:
@@ -267,7 +258,7 @@ class Logical(Mapping[str, dict[str, object]]):
         kinds = each(self._kinds.values(), lambda kind: _json(_entry(kind)))
         return map("%s:%s".__mod__, zip(map(_quoted, self._kinds), kinds, strict=True))
 
-    def __getitem__(self, key: str) -> dict[str, object]:
+    def __getitem__(self, key: str) -> LogicalEntry:
         return _entry(self._kinds[key])
 
     def __iter__(self) -> Iterator[str]:
@@ -277,7 +268,7 @@ class Logical(Mapping[str, dict[str, object]]):
         return len(self._kinds)
 
 
-def _entry(kind: Conversion) -> dict[str, object]:
+def _entry(kind: Conversion) -> LogicalEntry:
     return {
         "shape": kind.shape,
         "source": kind.source,

@@ -39,7 +39,6 @@ class DerivedEncoding:
 
     name: str
     dense: Encoding
-    remark: str = ""
 
     def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
         return {"": info}

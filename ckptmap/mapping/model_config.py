@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-from ckptmap.errors import PlanError
+from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.formats.gguf.splits import holds_gguf
 from ckptmap.formats.safetensors.file import LFS_MAGIC
 from ckptmap.protocols.file_systems import Mounts
@@ -76,6 +76,19 @@ def config_beside(path: str, mounts: Mounts, asked: str | None = None) -> dict[s
     if params is not None:
         return params.config
     return _of_gguf(place, mounts)
+
+
+def readable_config(
+    path: str, mounts: Mounts, asked: str | None = None
+) -> dict[str, object] | None:
+    """Return as `config_beside`, and None for one that cannot be read: for callers that nobody has asked to read it.
+
+    Who needs it refuses it, and says why.
+    """
+    try:
+        return config_beside(path, mounts, asked)
+    except CkptmapError:
+        return None
 
 
 def _completed(config: dict[str, object], place: Path, mounts: Mounts) -> dict[str, object]:

@@ -8,21 +8,21 @@ is compared when it is parsed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.execution.phases import Phases
-from ckptmap.operations.check_structure import chunks_of, nbytes_of
+from ckptmap.operations.check_structure import nbytes_of
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.protocols.progress import HASHING
 from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
-from ckptmap.storage.manifest_file import AROUND, NOT_TAKEN, SELF
+from ckptmap.storage.manifest_file import AROUND, NOT_TAKEN, SELF, ChunkRow, chunks_of
+from ckptmap.storage.manifest_schema import Document
 
 READ_NBYTES = 4 << 20
 DIGESTS = "digests"
@@ -35,7 +35,7 @@ NO_SPANS = (
 
 
 def check_digests(
-    ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None, phases: Phases
+    ckpt: Checkpoint, document: Document, threads: int | None, phases: Phases
 ) -> tuple[list[str], list[str]]:
     """Return the checks that the manifest allows, and the problems: bytes of another digest."""
     with closing(Files(mounts=ckpt.files.mounts)) as files:  # compares no checksum of the source
@@ -45,11 +45,11 @@ def check_digests(
 def _check_with(
     files: Files,
     ckpt: Checkpoint,
-    document: Mapping[str, Any],
+    document: Document,
     threads: int | None,
     phases: Phases,
 ) -> tuple[list[str], list[str]]:
-    has_digests = all(chunk[5] for _, chunk in chunks_of(document))
+    has_digests = all(chunk.digest for _, chunk in chunks_of(document))
     has_around = _around(document) is not None
     phases.begin(HASHING, _hashed_nbytes(document) if has_digests else 0)
     problems = list(_chunk_problems(files, ckpt, document, threads, phases)) if has_digests else []
@@ -62,53 +62,54 @@ def _check_with(
     return [DIGESTS if has_digests else NO_DIGESTS, around], problems
 
 
-def _hashed_nbytes(document: Mapping[str, Any]) -> int:
+def _hashed_nbytes(document: Document) -> int:
     """Return the bytes that are hashed: of chunks, of carried files, of files with a sha256."""
     whole = [entry["nbytes"] for entry in document["carried"].values()]
     whole += [entry["nbytes"] for entry in document["files"].values() if "sha256" in entry]
-    nbytes: int = sum([chunk[2] for _, chunk in chunks_of(document)], sum(whole))
+    nbytes: int = sum([chunk.nbytes for _, chunk in chunks_of(document)], sum(whole))
     return nbytes
 
 
 def _chunk_problems(
     files: Files,
     ckpt: Checkpoint,
-    document: Mapping[str, Any],
+    document: Document,
     threads: int | None,
     phases: Phases,
 ) -> Iterator[str]:
     base = Path(ckpt.path)
 
-    def check(item: tuple[str, Sequence[Any]]) -> str | None:
-        key, (name, offset, nbytes, _, _, expected) = item
-        file = str(base / name) if base.is_dir() else ckpt.path
-        digest = _digest(files, file, offset, nbytes)
-        phases.advance(nbytes, key)
-        if digest == expected:
+    def check(item: tuple[str, ChunkRow]) -> str | None:
+        key, chunk = item
+        file = str(base / chunk.file) if base.is_dir() else ckpt.path
+        digest = _digest(files, file, chunk.offset, chunk.nbytes)
+        phases.advance(chunk.nbytes, key)
+        if digest == chunk.digest:
             return None
-        return f"{key}: xxh3 {digest} at byte {offset} of {name}, expected {expected}"
+        return (
+            f"{key}: xxh3 {digest} at byte {chunk.offset} of {chunk.file}, expected {chunk.digest}"
+        )
 
-    ordered = sorted(chunks_of(document), key=lambda item: (item[1][0], item[1][1]))
+    ordered = sorted(chunks_of(document), key=lambda item: item[1][:2])  # by file and offset
     with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
         yield from (problem for problem in pool.map(check, ordered, chunksize=64) if problem)
 
 
-def _around(document: Mapping[str, Any]) -> dict[str, str] | None:
+def _around(document: Document) -> dict[str, str] | None:
     """Return the digest of the bytes around tensors by file, "" for a one-file output; None where
     the manifest has none."""
-    files = {name: entry.get(AROUND) for name, entry in document["files"].items()}
-    stated = files or {"": document.get(AROUND)}
-    if any(digest in (None, NOT_TAKEN) for digest in stated.values()):
-        return None
-    return stated
+    files = {name: entry.get(AROUND, NOT_TAKEN) for name, entry in document["files"].items()}
+    stated = files or {"": document.get(AROUND) or NOT_TAKEN}
+    return None if NOT_TAKEN in stated.values() else stated
 
 
-def _around_problems(files: Files, ckpt: Checkpoint, document: Mapping[str, Any]) -> Iterator[str]:
+def _around_problems(files: Files, ckpt: Checkpoint, document: Document) -> Iterator[str]:
     """Yield a problem for each file whose bytes outside the chunks differ from what was written."""
     base = Path(ckpt.path)
     spans: dict[str, list[tuple[int, int]]] = {}
-    for _, (name, offset, nbytes, *_) in chunks_of(document):
-        spans.setdefault(name if base.is_dir() else "", []).append((offset, nbytes))
+    for _, chunk in chunks_of(document):
+        name = chunk.file if base.is_dir() else ""
+        spans.setdefault(name, []).append((chunk.offset, chunk.nbytes))
     if not base.is_dir() and ckpt.index.manifest_spans is not None:
         inside = ckpt.index.manifest_spans()
         spans.setdefault("", []).extend(inside)
@@ -143,7 +144,7 @@ def _crc_problems(
 
 
 def _file_problems(
-    files: Files, ckpt: Checkpoint, document: Mapping[str, Any], phases: Phases
+    files: Files, ckpt: Checkpoint, document: Document, phases: Phases
 ) -> Iterator[str]:
     """Yield a problem for each file that is not the one that was carried over, or of another
     sha256."""
@@ -153,11 +154,11 @@ def _file_problems(
         if nbytes_of(file) != nbytes or _digest(files, str(file), 0, nbytes) != entry["xxh3"]:
             yield f"{name}: is not the file that was carried over"
         phases.advance(nbytes, name)
-    for name, entry in document["files"].items():
-        if "sha256" in entry:
-            if sha256_of(base / name, ckpt.files.mounts) != entry["sha256"]:
+    for name, stated in document["files"].items():
+        if "sha256" in stated:
+            if sha256_of(base / name, ckpt.files.mounts) != stated["sha256"]:
                 yield f"{name}: sha256 differs from the manifest"
-            phases.advance(entry["nbytes"], name)
+            phases.advance(stated["nbytes"], name)
 
 
 def _digest(files: Files, file: str, offset: int, nbytes: int) -> str:

@@ -17,11 +17,13 @@ from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import CkptmapError
 from ckptmap.execution import manifest as manifests
+from ckptmap.storage.manifest_file import chunks_of
+from ckptmap.storage.manifest_schema import Document
 from ckptmap.storage.safe_names import is_file
 from ckptmap.tensors import Box, Extent, Region, StoredTensor
 
 
-def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
+def check_structure(ckpt: Checkpoint, document: Document) -> list[str]:
     """Return the problems: files of another size, tensors at other places than the manifest states,
     and tensors that it does not list."""
     base = Path(ckpt.path).absolute() if Path(ckpt.path).is_dir() else None
@@ -48,7 +50,7 @@ def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
         shares = {tensor.share for key, tensor in stored.items() if key in planned} - {None}
         unlisted = [(k, t) for k, t in unlisted if t.share not in shares and t.info.numel]
     if unlisted:
-        listed = {(_name(c[0], base), c[1], c[2]) for _, c in chunks_of(document)}
+        listed = {(_name(c.file, base), c.offset, c.nbytes) for _, c in chunks_of(document)}
         carried = document["carried"]  # files that were copied whole, with all of their tensors
         problems += [
             f"{key}: is not in the manifest"
@@ -87,13 +89,6 @@ def _all_lie(ckpt: Checkpoint, planned: Mapping[str, object]) -> bool:
         box == Box.whole(info.shape) and nbytes == info.nbytes
         for info, box, nbytes in kinds.values()
     )
-
-
-def chunks_of(document: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield key and (file, offset, nbytes, offsets, sizes, digest) of every chunk of a manifest."""
-    for key, entry in document["tensors"].items():
-        for chunk in entry["chunks"]:
-            yield key, chunk
 
 
 def _lies_at(tensor: StoredTensor, chunks: Sequence[Sequence[Any]], root: str | None) -> bool:

@@ -43,6 +43,7 @@ class Draft:
     models    the model_type of the config.json beside the checkpoint with Hugging Face names
     dims      the name of a capture or axis -> its size in this model, or the config's key of it
     names     the names of the other checkpoint in the rules
+    hub_names those of the checkpoint with Hugging Face names
     left      groups of the checkpoint with Hugging Face names without a rule
     right     groups of the other checkpoint without a rule
     guessed   the number of rules that are guesses

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from ckptmap.protocols import Encoding, LooksFirst, Write
-from ckptmap.storage.box_reader import row_major_boxes
+from ckptmap.protocols import Encoder, Encoding, LooksFirst, Write
+from ckptmap.protocols.offers import offers
+from ckptmap.storage.box_reader import in_multiples, row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
 
@@ -16,33 +16,27 @@ if TYPE_CHECKING:
 
 FEED_NUMEL = 1 << 19
 """Values that an encoder is fed at once."""
+Feeds: TypeAlias = Callable[[], Iterable[tuple[int, "torch.Tensor"]]]
+"""Returns all values of a tensor, as `Encoder.feed` takes them, each time that it is called."""
 
 
 def encoded_writes(source: LazyTensor, encoding: Encoding) -> Iterator[Write]:
     """Yield the parts of `source` in this encoding, in the order in which the encoder gives them."""
     encoder = encoding.encoder(source.info, "cpu")
-    if isinstance(encoder, LooksFirst):
-        for _, values in _steps(source, encoder.step):
+    boxes = list(row_major_boxes(Box.whole(source.shape), FEED_NUMEL))
+
+    def feeds() -> Iterable[tuple[int, torch.Tensor]]:
+        values = (source.read(box.offsets, box.sizes) for box in boxes)
+        return in_multiples(values, encoder.step)
+
+    return writes_of(encoder, feeds)
+
+
+def writes_of(encoder: Encoder, feeds: Feeds) -> Iterator[Write]:
+    """Yield what an encoder makes of all values, in the order in which it gives it."""
+    if offers(encoder, LooksFirst):
+        for _, values in feeds():
             encoder.look(values)
-    feeds = (encoder.feed(*values) for values in _steps(source, encoder.step))
-    yield from chain.from_iterable(chain(feeds, _when_exhausted(encoder.finish)))
-
-
-def _when_exhausted(finish: Callable[[], Iterable[Write]]) -> Iterator[Iterable[Write]]:
-    """Call `finish` only when the iterators before it in a chain are exhausted."""
-    yield finish()
-
-
-def _steps(lazy: LazyTensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (flat offset, values) in row-major order; all but the last hold a multiple of `step`
-    elements."""
-    import torch
-
-    offset, rest = 0, torch.empty(0, dtype=lazy.torch_dtype)
-    for box in row_major_boxes(Box.whole(lazy.shape), FEED_NUMEL):
-        rest = torch.cat([rest, lazy.read(box.offsets, box.sizes).view(-1)])
-        whole = len(rest) - len(rest) % step
-        yield offset, rest[:whole]
-        offset, rest = offset + whole, rest[whole:]
-    if len(rest):
-        yield offset, rest
+    for offset, values in feeds():
+        yield from encoder.feed(offset, values)
+    yield from encoder.finish()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Unpack
 
@@ -30,6 +29,7 @@ from ckptmap.errors import ArgumentError, PlanError, SourceError
 from ckptmap.execution.phases import Phases
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.operations.convert import run
+from ckptmap.operations.encode_again import writes_of
 from ckptmap.planning.file_plan import Encode
 from ckptmap.planning.options import (
     OPTION_NAMES,
@@ -44,7 +44,7 @@ from ckptmap.planning.options import (
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan
 from ckptmap.planning.report import Report
-from ckptmap.protocols import Encoder, Encoding, LooksFirst, Refusal, Write
+from ckptmap.protocols import Encoding, Refusal
 from ckptmap.protocols.offers import offers
 from ckptmap.protocols.progress import READING
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -378,11 +378,9 @@ def _round_trip(encoding: Encoding, values: torch.Tensor, dtype: str) -> torch.T
     encoder, infos = encoding.encoder(info, "cpu"), encoding.parts(info)
     assert not isinstance(infos, Refusal), "asked before"
     parts = {part: torch.empty(infos[part].nbytes, dtype=torch.uint8) for part in infos}
-    if offers(encoder, LooksFirst):
-        encoder.look(values.reshape(-1))
     flat, step = values.reshape(-1), -(-SAMPLE_NUMEL // encoder.step) * encoder.step
-    feeds = (encoder.feed(at, flat[at : at + step]) for at in range(0, flat.numel(), step))
-    for write in chain(chain.from_iterable(feeds), _last(encoder)):
+    feeds = [(at, flat[at : at + step]) for at in range(0, flat.numel(), step)]
+    for write in writes_of(encoder, lambda: feeds):
         start = sum(write.box.offsets) * infos[write.part].itemsize  # boxes of writes are flat
         data = write.values.contiguous().view(-1).view(torch.uint8)
         parts[write.part][start : start + data.numel()] = data
@@ -390,8 +388,3 @@ def _round_trip(encoding: Encoding, values: torch.Tensor, dtype: str) -> torch.T
     shaped = {p: parts[p].view(getattr(torch, i.dtype)).view(i.shape) for p, i in infos.items()}
     encoding.decode(info, shaped, Box.whole(info.shape), out)
     return out
-
-
-def _last(encoder: Encoder) -> Iterator[Write]:
-    """Call `finish` only when everything was fed."""
-    yield from encoder.finish()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.cast_tensor import cast_to
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -33,7 +32,7 @@ from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.phases import Phases
 from ckptmap.operations.check_digests import check_digests
-from ckptmap.operations.check_structure import check_structure, chunks_of
+from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.encode_again import FEED_NUMEL, encoded_writes
 from ckptmap.operations.extra_files import extra_files
 from ckptmap.optim.bnb_writer import as_bnb
@@ -44,13 +43,11 @@ from ckptmap.protocols.progress import COMPARING, READING, Progress
 from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.storage.manifest_file import parse
+from ckptmap.storage.manifest_file import chunks_of, parse
+from ckptmap.storage.manifest_schema import Document, LogicalEntry, MergedEntry
 from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.storage.resource_limits import SHORT, named_if_unreadable
 from ckptmap.tensors import FLOATING
-
-if TYPE_CHECKING:
-    pass
 
 SHOWN = 20
 """Problems that the text lists."""
@@ -152,7 +149,7 @@ def verify(
         root = Path(ckpt.path)
         extra = tuple(extra_files(root, document)) if root.is_dir() else ()
         problems += map(_does_not_belong, extra)
-        nbytes = sum(chunk[2] for _, chunk in chunks_of(document))
+        nbytes = sum(chunk.nbytes for _, chunk in chunks_of(document))
         return VerifyReport(
             ckpt.shown, len(document["tensors"]), nbytes, tuple(checks), tuple(problems), errors,
             extra,
@@ -174,7 +171,7 @@ def _does_not_belong(name: str) -> str:
 def _compared(
     ckpt: Checkpoint,
     source: Checkpoint,
-    document: Mapping[str, Any],
+    document: Document,
     adapter: str | os.PathLike[str] | None,
     base: str | os.PathLike[str] | None,
     phases: Phases,
@@ -185,7 +182,7 @@ def _compared(
         if base is not None:
             source, _, _ = restored(source, base)
         if adapter is not None:
-            merged = document.get("merged", {})
+            merged = document.get("merged") or MergedEntry()
             source = merge_adapter(
                 source, adapter, document["setup"], leave=merged.get("leave", ()),
                 untied=merged.get("untied"),
@@ -209,7 +206,7 @@ def _damage(source: Checkpoint) -> Iterator[str]:
         yield str(error.naming(tensors))
 
 
-def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
+def read_manifest(ckpt: Checkpoint) -> Document:
     """Return the manifest of an output. Raises AnswerNo CKM403 where there is none."""
     data = None if ckpt.index.manifest is None else ckpt.index.manifest()
     file = Path(ckpt.path) / manifests.NAME
@@ -228,7 +225,7 @@ def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
 
 
 def _compare_with_source(
-    ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any], phases: Phases
+    ckpt: Checkpoint, source: Checkpoint, document: Document, phases: Phases
 ) -> tuple[list[str], dict[str, float]]:
     """Return the problems of the values, and the error of every lossy tensor by FQN."""
     problems: list[str] = []
@@ -237,7 +234,7 @@ def _compare_with_source(
         return ["an adapter was merged into it: give that adapter with --adapter PATH"], {}
     beside = matched_extra_tensors(source, ckpt)
     weights = _weights(document)
-    phases.begin(COMPARING, sum(chunk[2] for _, chunk in chunks_of(document)))
+    phases.begin(COMPARING, sum(chunk.nbytes for _, chunk in chunks_of(document)))
     phases.mention_torch()
     for name, entry in document["logical"].items():
         role, fqn = role_and_fqn(name)
@@ -263,7 +260,7 @@ def _compare_with_source(
     return problems, errors
 
 
-def _as_encoded(source: LazyTensor, entry: Mapping[str, str]) -> LazyTensor:
+def _as_encoded(source: LazyTensor, entry: LogicalEntry) -> LazyTensor:
     """Return the values that were encoded: cast first where the encoding states another dtype."""
     dtype = entry["target"].partition("(")[2].removesuffix(")")
     if entry["fidelity"] not in ("quantize", "requantize") or dtype not in FLOATING:
@@ -279,15 +276,12 @@ def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str
         yield from differing(mine, theirs, depth)
 
 
-def _source_named_like(
-    ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]
-) -> Checkpoint:
+def _source_named_like(ckpt: Checkpoint, source: Checkpoint, document: Document) -> Checkpoint:
     """Return the source with the names of the output, and its indices as the output's groups."""
     if source.optimizer_by_index:
         source = _source_ordered_like(ckpt, source)
-    if document.get("names") is None:
-        return source
-    return translated_like_output(source, document["names"], _weights(document))
+    names = document.get("names")
+    return source if names is None else translated_like_output(source, names, _weights(document))
 
 
 def _in_bnbs_names(ckpt: Checkpoint) -> Checkpoint:
@@ -299,7 +293,7 @@ def _in_bnbs_names(ckpt: Checkpoint) -> Checkpoint:
         return ckpt
 
 
-def _weights(document: Mapping[str, Any]) -> list[str]:
+def _weights(document: Document) -> list[str]:
     """Return the FQNs of the weights of an output."""
     return [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ckptmap.protocols import Scheme
+from ckptmap.protocols.encodings import Records
 from ckptmap.protocols.offers import offers
 from ckptmap.tensors import Path, StoredTensor
 
@@ -26,7 +27,7 @@ class FindsMoments(Protocol):
 
 def gather_moments(
     leaves: Mapping[Path, object],
-    records: Mapping[str, Mapping[str, object]],
+    records: Records,
     root: Path | None,
     schemes: Sequence[Scheme],
 ) -> Mapping[Path, Any]:

@@ -23,8 +23,10 @@ from ckptmap.errors import PlanError, SourceError
 from ckptmap.optim import lowbit_codes
 from ckptmap.optim.block_segments import block_range, segments_of
 from ckptmap.protocols import Encoder, Group, Refusal
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.quantization.blockwise.dequantize import window
-from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo, contiguous_strides
+from ckptmap.quantization.read_only import ReadOnlyScheme
+from ckptmap.tensors import Box, StoredTensor, TensorInfo, contiguous_strides
 
 if TYPE_CHECKING:
     import torch
@@ -274,14 +276,13 @@ def join_cells(
 # ------------------------------------------------------------------------------- as read
 
 
-class LowBitScheme:
+class LowBitScheme(ReadOnlyScheme):
     """Recognises moments of one kind by their record, or by the class that its library pickles."""
 
     name = ""
-    suffix = ""
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+        self, stored: Mapping[str, StoredTensor], records: Records
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the moments that have a record.
 
@@ -294,7 +295,7 @@ class LowBitScheme:
         ]
 
     def _from_record(
-        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
+        self, fqn: str, record: Record, stored: Mapping[str, StoredTensor]
     ) -> tuple[Group, Sequence[str]]:
         encoding, info = read_record(fqn, record)
         expected_parts = encoding.parts(info)
@@ -310,12 +311,6 @@ class LowBitScheme:
                 )
         parts = {part: stored[key] for part, key in keys.items()}
         return Group(fqn, info, encoding, parts), tuple(keys.values())
-
-    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
-        return None
-
-    def target(self, fqn: str, info: TensorInfo) -> None:
-        return None
 
     def encoding(self, info: TensorInfo) -> Refusal:
         return Refusal(f"{self.name} is for the moments of a live optimizer")

@@ -119,9 +119,7 @@ class OptimizerReader:
         """Return a reader of a list of states as one, with the groups of all; no name is looked up yet."""
         return self._as_one()
 
-    def with_order(
-        self, order: Order | None = None, config_like: str | None = None
-    ) -> OptimizerReader:
+    def with_order(self, order: Order | None, config_like: str | None) -> OptimizerReader:
         """Return a reader that names state by this order of the parameters, or by the config.json
         in `config_like`; what is None stays as it was."""
         if order is None and config_like is None:

@@ -9,7 +9,7 @@ from ckptmap.core.formatting import counted
 from ckptmap.core.printable import advised, quote
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.config_fit import Family, family_of, other_family, other_scheme
-from ckptmap.mapping.model_config import config_beside
+from ckptmap.mapping.model_config import readable_config
 from ckptmap.mapping.wrappers import ADAPTER, BASE_LAYER
 from ckptmap.planning.class_names import ModelClass, class_of
 from ckptmap.planning.key_selection import Selection
@@ -102,10 +102,7 @@ def _config(request: Request) -> Mapping[str, object] | None:
 
 
 def _config_of(ckpt: Checkpoint, given: str | None) -> Mapping[str, object] | None:
-    try:
-        return config_beside(ckpt.index.sidecar_dir or ckpt.path, ckpt.files.mounts, given)
-    except CkptmapError:
-        return None
+    return readable_config(ckpt.index.sidecar_dir or ckpt.path, ckpt.files.mounts, given)
 
 
 def _lacking(request: Request) -> list[str]:

@@ -16,9 +16,8 @@ from ckptmap.checkpoint.translate_names import translated
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.catalog import CatalogEntry
 from ckptmap.mapping.detect import recognise
-from ckptmap.mapping.memory_names import joined_experts, memory_scheme
-from ckptmap.mapping.model_config import config_beside
-from ckptmap.mapping.renamed_in_memory import named_as_in_memory
+from ckptmap.mapping.memory_names import joined_experts, memory_scheme, named_as_in_memory
+from ckptmap.mapping.model_config import config_beside, readable_config
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.mapping.rules import HUB
 from ckptmap.planning.options import Options
@@ -134,12 +133,8 @@ def _from_format(
 
 
 def _config(ckpt: Checkpoint, options: Options) -> Mapping[str, object] | None:
-    """Return the model's config.json, None without one; one that cannot be read is told later on."""
-    try:
-        where = ckpt.index.sidecar_dir or ckpt.path
-        return config_beside(where, ckpt.files.mounts, options.config_from)
-    except CkptmapError:
-        return None
+    where = ckpt.index.sidecar_dir or ckpt.path
+    return readable_config(where, ckpt.files.mounts, options.config_from)
 
 
 def _hindrance(on_disk: Checkpoint) -> str | None:

@@ -6,26 +6,45 @@ tensor of given shape and dtype, or leaves the tensor as it is.
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.name_globs import matches_any
 from ckptmap.core.printable import advised
-from ckptmap.core.quantized_codes import (
-    KeepsCodes,
-    OfOneFormat,
-    Repairs,
-    ScalesExactly,
-    StacksExperts,
-    TakesModules,
-)
+from ckptmap.core.quantized_codes import KeepsCodes, Repairs
 from ckptmap.errors import PlanError
 from ckptmap.planning.kept_codes import code_grid
 from ckptmap.planning.options import Options
 from ckptmap.planning.quantization_config import Declares, DeclaresEach
+from ckptmap.planning.stacked_experts import StacksExperts
 from ckptmap.protocols import Demands, Encoding, Refusal, Scheme
 from ckptmap.protocols.offers import offers
 from ckptmap.quantization.dense import Dense, DenseAs
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.tensors import FLOATING
+from ckptmap.tensors import FLOATING, TensorInfo
+
+
+@runtime_checkable
+class OfOneFormat(Protocol):
+    """An encoding of one file format, `only_in`, whose codes no library reads from other files."""
+
+    only_in: str
+
+
+@runtime_checkable
+class TakesModules(Protocol):
+    """A scheme of a library that quantizes, and loads, only some kinds of modules."""
+
+    def takes(self, fqn: str) -> bool:
+        """Return whether the weight with this name may be one of such a module."""
+
+
+@runtime_checkable
+class ScalesExactly(Protocol):
+    """A scheme with a form whose scales are stored without loss, at the cost of some bits."""
+
+    def exactly(self, encoding: Encoding, info: TensorInfo) -> Encoding:
+        """Return that form of an encoding, which `target` or `encoding` of this scheme returned."""
 
 
 def encoding_for(

@@ -15,7 +15,7 @@ from ckptmap import registry
 from ckptmap.core.quantized_codes import Coded, CodeGrid, EncodesSome, KeepsCodes, Recodes
 from ckptmap.planning.live_encodings import TABLE, HeldLive
 from ckptmap.protocols import Encoding, Refusal, Scheme
-from ckptmap.protocols.encodings import TakesDtype
+from ckptmap.protocols.encodings import Encoded, TakesDtype
 from ckptmap.protocols.offers import offers
 from ckptmap.tensors import TensorInfo
 
@@ -57,7 +57,7 @@ def encoding_forms() -> list[EncodingForm]:
     return [_form(scheme, schemes) for scheme in schemes]
 
 
-def example_of(scheme: Scheme) -> tuple[Encoding, TensorInfo] | None:
+def example_of(scheme: Scheme) -> Encoded | None:
     """Return an encoding of a scheme with the weight that it holds, SAMPLE or the like; None: it has none."""
     encoding = scheme.example(SAMPLE) if isinstance(scheme, HasExample) else scheme.encoding(SAMPLE)
     if isinstance(encoding, Refusal):

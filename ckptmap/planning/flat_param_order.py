@@ -31,9 +31,7 @@ _NEXT = (
 )
 
 
-def model_order(
-    ckpt: Checkpoint, like: str | None, left: Collection[str] = ()
-) -> tuple[list[str], str]:
+def model_order(ckpt: Checkpoint, like: str | None, left: Collection[str]) -> tuple[list[str], str]:
     """Return the FQNs of the checkpoint in the model's order, and the path that tells the order.
 
     That is `like`, the checkpoint itself, or the config.json beside it. `left` are parameters that

@@ -13,7 +13,7 @@ from ckptmap.core.quantized_codes import Coded, CodeGrid, Recodes
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoding, Write
 from ckptmap.protocols.offers import offers
-from ckptmap.storage.box_reader import row_major_boxes
+from ckptmap.storage.box_reader import in_multiples, row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
 
@@ -49,7 +49,8 @@ def writes_keeping_codes(
     recoder = encoding.recoder(tensor.info, grid, "cpu") if offers(encoding, Recodes) else None
     assert recoder is not None, f"{tensor.fqn}: {encoding.name} does not take {grid}"
     scales = _finite_scales(tensor)
-    for offset, codes in _steps(tensor, grid, recoder.step, limit):
+    at_once = max(recoder.step, limit // recoder.step * recoder.step)
+    for offset, codes in in_multiples(_codes(tensor, grid, at_once), recoder.step):
         yield from recoder.feed(offset, codes, scales)
     yield from recoder.finish(scales)
 
@@ -66,21 +67,11 @@ def _finite_scales(tensor: LazyTensor) -> torch.Tensor:
     return scales
 
 
-def _steps(
-    tensor: LazyTensor, grid: CodeGrid, step: int, limit: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (flat offset, flat codes) in row-major order, each a multiple of `step` but the last."""
+def _codes(tensor: LazyTensor, grid: CodeGrid, at_once: int) -> Iterator[torch.Tensor]:
+    """Yield the codes in row-major order, some of them at once."""
     import torch
 
-    pending = torch.empty(0, dtype=getattr(torch, grid.codes.dtype))
-    offset = 0
-    for box in row_major_boxes(Box.whole(grid.codes.shape), max(step, limit // step * step)):
-        codes = pending.new_empty(box.sizes)
+    for box in row_major_boxes(Box.whole(grid.codes.shape), at_once):
+        codes = torch.empty(box.sizes, dtype=getattr(torch, grid.codes.dtype))
         tensor.read_codes(box, codes)
-        pending = torch.cat([pending, codes.view(-1)]) if pending.numel() else codes.view(-1)
-        ready = pending.numel() - pending.numel() % step
-        if ready:
-            yield offset, pending[:ready]
-            offset, pending = offset + ready, pending[ready:].clone()
-    if pending.numel():
-        yield offset, pending
+        yield codes

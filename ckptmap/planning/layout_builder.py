@@ -187,9 +187,7 @@ class LayoutBuilder:
         hint = UNEQUAL_TIE.format(advised(exclude=fqn), advised(exclude=written_fqn))
         self.must_equal(written, tensor, f"{fqn} (tied to {written_fqn})", hint)
 
-    def must_equal(
-        self, written: LazyTensor, other: LazyTensor, title: str, hint: str = Compare.hint
-    ) -> None:
+    def must_equal(self, written: LazyTensor, other: LazyTensor, title: str, hint: str) -> None:
         """Add the comparison of a tensor that is not written with the one that is."""
         if not (written.parts and other.parts):
             raise PlanError(

@@ -13,6 +13,7 @@ from ckptmap.core.printable import advised_patterns
 from ckptmap.errors import PlanError
 from ckptmap.planning.filled_layers import EVERY, FILLS_EVERY, filled_names
 from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols.encodings import Encoded
 from ckptmap.tensors import TensorInfo
 
 SIGLIP = frozenset({
@@ -32,11 +33,9 @@ TOWERS = {"vision_config": "vis", "audio_config": "audio", "backbone_config": "b
 LISTED = 5
 """Names that a hint lists."""
 
-Encodings = Mapping[str, tuple[Encoding, TensorInfo]]
-
 
 def require_initializable(
-    encodings: Encodings, config: Mapping[str, object], model_types: Collection[str]
+    encodings: Mapping[str, Encoded], config: Mapping[str, object], model_types: Collection[str]
 ) -> None:
     """Raise PlanError CKM203 where a layer that transformers fills would hold no parameter `weight`.
 
@@ -70,7 +69,7 @@ def require_initializable(
             )
 
 
-def _require_unpadded(encodings: Encodings, model_type: str) -> None:
+def _require_unpadded(encodings: Mapping[str, Encoded], model_type: str) -> None:
     """Raise PlanError CKM203 for a layer of `PADS_BIASES` with packed codes."""
     names = PADS_BIASES.get(model_type, frozenset())
     for fqn, (encoding, _) in encodings.items() if names else ():
@@ -96,7 +95,7 @@ def _is_within(fqn: str, start: str) -> bool:
     return any(segment.startswith(start) for segment in fqn.split(".")[:-2])
 
 
-def _left(packed: Collection[str], model_type: str, is_tower: bool = False) -> str:
+def _left(packed: Collection[str], model_type: str, is_tower: bool) -> str:
     """Return the hint that leaves these weights as they are, the tower or all of their names; "" for many names."""
     fqn = next(iter(packed))
     if is_tower:

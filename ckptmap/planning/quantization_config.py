@@ -14,7 +14,6 @@ from typing import Protocol, runtime_checkable
 from ckptmap import registry
 from ckptmap.core.columns import distinct, few
 from ckptmap.core.formatting import counted
-from ckptmap.core.quantized_codes import ReadBySome, RoundedOnLoading, StacksExperts
 from ckptmap.core.tensor_table import listed
 from ckptmap.errors import PlanError
 from ckptmap.formats.huggingface.loaded_names import loaded_as
@@ -22,8 +21,9 @@ from ckptmap.formats.huggingface.tied_heads import copies, unstored
 from ckptmap.mapping.model_config import types_within
 from ckptmap.planning.packed_layers import require_initializable
 from ckptmap.planning.renamed_layers import require_found
-from ckptmap.planning.stacked_experts import misread_experts, require_experts_found
+from ckptmap.planning.stacked_experts import StacksExperts, misread_experts, require_experts_found
 from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import Encoded
 from ckptmap.protocols.offers import offers
 from ckptmap.tensors import TensorInfo
 
@@ -68,7 +68,7 @@ class DeclaresEach(Protocol):
 
     def quantization_config_of(
         self,
-        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        encoded: Mapping[str, Encoded],
         dense: Collection[str],
         beyond: Mapping[str, object],
     ) -> Mapping[str, object]:
@@ -98,6 +98,22 @@ class Outdates(Protocol):
         """Return whether the library no longer reads this config."""
 
 
+@runtime_checkable
+class ReadBySome(Protocol):
+    """An encoding with forms that its own library, or transformers, no longer loads."""
+
+    def unread(self) -> str:
+        """Return why this form is not loaded, and by whom it is; "" where it is loaded."""
+
+
+@runtime_checkable
+class RoundedOnLoading(Protocol):
+    """An encoding whose scales transformers casts to the dtype of the model while it loads them."""
+
+    def rounded(self, info: TensorInfo) -> str:
+        """Return how it rounds the scales of a weight; "" where their dtype is that of the weight."""
+
+
 @dataclass(frozen=True)
 class WrittenWeights:
     """The weights that are written, by their names in the output.
@@ -112,7 +128,7 @@ class WrittenWeights:
     given         is the config that of another checkpoint, by --config-from?
     """
 
-    encodings: Mapping[str, tuple[Encoding, TensorInfo]]
+    encodings: Mapping[str, Encoded]
     fresh: bool
     keep: bool
     foreign: Mapping[str, str] = field(default_factory=dict)

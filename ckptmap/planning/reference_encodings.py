@@ -25,10 +25,11 @@ from ckptmap.planning.reference import Reference
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
 from ckptmap.protocols import Encoding, part_key
+from ckptmap.protocols.encodings import Encoded
 from ckptmap.protocols.offers import offers
 from ckptmap.quantization.dense import Dense, DenseAs
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.tensors import FLOATING, TensorInfo
+from ckptmap.tensors import FLOATING
 
 LISTED = 3
 """Names that an error lists."""
@@ -36,7 +37,7 @@ LISTED = 3
 
 def reference_encodings(
     request: Request, selection: Selection, reference: Reference
-) -> tuple[dict[str, Encoding], dict[str, tuple[Encoding, TensorInfo]], Remarks]:
+) -> tuple[dict[str, Encoding], dict[str, Encoded], Remarks]:
     """Return the weights that are encoded anew, each with its encoding; the encoding and logical info
     of every weight that is written; and remarks.
 
@@ -44,7 +45,7 @@ def reference_encodings(
     """
     require_one_model(request, selection, reference)
     anew: dict[str, Encoding] = {}
-    written: dict[str, tuple[Encoding, TensorInfo]] = {}
+    written: dict[str, Encoded] = {}
     unresolved: list[Unresolved] = []
     for fqn in selection.written:
         theirs = reference.ckpt[fqn]

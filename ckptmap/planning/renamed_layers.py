@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 from ckptmap.errors import PlanError
 from ckptmap.formats.huggingface.loaded_names import CUT, FAILS_BESIDE, UNKNOWN
 from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import Encoded
 from ckptmap.protocols.offers import offers
 from ckptmap.quantization.linear_weights import is_expert, is_linear_weight, is_wide
 from ckptmap.tensors import TensorInfo
@@ -39,11 +40,8 @@ class HasTarget(Protocol):
         """Return the encoding; None: the weight stays as it is."""
 
 
-Encodings = Mapping[str, tuple[Encoding, TensorInfo]]
-
-
 def require_found(
-    encodings: Encodings,
+    encodings: Mapping[str, Encoded],
     schemes: Mapping[str, object],
     settings: object,
     model_types: Collection[str],
@@ -86,7 +84,7 @@ def require_found(
             )
 
 
-def _by_module(encodings: Encodings, scheme: object) -> str:
+def _by_module(encodings: Mapping[str, Encoded], scheme: object) -> str:
     """Return the part of a hint that names bitsandbytes' int8; "" where it would be refused in its turn, because
     a layer that the library takes stays dense."""
     if not offers(scheme, HasTarget):

@@ -44,7 +44,7 @@ class PlanSource:
 
 def open_source(
     source: str | os.PathLike[str] | Checkpoint, options: Options, aim: Aim, files: Files,
-    reference: Reference | None = None,
+    reference: Reference | None,
 ) -> PlanSource:  # fmt: skip
     """Return the checkpoint at `source`, or derived from it; an opened one stays as it is.
 

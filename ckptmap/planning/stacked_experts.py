@@ -8,19 +8,26 @@ Programs that read experts one by one, such as vLLM, do not need this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import Encoded
 from ckptmap.quantization.linear_weights import is_expert
 from ckptmap.tensors import TensorInfo
 
 _PACKED = "pack-quantized"
 
-Encodings = Mapping[str, tuple[Encoding, TensorInfo]]
+
+@runtime_checkable
+class StacksExperts(Protocol):
+    """A scheme whose weights transformers decodes while it stacks the experts of a layer."""
+
+    def misread(self, fqn: str, encoding: Encoding, info: TensorInfo) -> str:
+        """Return how transformers misreads the weight there; "" where it does not, or it is no expert."""
 
 
-def require_experts_found(encodings: Encodings, settings: object) -> None:
+def require_experts_found(encodings: Mapping[str, Encoded], settings: object) -> None:
     """Raise PlanError CKM203 where the group that transformers reads experts by is of other codes."""
     group = _group_of_experts(settings)
     form = str(group.get("format"))
@@ -79,7 +86,7 @@ def _group_of_experts(settings: object) -> Mapping[str, object]:
 
 
 def misread_experts(
-    encodings: Encodings, misread: Callable[[str, Encoding, TensorInfo], str]
+    encodings: Mapping[str, Encoded], misread: Callable[[str, Encoding, TensorInfo], str]
 ) -> list[str]:
     """Return a note for each form whose experts transformers decodes to other values, or not at all."""
     first: dict[str, tuple[str, str]] = {}

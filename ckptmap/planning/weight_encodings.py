@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.columns import distinct, each
 from ckptmap.core.name_globs import matches_any
 from ckptmap.core.printable import advised
-from ckptmap.core.quantized_codes import (
-    FallsBack,
-    KeepsCodes,
-    OfOneFormat,
-    ScalesActivations,
-    TakesByForm,
-    TakesConv1D,
-)
+from ckptmap.core.quantized_codes import KeepsCodes, ScalesActivations
 from ckptmap.core.tensor_table import listed
 from ckptmap.core.weight_columns import WeightForm, WeightKind
-from ckptmap.errors import CkptmapError
-from ckptmap.mapping.model_config import config_beside, types_within
+from ckptmap.mapping.model_config import readable_config, types_within
 from ckptmap.planning.encoding_choice import (
+    OfOneFormat,
     as_demanded,
     beside_ties,
     encoding_for,
@@ -36,6 +29,7 @@ from ckptmap.planning.reference_encodings import reference_encodings
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
 from ckptmap.protocols import Encoding, Refusal, Scheme
+from ckptmap.protocols.encodings import Encoded
 from ckptmap.protocols.offers import offers
 from ckptmap.quantization.linear_weights import CONV1D_MODELS, is_expert
 from ckptmap.quantization.unsupported_schemes import (
@@ -49,11 +43,32 @@ from ckptmap.quantization.unsupported_schemes import (
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
 
-Encoded: TypeAlias = tuple[Encoding, TensorInfo]
-"""An encoding, and the logical shape and dtype of the weight in it."""
 ROUND = 4096
 """A multiple of every block size. A weight that the scheme would take in a shape rounded up to it
 stays as it is because of its shape."""
+
+
+@runtime_checkable
+class TakesByForm(Protocol):
+    """A scheme whose `target` looks at shape and dtype, and at no name."""
+
+    takes_by_form: bool
+
+
+@runtime_checkable
+class TakesConv1D(Protocol):
+    """A scheme whose library quantizes `Conv1D` of GPT-2, too: the transpose of the stored weight."""
+
+    def across(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """Return the encoding of such a weight, of a model that is known to have these modules; None: it is none."""
+
+
+@runtime_checkable
+class FallsBack(Protocol):
+    """A scheme that stores a weight which its blocks cannot hold in a dtype instead."""
+
+    def fallback(self, encoding: Encoding, info: TensorInfo) -> str:
+        """Return in which dtype, and why, if this is such an encoding of a weight; "" if not."""
 
 
 @dataclass(frozen=True)
@@ -199,12 +214,8 @@ class _Choice:
 
 
 def _config(request: Request) -> Mapping[str, object] | None:
-    """Return the config.json of the model; None where there is none, or it cannot be read, which others refuse."""
     where = request.ckpt.index.sidecar_dir or request.ckpt.path
-    try:
-        return config_beside(where, request.ckpt.files.mounts, request.options.config_from)
-    except CkptmapError:
-        return None
+    return readable_config(where, request.ckpt.files.mounts, request.options.config_from)
 
 
 def _decoded(ckpt: Checkpoint, anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:

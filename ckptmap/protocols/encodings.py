@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ckptmap.protocols.offers import offers
 from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo
@@ -117,6 +117,14 @@ class DecodesOnHost(Protocol):
     decodes_on_host: ClassVar[bool]
 
 
+Record: TypeAlias = Mapping[str, object]
+"""What `Encoding.record` returned of a weight."""
+Records: TypeAlias = Mapping[str, Record]
+"""The records of a checkpoint, by FQN."""
+Encoded: TypeAlias = tuple[Encoding, TensorInfo]
+"""An encoding, and the logical shape and dtype of the weight in it."""
+
+
 # Encodings whose codes another can keep bit for bit, and how: see `ckptmap.core.quantized_codes`.
 
 
@@ -134,7 +142,7 @@ def beside(key: str, name: str) -> str:
     return f"{module}{dot}{name}"
 
 
-def part_key(encoding: Encoding, key: str, part: str) -> str:
+def part_key(encoding: object, key: str, part: str) -> str:
     """Return the stored name of a part: `w.part` of `w`, unless the encoding names it otherwise."""
     if offers(encoding, NamesParts):
         return encoding.part_key(key, part)
@@ -151,7 +159,7 @@ class Scheme(Protocol):
     suffix: str
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+        self, stored: Mapping[str, StoredTensor], records: Records
     ) -> Sequence[tuple[Group, Sequence[str]]]:
         """Return the logical tensors among stored tensors, each with the keys of its parts.
 

@@ -18,13 +18,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Encoded, Record, Records
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.block_geometry import clamped, fits, grid_shape
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
@@ -45,6 +45,7 @@ from ckptmap.quantization.blockwise.rounding_rules import (
 )
 from ckptmap.quantization.blockwise.scaled_encoding import POWERS, PRODUCTS, ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.extra_parts import extra_parts
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
 from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -115,7 +116,7 @@ class Fp8(ScaledEncoding):
         more = {"native": "transformers", "scale_name": self.scale_name, "scale_stored": stored}
         if not self.extra:
             return more
-        return more | {"extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra]}
+        return more | {"extra": self.extra_record}
 
 
 def activation_key(fqn: str, name: str) -> str:
@@ -136,14 +137,10 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
     declares: Collection[str] = ("fp8", "fp8-ue8m0")
     scale_dtype = "float32"
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of weights and scales. Raises SourceError CKM115 where scales do not fit."""
         mine = records_of(records, (Fp8.scheme,))
-        groups = WeightForms(stored).groups(
-            mine, lambda fqn, near: _recorded(fqn, mine[fqn], near), each(mine.values(), repr)
-        )
+        groups = WeightForms(stored).recorded(mine, _recorded)
         groups += _found(stored, mine, self.mounts)
         config = quantization_config(groups[0][0].parts[""], self.mounts) if groups else {}
         if config.get("quant_method", "fp8") == "fp8":
@@ -175,7 +172,7 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
 
     def quantization_config_of(
         self,
-        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        encoded: Mapping[str, Encoded],
         dense: Collection[str],
         beyond: Mapping[str, object],
     ) -> Mapping[str, object]:
@@ -217,9 +214,7 @@ class Fp8ExponentScheme(Fp8Scheme):
     declares: Collection[str] = ()
     scale_dtype = "float8_e8m0fnu"
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups that are not read yet. Raises as `Fp8Scheme.group`."""
         mine = records_of(records, (Fp8.scheme,))
         return super().group(stored, {fqn: r for fqn, r in mine.items() if fqn in stored})
@@ -238,7 +233,7 @@ def _declared(encoding: Encoding, info: TensorInfo) -> tuple[str, tuple[int, ...
 
 
 def _recorded(
-    fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
+    fqn: str, record: Record, stored: Mapping[str, StoredTensor]
 ) -> tuple[Group, Sequence[str]]:
     read = read_record(fqn, record, "fp8")
     shape = record.get("scale_stored")
@@ -289,11 +284,7 @@ def _made(
     block = _block(fqn, info, scale.info, config)
     grid = grid_shape(info.shape, block)
     odd = None if scale.info.shape == grid else scale.info.shape
-    extra = tuple(
-        (part, tensor.info.dtype, tensor.info.shape)
-        for part in ACTIVATIONS
-        if (tensor := stored.get(activation_key(fqn, part))) is not None
-    )
+    extra = extra_parts({part: activation_key(fqn, part) for part in ACTIVATIONS}, stored)
     encoding = Fp8(block, scale.info.dtype, extra=extra, scale_name=name, scale_stored=odd)
     return group_by_names(fqn, info, encoding, stored)
 

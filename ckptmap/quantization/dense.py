@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ckptmap.core.formatting import counted
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Write
+from ckptmap.protocols.encodings import Records
 from ckptmap.tensors import FLOATING, Box, Cut, Opaque, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class CastScheme:
     takes_by_form = True
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+        self, stored: Mapping[str, StoredTensor], records: Records
     ) -> list[tuple[Group, Sequence[str]]]:
         return []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.tensors import Cut, Opaque, TensorInfo
 
@@ -114,7 +116,7 @@ def is_single_module(fqn: str, info: TensorInfo) -> bool:
     return is_linear_module(fqn, info) and not is_expert(fqn)
 
 
-class LinearLayerScheme:
+class LinearLayerScheme(ABC):
     """The base of schemes that quantize the weights of linear layers, as far as `encoding` allows."""
 
     def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
@@ -125,8 +127,8 @@ class LinearLayerScheme:
         """Return None: the library pickles no tensor subclass of its own."""
         return None
 
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        raise NotImplementedError
+    @abstractmethod
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal: ...
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
         """Return the encoding for the weight of a linear layer, else None."""

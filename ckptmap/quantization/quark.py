@@ -13,15 +13,16 @@ tells, so other ways of packing (`pack_method`), and layers of several settings,
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoder, Encoding, Refusal
+from ckptmap.protocols.encodings import Records
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import group_by_names
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
@@ -31,8 +32,9 @@ from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
 from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
 from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncoder, IntegerForm
 from ckptmap.quantization.compressed_tensors.scheme import ACTIVATIONS, PlainFp8, PlainInt8
+from ckptmap.quantization.extra_parts import parts_beside
 from ckptmap.quantization.gptq.encodings import Awq
-from ckptmap.quantization.linear_weights import LinearLayerScheme
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
@@ -47,26 +49,27 @@ SIGN = -8
 """Flips the upper bit of a code of 4 bits: from a code that was stored with 8 added to one in two's complement."""
 
 
-@dataclass(frozen=True)
-class QuarkE4m3(PlainFp8):
-    name: ClassVar[str] = "quark-fp8"
-    scheme: ClassVar[str] = "quark-fp8"
+class _ScaleOfRows:
+    """Before an encoding of compressed-tensors' whose scales have a second dim."""
 
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
         return info.shape[:1]
 
 
 @dataclass(frozen=True)
-class QuarkI8(PlainInt8):
+class QuarkE4m3(_ScaleOfRows, PlainFp8):
+    name: ClassVar[str] = "quark-fp8"
+    scheme: ClassVar[str] = "quark-fp8"
+
+
+@dataclass(frozen=True)
+class QuarkI8(_ScaleOfRows, PlainInt8):
     """`symmetric`: does the config state that every zero point is 0?"""
 
     name: ClassVar[str] = "quark-int8"
     scheme: ClassVar[str] = "quark-int8"
 
     symmetric: bool = False
-
-    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
-        return info.shape[:1]
 
     @property
     def is_symmetric(self) -> bool:
@@ -121,41 +124,53 @@ class QuarkI4(Awq):
         return None if record is None else {**record, "complement": self.complement}
 
 
-class _Scheme(ReadsFiles, LinearLayerScheme):
+_Parts: TypeAlias = Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True)
+class _Config:
+    """The `quantization_config` beside weights; empty where there is none."""
+
+    json: Mapping[str, object]
+
+    @property
+    def weight(self) -> Mapping[str, object]:
+        """What the config states of all weights."""
+        layers = self.json.get("global_quant_config")
+        weight = layers.get("weight") if isinstance(layers, Mapping) else None
+        return weight if isinstance(weight, Mapping) else {}
+
+    @property
+    def has_several(self) -> bool:
+        """Whether it states other settings for some layers."""
+        return any(self.json.get(key) for key in SEVERAL)
+
+
+class _Scheme(ReadsFiles, ReadOnlyScheme, ABC):
     """The base of all."""
 
     name: str
-    suffix = ""
     live = "microscaled"
+    unmade = "it is read, and written back in the form of a checkpoint (--as PATH)"
 
-    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
-        return False
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal("it is read, and written back in the form of a checkpoint (--as PATH)")
-
+    @abstractmethod
     def example(self, info: TensorInfo) -> Encoding:
         """Return an encoding of this form: see `planning.encoding_forms`."""
-        raise NotImplementedError
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
         mine = records_of(records, (self.name,))
         parts = StoredParts.of(stored)
         _, _, scales = next(parts.by_last("_scale", dtypes=DTYPES), ("", [], []))
         some = [parts.table.tensors[number] for number in scales[:1]]  # all are of one directory
-        config = quantization_config(some[0], self.mounts) if some else {}
+        config = _Config(quantization_config(some[0], self.mounts) if some else {})
         found: list[str] = []
-        if config.get("quant_method") == METHOD and self.states(config):
+        if config.json.get("quant_method") == METHOD and self.states(config):
             fqns = parts.pairs("_scale", "", "", DTYPES, self.fits).fqns
             found = [fqn for fqn in fqns if fqn not in mine and fqn.endswith("weight")]
         forms = WeightForms(stored)
-        groups = forms.groups(
-            mine,
-            lambda fqn, near: self.recorded(read_record(fqn, mine[fqn], self.name), near),
-            each(mine.values(), repr),
+        groups = forms.recorded(
+            mine, lambda fqn, record, near: self.recorded(read_record(fqn, record, self.name), near)
         )
         if not found:
             return groups
@@ -163,25 +178,19 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         dtype = stated_dtype(stored[found[0]], self.mounts) or model_dtype(parts, scales)
         return groups + forms.groups(found, lambda fqn, near: self.made(fqn, config, dtype, near))
 
+    @abstractmethod
     def fits(self, scale: TensorInfo, codes: TensorInfo) -> bool:
         """Return whether they may be of this form, by dtypes and shapes."""
-        raise NotImplementedError
 
-    def states(self, config: Mapping[str, object]) -> bool:
+    def states(self, config: _Config) -> bool:
         """Return whether Quark's config may state this form for every layer that has it."""
         return True
 
-    def made(
-        self,
-        fqn: str,
-        config: Mapping[str, object],
-        dtype: str,
-        stored: Mapping[str, StoredTensor],
-    ) -> Found:
-        raise NotImplementedError
+    @abstractmethod
+    def made(self, fqn: str, config: _Config, dtype: str, stored: _Parts) -> Found: ...
 
-    def recorded(self, read: ScaledRecord, stored: Mapping[str, StoredTensor]) -> Found:
-        raise NotImplementedError
+    @abstractmethod
+    def recorded(self, read: ScaledRecord, stored: _Parts) -> Found: ...
 
 
 class _Rows(_Scheme):
@@ -194,28 +203,16 @@ class _Rows(_Scheme):
     def example(self, info: TensorInfo) -> Encoding:
         return self.form((1, info.shape[-1]), info.dtype)
 
-    def made(
-        self,
-        fqn: str,
-        config: Mapping[str, object],
-        dtype: str,
-        stored: Mapping[str, StoredTensor],
-    ) -> Found:
+    def made(self, fqn: str, config: _Config, dtype: str, stored: _Parts) -> Found:
         scale, zero = stored[f"{fqn}_scale"].info, stored.get(f"{fqn}_zero_point")
         info = TensorInfo(stored[fqn].info.shape, scale.dtype)
-        stem = fqn.removesuffix("weight")
-        extra = tuple(
-            (name, tensor.info.dtype, tensor.info.shape)
-            for name in ACTIVATIONS
-            if (tensor := stored.get(f"{stem}{name}")) is not None
-        )
+        extra = parts_beside(fqn, ACTIVATIONS, stored)
         block = (1, info.shape[1])
         encoding = self.form(block, scale.dtype, zero.info.dtype if zero else "", extra)
-        alone = not any(config.get(key) for key in SEVERAL)
-        symmetric = alone and _weight(config).get("symmetric") is True
+        symmetric = not config.has_several and config.weight.get("symmetric") is True
         return group_by_names(fqn, info, _stating(encoding, symmetric), stored)
 
-    def recorded(self, read: ScaledRecord, stored: Mapping[str, StoredTensor]) -> Found:
+    def recorded(self, read: ScaledRecord, stored: _Parts) -> Found:
         encoding = self.form(read.block, read.scale_dtype, read.dtype("zero_dtype"), read.extra())
         symmetric = read.more.get("symmetric") is True
         return group_by_names(read.fqn, read.info, _stating(encoding, symmetric), stored)
@@ -247,21 +244,16 @@ class QuarkInt4Scheme(_Scheme):
     def example(self, info: TensorInfo) -> Encoding:
         return QuarkI4(4, 128, info.dtype)
 
-    def states(self, config: Mapping[str, object]) -> bool:
-        export, weight = config.get("export"), _weight(config)
-        several = any(config.get(key) for key in SEVERAL)
+    def states(self, config: _Config) -> bool:
+        if config.has_several:
+            return False
+        export, weight = config.json.get("export"), config.weight
         packed = isinstance(export, Mapping) and export.get("pack_method") == "reorder"
         whole = weight.get("zero_point_type", "int32") == "int32"
-        return packed and whole and not several and weight.get("dtype") in ("int4", "uint4")
+        return packed and whole and weight.get("dtype") in ("int4", "uint4")
 
-    def made(
-        self,
-        fqn: str,
-        config: Mapping[str, object],
-        dtype: str,
-        stored: Mapping[str, StoredTensor],
-    ) -> Found:
-        weight, scale = _weight(config), stored[f"{fqn}_scale"].info
+    def made(self, fqn: str, config: _Config, dtype: str, stored: _Parts) -> Found:
+        weight, scale = config.weight, stored[f"{fqn}_scale"].info
         width = stored[fqn].info.shape[0]
         encoding = QuarkI4(
             4, width // scale.shape[0], scale.dtype, weight.get("symmetric") is True,
@@ -269,14 +261,7 @@ class QuarkInt4Scheme(_Scheme):
         )  # fmt: skip
         return group_by_names(fqn, TensorInfo((scale.shape[1], width), dtype), encoding, stored)
 
-    def recorded(self, read: ScaledRecord, stored: Mapping[str, StoredTensor]) -> Found:
+    def recorded(self, read: ScaledRecord, stored: _Parts) -> Found:
         symmetric, complement = (read.more.get(key) is True for key in ("symmetric", "complement"))
         encoding = QuarkI4(4, read.block[-1], read.scale_dtype, symmetric, complement=complement)
         return group_by_names(read.fqn, read.info, encoding, stored)
-
-
-def _weight(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return what Quark's config states of all weights."""
-    layers = config.get("global_quant_config")
-    weight = layers.get("weight") if isinstance(layers, Mapping) else None
-    return weight if isinstance(weight, Mapping) else {}

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ckptmap.core.columns import few
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME as TORCHAO
 from ckptmap.formats.safetensors.torchao_metadata import part_key, parts_of
+from ckptmap.protocols.encodings import Records
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.group_checks import malformed
 from ckptmap.quantization.part_names import FORMS, FP8, STATE, PartNames
@@ -65,7 +66,7 @@ _METHOD_OF_CT = "compressed-tensors"
 def stray_parts(
     dense: Mapping[str, StoredTensor],
     infos: Mapping[str, TensorInfo],
-    records: Mapping[str, Mapping[str, object]],
+    records: Records,
     mounts: Mounts,
 ) -> tuple[list[Stray], list[str]]:
     """Return the parts of quantized weights that are not whole, and notes on those that may be.
@@ -95,7 +96,7 @@ class _Strays:
 
     dense: Mapping[str, StoredTensor]
     infos: Mapping[str, TensorInfo]
-    records: Mapping[str, Mapping[str, object]]
+    records: Records
     mounts: Mounts
     notes: list[str] = field(default_factory=list)
     _configs: list[Mapping[str, object]] = field(default_factory=list)

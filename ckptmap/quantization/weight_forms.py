@@ -15,14 +15,17 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from ckptmap.core.columns import distinct_at
+from ckptmap.core.columns import distinct_at, each
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups, LoneWeight, WeightForm, stem_of
 from ckptmap.protocols import Group
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.tensors import StoredTensor
 
 Make: TypeAlias = Callable[[str, Mapping[str, StoredTensor]], Found]
 """Makes the group of a weight from the tensors that it looks up: from their names, shapes and dtypes alone."""
+
+MakeOfRecord: TypeAlias = Callable[[str, Record, Mapping[str, StoredTensor]], Found]
 
 
 class WeightForms:
@@ -50,6 +53,14 @@ class WeightForms:
         for numbers in alike.values():
             self._add_forms(fqns, modules, numbers, make, forms)
         return Groups(fqns, list(map(forms.__getitem__, range(len(fqns)))))
+
+    def recorded(self, records: Records, make: MakeOfRecord) -> Groups:
+        """Return the groups of the weights that records describe. `make` takes the record, too."""
+        return self.groups(
+            records,
+            lambda fqn, near: make(fqn, records[fqn], near),
+            each(records.values(), repr),
+        )
 
     def _add_forms(
         self,

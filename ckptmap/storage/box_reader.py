@@ -8,10 +8,10 @@ spans of bounded size and copied by strided memoryviews, so neither torch nor nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import gcd, prod
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckptmap.core.rearranged_tensors import ZEROS, Rearranged
 from ckptmap.core.row_chunks import RowChunks
@@ -21,6 +21,9 @@ from ckptmap.storage.column_reader import MIN_RUN, fill_columns
 from ckptmap.storage.files import Files
 from ckptmap.storage.source_sums import GAP
 from ckptmap.tensors import Box, Extent, Region, StoredTensor, contiguous_strides
+
+if TYPE_CHECKING:
+    import torch
 
 SCRATCH = 1 << 20
 """Bytes of the source that are read at once where single elements must be copied."""
@@ -38,6 +41,21 @@ class Run(NamedTuple):
     file: str
     offset: int
     nbytes: int
+
+
+def in_multiples(pieces: Iterable[torch.Tensor], step: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (flat offset, flat values) of pieces in row-major order, each but the last a multiple of `step` long."""
+    import torch
+
+    offset, held = 0, torch.empty(0)
+    for piece in pieces:
+        held = torch.cat([held, piece.view(-1)]) if held.numel() else piece.view(-1)
+        ready = held.numel() - held.numel() % step
+        if ready:
+            yield offset, held[:ready]
+            offset, held = offset + ready, held[ready:].clone()  # the rest of the buffer is let go
+    if held.numel():
+        yield offset, held
 
 
 def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:

@@ -6,32 +6,51 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, Final, NamedTuple, cast
 
 from ckptmap.core.json_text import parse_json
 from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Fingerprint, Mounts, OwnManifest
 from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.file_records import AGAIN, without_manifest
-from ckptmap.storage.manifest_schema import malformed
+from ckptmap.storage.manifest_schema import Document, malformed
 from ckptmap.storage.own_files import MANIFEST
 from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import StatedSum
 
 SCHEMA = 1
-AROUND = "around"
+AROUND: Final = "around"
 NOT_TAKEN = "-" * 16
 """In place of a digest: the bytes around the tensors have none (yet)."""
-SELF = "self"
+SELF: Final = "self"
 _SELF_END = f',"{SELF}":"%s"}}'
 SELF_END_NBYTES = len(_SELF_END % ("-" * 16))
 """The last bytes of every manifest: the digest of the bytes before them."""
 
 
-def parse(data: bytes, where: str) -> dict[str, Any]:
+class ChunkRow(NamedTuple):
+    """One chunk of a stored tensor, as the manifest lists it: `nbytes` bytes from byte `offset` of
+    `file` on hold the box at `offsets` of `sizes` elements; `digest` is the xxh3 of these bytes, or ""."""
+
+    file: str
+    offset: int
+    nbytes: int
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    digest: str
+
+
+def chunks_of(document: Document) -> Iterator[tuple[str, ChunkRow]]:
+    """Yield every chunk that a manifest lists, with the key of its tensor."""
+    for key, entry in document["tensors"].items():
+        for chunk in entry["chunks"]:
+            yield key, ChunkRow(*chunk)
+
+
+def parse(data: bytes, where: str) -> Document:
     """Return the manifest in `data`. Raises SourceError CKM403 if it is none, or of another version."""
     try:
         document = parse_json(data, allow_nan=True)
@@ -62,7 +81,7 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
             " that it states of itself",
             "convert the source again",
         )
-    return document
+    return cast(Document, document)
 
 
 def self_end(body: bytes | memoryview) -> bytes:
@@ -89,20 +108,21 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
         raise unreadable(manifest.file, error) from error
     document, folder = parse(data, manifest.file), Path(manifest.file).parent
     spans: dict[str, list[StatedSum]] = {name: [] for name in document["files"]}
-    for name, chunk in _chunks(document):
-        spans.setdefault(name, []).append(chunk)
+    for _, chunk in chunks_of(document):
+        spans.setdefault(chunk.file, []).append(_stated(chunk))
     for name, chunks in spans.items():
-        file, entry = str(folder / name), document["files"].get(name, {})
+        file, entry = str(folder / name), document["files"].get(name)
         nbytes = _nbytes(file, mounts)
         if nbytes is None or file.endswith(
             ".json"
         ):  # people edit it; it states no more than it says
             continue
         way_out = f"{without_manifest(file)}; else {AGAIN}"
-        if nbytes != entry.get("nbytes"):
+        stated = None if entry is None else entry["nbytes"]
+        if entry is None or nbytes != stated:
             raise SourceError(
                 "CKM105",
-                f"{file}: has {nbytes} bytes, its {MANIFEST} states {entry.get('nbytes')}",
+                f"{file}: has {nbytes} bytes, its {MANIFEST} states {stated}",
                 way_out,
             )
         _check_around(file, entry.get(AROUND), [chunk[:2] for chunk in chunks], mounts, way_out)
@@ -110,19 +130,16 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
             mounts.state(file, [chunk for chunk in chunks if chunk.sum])
 
 
-def _chunks(document: Mapping[str, Any]) -> Iterator[tuple[str, StatedSum]]:
-    """Yield the name of the file and the place of every chunk."""
-    for tensor in document["tensors"].values():
-        for name, offset, nbytes, _, _, digest in tensor["chunks"]:
-            yield name, StatedSum(offset, nbytes, digest)
+def _stated(chunk: ChunkRow) -> StatedSum:
+    return StatedSum(chunk.offset, chunk.nbytes, chunk.digest)
 
 
-def _check_one_file(manifest: OwnManifest, document: Mapping[str, Any], mounts: Mounts) -> None:
+def _check_one_file(manifest: OwnManifest, document: Document, mounts: Mounts) -> None:
     """Raise SourceError CKM105 where a one-file output is not as it was written around its tensors.
 
     Where its format states no checksums (GGUF), the digests of its chunks count as stated.
     """
-    chunks = [chunk for _, chunk in _chunks(document)]
+    chunks = [_stated(chunk) for _, chunk in chunks_of(document)]
     if manifest.file not in mounts.stated and any(chunk.sum for chunk in chunks):
         mounts.state(manifest.file, [chunk for chunk in chunks if chunk.sum])
     if manifest.spans is None or document.get(AROUND, NOT_TAKEN) == NOT_TAKEN:

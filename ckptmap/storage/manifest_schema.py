@@ -12,10 +12,73 @@ The digests `around` and `self` are in all manifests or in none: early releases 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import PurePosixPath
-from typing import TypeGuard
+from typing import Any, NotRequired, TypedDict, TypeGuard
+
+
+class FileEntry(TypedDict):
+    """A file with tensors: its size, and digests of the bytes around them and of all bytes."""
+
+    nbytes: int
+    around: NotRequired[str]
+    sha256: NotRequired[str]
+
+
+class CarriedEntry(TypedDict):
+    """A file beside the weights."""
+
+    nbytes: int
+    xxh3: str
+
+
+class TensorEntry(TypedDict):
+    """A stored tensor: the tensor that it is a part of, and its chunks, as `manifest_file.ChunkRow` names their values."""
+
+    fqn: str
+    chunks: Sequence[Sequence[Any]]
+
+
+class LogicalEntry(TypedDict):
+    """A logical tensor, and how it was converted."""
+
+    shape: Sequence[int]
+    source: str
+    target: str
+    fidelity: str
+
+
+class MergedEntry(TypedDict):
+    """The adapter that was merged into the weights: what of it was left, and the heads that it untied."""
+
+    leave: NotRequired[Sequence[str]]
+    untied: NotRequired[Mapping[str, str]]
+
+
+class Document(TypedDict):
+    """A manifest. What `malformed` does not look at is an `object`."""
+
+    schema: int
+    ckptmap: object
+    plan: object
+    setup: str
+    container: object
+    world_size: object
+    source: Mapping[str, str]
+    renamed: NotRequired[object]
+    names: NotRequired[Mapping[str, Any] | None]
+    merged: NotRequired[MergedEntry | None]
+    files: Mapping[str, FileEntry]
+    carried: Mapping[str, CarriedEntry]
+    tensors: Mapping[str, TensorEntry]
+    logical: Mapping[str, LogicalEntry]
+    records: Mapping[str, Mapping[str, object]]
+    dropped: Mapping[str, str]
+    tied: Mapping[str, str]
+    around: NotRequired[str]
+    self: NotRequired[str]
+
 
 FIDELITIES = frozenset({"bytes", "exact", "codes", "cast", "quantize", "requantize"})
 LIMIT = 1 << 63

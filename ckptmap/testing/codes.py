@@ -34,11 +34,11 @@ def check_codes(title: str, encoding: Encoding, info: TensorInfo, parts: Parts) 
     if grid is None:
         return
     expect(grid == encoding.grid(info), f"{title}: another grid when asked again")
-    whole = _codes(title, encoding, info, parts, grid, Box.whole(grid.codes.shape))
+    whole = _codes(encoding, info, parts, grid, Box.whole(grid.codes.shape))
     draw = random.Random(info.numel)
     for _ in range(BOXES):
         box = random_box(grid.codes.shape, draw)
-        part = _codes(title, encoding, info, parts, grid, box)
+        part = _codes(encoding, info, parts, grid, box)
         expect(same(part, window(whole, box)), f"{title}: other codes at {box} than the whole has")
     scales = encoding.scales(info, {name: parts[name] for name in encoding.scale_parts(info)})
     expect(info_of(scales) == TensorInfo(grid.scales, "float32"), f"{title}: scales {scales.shape}")
@@ -48,7 +48,7 @@ def check_codes(title: str, encoding: Encoding, info: TensorInfo, parts: Parts) 
 
 
 def _codes(
-    title: str, encoding: Coded, info: TensorInfo, parts: Parts, grid: CodeGrid, box: Box
+    encoding: Coded, info: TensorInfo, parts: Parts, grid: CodeGrid, box: Box
 ) -> torch.Tensor:
     import torch
 

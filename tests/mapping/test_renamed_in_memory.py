@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import ckptmap
-from ckptmap.mapping.renamed_in_memory import SIGNS, named_as_in_memory
+from ckptmap.mapping.memory_names import SIGNS, named_as_in_memory
 
 TEXT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 import ckptmap
 from ckptmap.errors import AnswerNo, RunError, SourceError
+from ckptmap.execution import manifest as manifests
 from ckptmap.operations.convert import Report
 from ckptmap.operations.verify import VerifyReport
 
@@ -188,6 +189,19 @@ def test_a_damaged_manifest_is_refused(
     with pytest.raises(SourceError, match=f"its manifest is damaged at {path[0]}") as caught:
         ckptmap.verify(out)
     assert caught.value.code == "CKM403"
+
+
+def test_members_that_nobody_checks_may_hold_anything(source: Path, tmp_path: Path) -> None:
+    """A manifest that another program wrote again: `verify` and `report` take it, and take nothing from it."""
+    out = made(source, tmp_path, "hf")
+    file = out / "ckptmap.manifest.json"
+    document = json.loads(file.read_text()) | {"merged": None, "world_size": "two"}
+    file.write_bytes(manifests.emit(document))
+    assert ckptmap.verify(out, against=source).ok
+    assert "for 0 ranks, from" in ckptmap.report(out)
+    with pytest.raises(SourceError) as caught:
+        ckptmap.verify(out, against=source, adapter=tmp_path)
+    assert caught.value.code in ("CKM101", "CKM320")
 
 
 @pytest.mark.parametrize("to", ["hf", "fsdp2", "full"])

@@ -17,8 +17,8 @@ from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import CkptmapError
 from ckptmap.execution.manifest import NAME
-from ckptmap.operations.check_structure import chunks_of
 from ckptmap.operations.verify import read_manifest
+from ckptmap.storage.manifest_file import chunks_of
 
 ENCODED = ("hf-nf4", "full-nf4", "fsdp2-nf4", "hf-bnb-nf4", "hf-ct-int8", "full-int8", "dcp-hf-fp8")
 WRITTEN = (*(setup.name for setup in registry.setups()), *ENCODED)

@@ -117,7 +117,7 @@ class Adapter:
 def open_adapter(
     path: str | os.PathLike[str],
     mounts: Mounts,
-    config: str | os.PathLike[str] | None = None,
+    config: str | os.PathLike[str] | None,
 ) -> Adapter:
     """Return the adapter at `path`: a peft directory, or a checkpoint with the config beside it.
 

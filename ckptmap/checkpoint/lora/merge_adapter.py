@@ -137,9 +137,7 @@ def merge_adapter(
         return _merged_into(ckpt, adapter, groups, leave, merger.untied, notes)
 
 
-def in_adapters_names(
-    ckpt: Checkpoint, config_from: str | os.PathLike[str] | None = None
-) -> Checkpoint:
+def in_adapters_names(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None) -> Checkpoint:
     """Return the base under Hugging Face's names, by which peft names modules, where its format has names of its
     own: GGUF. Raises PlanError as `translated` does."""
     if not ckpt.index.naming or ckpt.translation is not None:

@@ -18,6 +18,7 @@ rank times what the box measures on either side.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -45,7 +46,7 @@ NORM_NUMEL = 1 << 18
 
 
 @dataclass(frozen=True)
-class ChangedTensor:
+class ChangedTensor(ABC):
     """A tensor of a base in encoding `base` and logical dtype `dtype`, changed by an adapter."""
 
     base: Encoding
@@ -87,11 +88,11 @@ class ChangedTensor:
                 "the adapter or the base holds them, or the dtype is too narrow: try --to hf-fp32",
             )
 
+    @abstractmethod
     def changed(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box
     ) -> torch.Tensor:
         """Return the box with the adapter's change added, in fp32 or wider."""
-        raise NotImplementedError
 
     def base_info(self, info: TensorInfo) -> TensorInfo:
         return TensorInfo(info.shape, self.dtype)

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.errors import CkptmapError
 from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
-from ckptmap.mapping.model_config import config_beside
+from ckptmap.mapping.model_config import readable_config
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 EMBEDDINGS = frozenset(
@@ -61,9 +60,7 @@ def tied_in(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None = None)
     return Tied(embeddings[0], _head(embeddings[0], config))
 
 
-def may_be_tied(
-    ckpt: Checkpoint, fqn: str, config_from: str | os.PathLike[str] | None = None
-) -> bool:
+def may_be_tied(ckpt: Checkpoint, fqn: str, config_from: str | os.PathLike[str] | None) -> bool:
     """Return whether a head could be tied to this embedding: the base has no head, and no config.json
     that tells."""
     return stem(fqn) in EMBEDDINGS and _is_headless(ckpt) and _config(ckpt, config_from) is None
@@ -101,10 +98,7 @@ def _config(
     if not ckpt.index.files:
         return None
     path = None if config_from is None else os.fspath(config_from)
-    try:
-        return config_beside(ckpt.index.files[0], ckpt.files.mounts, path)
-    except CkptmapError:
-        return None
+    return readable_config(ckpt.index.files[0], ckpt.files.mounts, path)
 
 
 def _has_head(config: Mapping[str, object]) -> bool:

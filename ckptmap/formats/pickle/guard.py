@@ -51,7 +51,7 @@ def _run(width: int, top: int, lengths: frozenset[int] = frozenset()) -> re.Patt
     return re.compile(b"(?:%s|%s%s)*+" % (_PLAIN, put, b"".join(texts)), re.DOTALL)
 
 
-def check_opcodes(data: bytes, of_nbytes: int = 0) -> None:
+def check_opcodes(data: bytes, of_nbytes: int) -> None:
     """Raise UnpicklingError for EXT opcodes and LONG4, and for a memo index above the size of the pickle.
 
     That size is `len(data)`, or `of_nbytes` if `data` is a part of a pickle of so many bytes. Any

@@ -49,7 +49,7 @@ def step_like(live: object, number: float) -> torch.Tensor | int:
     return int(number)
 
 
-def derivation(name: str, source: Source, betas: Sequence[float] = ()) -> tuple[str, float | None]:
+def derivation(name: str, source: Source, betas: Sequence[float]) -> tuple[str, float | None]:
     """Return the entry that a moment is computed from, and the factor; (name, None) where the checkpoint
     has it.
 

@@ -94,7 +94,7 @@ def collect(
     if unsaved := unsaved_buffers.described(model):
         held.settings[unsaved_buffers.KEY] = unsaved
     if options.only is not None:
-        _hold_part(held, part, model, peers)
+        _hold_part(held, part, model)
         targets = part.kept
     hold_model(held, targets)
     if options.gradients:
@@ -143,7 +143,7 @@ def _hold_optimizer(
             put(held, ("extra", lbfgs.KEY, fqn), of_all)
 
 
-def _hold_part(held: LocalState, part: SavedPart, model: torch.nn.Module, peers: RankGroup) -> None:
+def _hold_part(held: LocalState, part: SavedPart, model: torch.nn.Module) -> None:
     """Record the bases of the weights that are left out, and say which are saved beside those that
     `only` names."""
     held.notes += part.notes()

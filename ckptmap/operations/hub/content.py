@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.printable import quote
@@ -19,8 +18,10 @@ from ckptmap.errors import AnswerNo, DestinationError, RunError
 from ckptmap.operations.check_digests import sha256_of
 from ckptmap.operations.verify import read_manifest, verify
 from ckptmap.storage.hub.entry import Entry, git_sha1
+from ckptmap.storage.manifest_schema import Document
 from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.storage.safe_names import problem_in_repository
+from ckptmap.storage.sync import raised
 
 WEIGHTS = re.compile(
     r"((diffusion_pytorch_)?model|ckptmap)(-\d+-of-\d+)?\.safetensors"
@@ -156,11 +157,7 @@ def names_of(place: Path) -> tuple[dict[Path, str], list[str]]:
 
 def _below(place: Path) -> Iterator[Path]:
     """Yield what is no directory below a place. Raises OSError where one cannot be listed."""
-
-    def failed(error: OSError) -> None:
-        raise error
-
-    for folder, _, names in os.walk(place, onerror=failed):
+    for folder, _, names in os.walk(place, onerror=raised):
         yield from (Path(folder, name) for name in names)
 
 
@@ -179,11 +176,11 @@ def _check(ckpt: Checkpoint) -> None:
 def _known_sha256(ckpt: Checkpoint) -> Mapping[str, str]:
     """Return the SHA-256 of files that the manifest states."""
     manifest = manifest_of(ckpt)
-    files: Mapping[str, Any] = {} if manifest is None else manifest["files"]
+    files = {} if manifest is None else manifest["files"]
     return {name: about["sha256"] for name, about in files.items() if "sha256" in about}
 
 
-def manifest_of(ckpt: Checkpoint) -> dict[str, Any] | None:
+def manifest_of(ckpt: Checkpoint) -> Document | None:
     """Return the manifest; None where ckptmap did not write the checkpoint."""
     try:
         return read_manifest(ckpt)

@@ -286,7 +286,10 @@ def _publish(
         return _report(page(stage), target, content, sent, started, notes, stage, merged=False)
     if target.exists:
         _refuse_rivals(Target.look(name.repo, name.revision), content, name)
-    (merge_pull if stage.pull is not None else advance_branch)(stage)
+    if stage.pull is not None:
+        merge_pull(stage)
+    else:
+        advance_branch(stage)
     published = Target.look(name.repo, name.revision)
     if not content.is_in(published.tree):
         raise RunError(
@@ -353,7 +356,7 @@ def _with_card(
     if path in by_path:
         return items, []
     manifest = manifest_of(ckpt)
-    origin = local.origin or (manifest or {}).get("source", {}).get("origin", "")
+    origin = local.origin or ("" if manifest is None else manifest["source"].get("origin", ""))
     base_model = base or cards.base_of(origin, local.path)
     text = cards.card(name.repo, base_model, to or ckpt.setup, manifest, _library(local.path))
     return [*items, content_item(name.path, cards.NAME, text)], [f"{path}: a stub was written"]

@@ -10,8 +10,9 @@ from ckptmap.core.formatting import counted, human
 from ckptmap.core.printable import one_line
 from ckptmap.operations.inspect import InspectReport
 from ckptmap.operations.report.collect import Tensors, shown_name
-from ckptmap.operations.report.verdict import Manifest
+from ckptmap.operations.report.verdict import Manifest, world_size_in
 from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.manifest_schema import Document
 
 FILES = 40
 """Files that the page lists."""
@@ -85,9 +86,9 @@ def provenance(manifest: Manifest) -> list[tuple[str, str]]:
     return [(name, shown_name(text)) for name, text in _statements(document)]
 
 
-def _statements(document: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+def _statements(document: Document) -> Iterator[tuple[str, str]]:
     yield "written by", f"ckptmap {document['ckptmap']}"
-    yield "setup", f"{document['setup']}, {counted(_integer(document['world_size']), 'rank')}"
+    yield "setup", f"{document['setup']}, {counted(world_size_in(document), 'rank')}"
     source = document["source"]
     if isinstance(source, Mapping):
         yield "source", ", ".join(f"{name} {value}" for name, value in source.items())
@@ -99,10 +100,6 @@ def _statements(document: Mapping[str, object]) -> Iterator[tuple[str, str]]:
             yield name, f"{counted(len(entries), noun)}: {first}"
     if document.get("merged"):
         yield "merged", "a LoRA adapter was merged into it"
-
-
-def _integer(value: object) -> int:
-    return value if isinstance(value, int) else 0
 
 
 def file_rows(ckpt: Checkpoint) -> list[tuple[str, str]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -17,6 +16,7 @@ from ckptmap.operations.report.shard_map import ShardMap
 from ckptmap.operations.verify import read_manifest
 from ckptmap.planning.options import Options
 from ckptmap.planning.plan import Plan
+from ckptmap.storage.manifest_schema import Document
 
 UNEVEN = 1.5
 """From this imbalance on the verdict tells of it."""
@@ -66,7 +66,7 @@ class Verdict:
 class Manifest:
     """The manifest of an output of ckptmap: None where there is none, or it cannot be read."""
 
-    document: Mapping[str, Any] | None
+    document: Document | None
     problems: Sequence[str] = ()
 
 
@@ -119,11 +119,11 @@ def _who(ckpt: Checkpoint, manifest: Manifest) -> str:
     ranks = f" on {counted(ckpt.world_size, 'rank')}" if ckpt.world_size > 1 else ""
     document = manifest.document
     if document is not None:
-        source = document["source"]
+        source, world_size = document["source"], world_size_in(document)
         origin = f" ({source['origin']})" if source.get("origin") else ""
         return one_line(
             f"Written by ckptmap {document['ckptmap']} as {document['setup']} for"
-            f" {counted(document['world_size'], 'rank')}, from {source['setup']}{origin}."
+            f" {counted(world_size, 'rank')}, from {source['setup']}{origin}."
         )
     wrapped = {
         "_orig_mod.": "torch.compile", "module.": "DDP", "_fsdp_wrapped_module.": "FSDP1",
@@ -134,6 +134,12 @@ def _who(ckpt: Checkpoint, manifest: Manifest) -> str:
     return one_line(
         f"Written as {ckpt.index.container}{ranks}{live}. It has no manifest of ckptmap."
     )
+
+
+def world_size_in(document: Document) -> int:
+    """Return the number of ranks that a manifest states; 0 where it states none. Nobody has checked it before."""
+    world_size = document.get("world_size")
+    return world_size if isinstance(world_size, int) else 0
 
 
 def _wrong(ckpt: Checkpoint, manifest: Manifest, plans: Sequence[Plan]) -> Iterator[Finding]:

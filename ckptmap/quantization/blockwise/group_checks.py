@@ -114,14 +114,21 @@ def check_parts(
     return parts
 
 
+def expected_parts(fqn: str, encoding: Encoding, info: TensorInfo) -> Mapping[str, TensorInfo]:
+    """Return the parts that a stored weight must have. Raises SourceError CKM115 where its encoding holds no such
+    tensors."""
+    expected = encoding.parts(info)
+    if isinstance(expected, Refusal):
+        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
+    return expected
+
+
 def group_by_names(
     fqn: str, info: TensorInfo, encoding: Encoding, stored: Mapping[str, StoredTensor]
 ) -> tuple[Group, tuple[str, ...]]:
     """Return the group of a weight whose parts are stored by the names that its encoding gives them, and
     their keys. Raises SourceError CKM115 where the encoding has no such tensors, or a part does not fit."""
-    expected = encoding.parts(info)
-    if isinstance(expected, Refusal):
-        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
+    expected = expected_parts(fqn, encoding, info)
     keys = {part: part_key(encoding, fqn, part) for part in expected}
     tensors = {part: stored.get(key) for part, key in keys.items()}
     parts = check_parts(fqn, encoding.name, expected, tensors)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import RunError
-from ckptmap.protocols import Encoder, Refusal, part_key
+from ckptmap.protocols import Encoder, Refusal
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.chunks import sent_behind
 from ckptmap.quantization.blockwise.dequantize import dequantize
@@ -22,6 +22,7 @@ from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.exponents import powers
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
 from ckptmap.quantization.blockwise.scaled_encoder import Constants, ScaledEncoder, ScaledRecoder
+from ckptmap.quantization.extra_parts import Extra, HasExtraParts
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -40,14 +41,13 @@ def rounded_products(scale_dtype: str, dtype: str) -> str:
 
 
 @dataclass(frozen=True)
-class ScaledEncoding:
+class ScaledEncoding(HasExtraParts):
     """8-bit codes with one scale per block of elements.
 
     block        sizes of a block, one a dim; () is one scale a row
     scale_dtype  dtype of the stored scales
     zero_dtype   dtype of the stored zero points, which have the scales' shape; "" without them
-    extra        further parts that move with the tensor and do not change its values:
-                 (name, dtype, shape)
+    extra        further parts, which do not change the values
     """
 
     name: ClassVar[str]
@@ -59,17 +59,11 @@ class ScaledEncoding:
     codes_dtype: ClassVar[str] = "int8"
     factor: ClassVar[float] = 1.0
     """A constant that decoding multiplies by last, in fp32."""
-    activations: ClassVar[Collection[str]] = ()
-    """The names of further parts that scale activations."""
 
     block: tuple[int, ...] = ()
     scale_dtype: str = "float32"
     zero_dtype: str = ""
-    extra: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
-
-    def activation_keys(self, fqn: str) -> Sequence[str]:
-        names = [name for name, _, _ in self.extra if name in self.activations]
-        return [part_key(self, fqn, name) for name in names]
+    extra: Extra = ()
 
     # ------------------------------------------------------------------ shapes
 
@@ -105,7 +99,7 @@ class ScaledEncoding:
         }
         if self.zero_dtype:
             parts[self.zero_part] = TensorInfo(shape, self.zero_dtype)
-        return parts | {name: TensorInfo(size, dtype) for name, dtype, size in self.extra}
+        return {**parts, **self.extra_infos}
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         """Return the same box of the codes, the scales of the blocks it touches, or all of another part."""
@@ -114,7 +108,7 @@ class ScaledEncoding:
         if part in (self.scale_part, self.zero_part):
             grid = block_geometry.grid_box(box, self.block_of(info))
             return block_geometry.stored_box(grid, self.scale_shape(info))
-        return Box.whole(next(size for name, _, size in self.extra if name == part))
+        return Box.whole(self.extra_infos[part].shape)
 
     # ------------------------------------------------------------------ values
 

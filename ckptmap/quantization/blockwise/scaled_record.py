@@ -9,7 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckptmap.protocols.encodings import Record
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed, read_sizes
+from ckptmap.quantization.extra_parts import Extra
 from ckptmap.tensors import ITEMSIZE, TensorInfo
 
 VERSION = 1
@@ -62,7 +64,7 @@ class ScaledRecord:
             raise malformed(self.fqn, f"{key}, expected ones, found {str(value)[:40]!r}", DAMAGED)
         return (1,) * len(value)
 
-    def extra(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    def extra(self) -> Extra:
         """Return the parts besides codes and scales, stored as [[name, dtype, shape], ...]."""
         value = self.more.get("extra", [])
         if not isinstance(value, list) or not all(
@@ -75,7 +77,7 @@ class ScaledRecord:
         return tuple((name, dtype, tuple(shape)) for name, dtype, shape in value)
 
 
-def read_record(fqn: str, record: Mapping[str, object], name: str) -> ScaledRecord:
+def read_record(fqn: str, record: Record, name: str) -> ScaledRecord:
     """Parse a record of the format `name`. Raises SourceError CKM115 for another version or a bad one."""
     if record.get("version") != VERSION:
         raise malformed(

@@ -1,6 +1,6 @@
-"""Encode a `Conv1D` of GPT-2: bitsandbytes' codes are those of the transpose of its weight [in, out].
+"""A `Conv1D` of GPT-2, of which bitsandbytes' codes are those of the transpose of its weight [in, out].
 
-Values come in the order of the weight, so they are held until the last one is there; then the transpose is fed to the
+Values to encode come in the order of the weight, so they are held until the last one is there; then the transpose is fed to the
 encoder of the form. A weight of the largest GPT-2 has 10M elements.
 """
 
@@ -10,10 +10,24 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ckptmap.protocols import Encoder, Write
-from ckptmap.tensors import TensorInfo
+from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
     import torch
+
+
+class MayLieAcross:
+    """The base of encodings whose codes may be those of the transpose of the weight."""
+
+    transposed: bool
+
+    def stored(self, info: TensorInfo) -> TensorInfo:
+        """Return the tensor in the order of its codes: the transpose for a `Conv1D`."""
+        return TensorInfo(info.shape[::-1], info.dtype) if self.transposed else info
+
+    def turned_box(self, box: Box) -> Box:
+        """Return a box of the weight in the order of its codes."""
+        return Box(box.offsets[::-1], box.sizes[::-1]) if self.transposed else box
 
 
 class AcrossEncoder:

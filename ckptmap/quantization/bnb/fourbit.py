@@ -28,7 +28,7 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal
 from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.bnb import double_quant
-from ckptmap.quantization.bnb.across_encoder import AcrossEncoder
+from ckptmap.quantization.bnb.across_encoder import AcrossEncoder, MayLieAcross
 from ckptmap.quantization.bnb.fourbit_encoder import FourBitEncoder, FourBitRecoder
 from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
 
@@ -55,7 +55,7 @@ class Nested:
 
 
 @dataclass(frozen=True)
-class FourBit:
+class FourBit(MayLieAcross):
     """The encoding of one tensor: `block` elements share an absmax.
 
     kind        "nf4" or "fp4"
@@ -87,10 +87,6 @@ class FourBit:
     @property
     def host_parts(self) -> Collection[str]:
         return (self.state,)
-
-    def stored(self, info: TensorInfo) -> TensorInfo:
-        """Return the tensor in the order of its codes: the transpose for a `Conv1D`."""
-        return TensorInfo(info.shape[::-1], info.dtype) if self.transposed else info
 
     def blocks(self, info: TensorInfo) -> int:
         """Return the number of blocks; the last one may be short."""
@@ -160,10 +156,8 @@ class FourBit:
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         """Return the least range of whole blocks that covers the box's flat span."""
-        if self.transposed:
-            box = Box(box.offsets[::-1], box.sizes[::-1])
         stored = self.stored(info)
-        first, last = fourbit.blocks_of(stored, box, self.block)
+        first, last = fourbit.blocks_of(stored, self.turned_box(box), self.block)
         if part == "":
             return self._payload(info, first * self.block // 2, last * self.block // 2)
         if part == ABSMAX and self.turned:
@@ -202,7 +196,7 @@ class FourBit:
         if box.numel == 0:
             return
         if self.transposed:
-            turned = Box(box.offsets[::-1], box.sizes[::-1])
+            turned = self.turned_box(box)
             values = torch.empty(turned.sizes, dtype=out.dtype, device=out.device)
             self._decode(self.stored(info), parts, turned, values)
             out.copy_(values.T)

@@ -19,6 +19,7 @@ from ckptmap.core.json_text import parse_object
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Group, Refusal
+from ckptmap.protocols.encodings import Records
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.fourbit import table_values
 from ckptmap.quantization.blockwise.group_checks import (
@@ -30,7 +31,11 @@ from ckptmap.quantization.blockwise.group_checks import (
     malformed,
     refuse_kept_modules,
 )
-from ckptmap.quantization.blockwise.read_config import quantization_config, read_each_small
+from ckptmap.quantization.blockwise.read_config import (
+    model_type,
+    quantization_config,
+    read_each_small,
+)
 from ckptmap.quantization.bnb.config_agreement import kept_modules, require_kind
 from ckptmap.quantization.bnb.fourbit import (
     ABSMAX,
@@ -45,7 +50,6 @@ from ckptmap.quantization.bnb.fourbit import (
 from ckptmap.quantization.linear_weights import CONV1D, CONV1D_MODELS
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.storage.files import Files
-from ckptmap.storage.json_file import read_object
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 MAX_STATE_NBYTES = 1 << 16
@@ -57,7 +61,7 @@ TABLE_ERROR = 1e-6
 
 def find_fourbit(
     stored: Mapping[str, StoredTensor],
-    records: Mapping[str, Mapping[str, object]],
+    records: Records,
     kind: str,
     nested: bool,
     mounts: Mounts,
@@ -272,9 +276,7 @@ def _nested(fqn: str, state: Mapping[str, object], has_parts: bool) -> Nested | 
 class Conv1DModels:
     """Says which weights are `Conv1D`, by our records or config.json, which is read once a directory."""
 
-    def __init__(
-        self, mounts: Mounts, records: Mapping[str, Mapping[str, object]] | None = None
-    ) -> None:
+    def __init__(self, mounts: Mounts, records: Records | None = None) -> None:
         self._mounts = mounts
         self._records = records or {}
         self._known: dict[Path, bool] = {}
@@ -297,14 +299,5 @@ class Conv1DModels:
             return False
         directory = Path(payload.chunks[0].region.file).parent
         if directory not in self._known:
-            kind = _model_type(directory / "config.json", self._mounts)
-            self._known[directory] = kind in CONV1D_MODELS
+            self._known[directory] = model_type(payload, self._mounts) in CONV1D_MODELS
         return self._known[directory]
-
-
-def _model_type(config: Path, mounts: Mounts) -> str | None:
-    try:
-        kind = read_object(config, mounts).get("model_type")
-    except (OSError, ValueError):
-        return None
-    return kind if isinstance(kind, str) else None

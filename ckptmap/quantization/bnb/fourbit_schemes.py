@@ -12,6 +12,7 @@ from dataclasses import replace
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.weight_columns import Groups
 from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols.encodings import Records
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.bnb.fourbit import BLOCKS, FourBit, Nested
 from ckptmap.quantization.bnb.fourbit_reader import find_fourbit
@@ -37,9 +38,7 @@ class FourBitScheme(ReadsFiles, LinearLayerScheme):
     double: bool
     live = "bitsandbytes 4-bit"
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of this kind. Raises SourceError CKM115 where parts are missing or do not fit."""
         return find_fourbit(stored, records, self.kind, self.double, self.mounts)
 
@@ -49,7 +48,7 @@ class FourBitScheme(ReadsFiles, LinearLayerScheme):
         return parts if isinstance(parts, Refusal) else encoding
 
     def across(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Return the encoding for a `Conv1D`: see `core.quantized_codes.TakesConv1D`."""
+        """Return the encoding for a `Conv1D`: see `planning.weight_encodings.TakesConv1D`."""
         encoding = self.encoding(info)
         if not is_conv1d_weight(fqn, info) or not isinstance(encoding, FourBit):
             return None

@@ -18,13 +18,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.exact_division import divide
@@ -40,9 +40,10 @@ from ckptmap.quantization.blockwise.rounding_rules import BitsandbytesInt8, Roun
 from ckptmap.quantization.blockwise.scaled_encoder import Constants
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
-from ckptmap.quantization.bnb.across_encoder import AcrossEncoder
+from ckptmap.quantization.bnb.across_encoder import AcrossEncoder, MayLieAcross
 from ckptmap.quantization.bnb.config_agreement import kept_modules, require_bits
 from ckptmap.quantization.bnb.fourbit_reader import Conv1DModels
+from ckptmap.quantization.extra_parts import Extra
 from ckptmap.quantization.linear_weights import (
     LinearLayerScheme,
     is_conv1d_weight,
@@ -58,11 +59,11 @@ if TYPE_CHECKING:
 
 SCB, FORMAT = "SCB", "weight_format"
 _TILES = {1: "col32", 2: "col_turing", 3: "col_ampere"}
-_FORMAT_PART: tuple[tuple[str, str, tuple[int, ...]], ...] = ((FORMAT, "uint8", ()),)
+_FORMAT_PART: Extra = ((FORMAT, "uint8", ()),)
 
 
 @dataclass(frozen=True)
-class BnbInt8(ScaledEncoding):
+class BnbInt8(MayLieAcross, ScaledEncoding):
     """LLM.int8, always one scale a row.
 
     extra       the part `weight_format` where there is one
@@ -82,9 +83,6 @@ class BnbInt8(ScaledEncoding):
         stem, dot, _ = key.rpartition(".")
         return f"{stem}{dot}{part}" if part else key
 
-    def stored(self, info: TensorInfo) -> TensorInfo:
-        return TensorInfo(info.shape[::-1], info.dtype) if self.transposed else info
-
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
         return info.shape[:1]
 
@@ -92,16 +90,13 @@ class BnbInt8(ScaledEncoding):
         return super().parts(self.stored(info))
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
-        return super().part_box(self.stored(info), part, self._turned(box))
-
-    def _turned(self, box: Box) -> Box:
-        return Box(box.offsets[::-1], box.sizes[::-1]) if self.transposed else box
+        return super().part_box(self.stored(info), part, self.turned_box(box))
 
     def decode(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
     ) -> None:
         """Decode any box; a transposed weight takes a second buffer of its size."""
-        turned = self._turned(box)
+        turned = self.turned_box(box)
         values = out.new_empty(turned.sizes) if self.transposed else out
         super().decode(self.stored(info), parts, turned, values)
         if self.transposed:
@@ -165,14 +160,10 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
     suffix = "bnb-int8"
     live = "int8"
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit, CKM316 for a GPU's tiles."""
         mine = records_of(records, (self.name,))
-        groups = WeightForms(stored).groups(
-            mine, lambda fqn, near: _recorded(fqn, mine[fqn], near), each(mine.values(), repr)
-        )
+        groups = WeightForms(stored).recorded(mine, _recorded)
         groups += _found(stored, mine, records, self.mounts)
         if groups:
             config = quantization_config(groups[0][0].parts[""], self.mounts)
@@ -186,7 +177,7 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
         return encoding.refusal(info) or encoding
 
     def across(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Return the encoding for a `Conv1D`: see `core.quantized_codes.TakesConv1D`."""
+        """Return the encoding for a `Conv1D`: see `planning.weight_encodings.TakesConv1D`."""
         encoding = BnbInt8(extra=_FORMAT_PART, transposed=True)
         return encoding if is_conv1d_weight(fqn, info) else None
 
@@ -219,7 +210,7 @@ class BnbInt8Scheme(ReadsFiles, LinearLayerScheme):
 
 
 def _recorded(
-    fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
+    fqn: str, record: Record, stored: Mapping[str, StoredTensor]
 ) -> tuple[Group, Sequence[str]]:
     read = read_record(fqn, record, "bnb-int8")
     extra = _FORMAT_PART if record.get("format") else ()
@@ -239,7 +230,7 @@ def _recorded(
 def _found(
     stored: Mapping[str, StoredTensor],
     known: Collection[str],
-    records: Mapping[str, Mapping[str, object]],
+    records: Records,
     mounts: Mounts,
 ) -> Groups:
     """Return the groups of other writers, recognized by `SCB` beside int8 codes.

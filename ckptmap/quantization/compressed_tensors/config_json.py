@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from ckptmap.formats.huggingface.loaded_names import loaded_as
-from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import Encoded
 from ckptmap.quantization.blockwise.block_geometry import grid_shape
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.group_checks import malformed
@@ -17,7 +18,6 @@ from ckptmap.quantization.linear_weights import is_expert
 from ckptmap.quantization.microscaling.packed_fp4 import PackedFp4
 from ckptmap.tensors import TensorInfo
 
-Key = tuple[str, int, str, bool, bool, str, tuple[int, ...]]
 DECLARES = (
     "ct-fp8", "ct-nvfp4", "ct-mxfp4", "ct-mxfp8", *(f"ct-int{bits}" for bits in range(1, 9)),
 )  # fmt: skip
@@ -34,8 +34,26 @@ BEYOND = ("kv_cache_scheme", "transform_config")
 """Settings that concern no weight: the cache of keys and values, the rotation of activations."""
 
 
+class Quantized(NamedTuple):
+    """How weights are quantized, as a group of the config says it.
+
+    kind      "int" or "float"
+    ordered   are columns grouped by the sizes of activations?
+    strategy  what shares a scale: "tensor", "channel", "group", "tensor_group" or "block"
+    sizes     columns of a group, or rows and columns of a block
+    """
+
+    kind: str
+    bits: int
+    format: str
+    symmetric: bool
+    ordered: bool
+    strategy: str
+    sizes: tuple[int, ...] = ()
+
+
 def declared(
-    encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+    encoded: Mapping[str, Encoded],
     dense: Collection[str],
     beyond: Mapping[str, object],
 ) -> Mapping[str, object]:
@@ -46,11 +64,11 @@ def declared(
     settings, from `beyond_weights`.
     """
     others = loaded_as([*encoded, *(f"{module}.weight" for module in dense)])
-    groups: dict[Key, list[str]] = {}
+    groups: dict[Quantized, list[str]] = {}
     for name, key in _keys(encoded).items():
         module = name.removesuffix(".weight")
         groups.setdefault(key, []).extend((module, *others(module)))
-    formats = {key[2] for key in groups}
+    formats = {key.format for key in groups}
     attention = beyond.get("config_groups", {})
     assert isinstance(attention, Mapping), "`beyond_weights` has made it"
     return {
@@ -69,7 +87,7 @@ def declared(
     }
 
 
-def _targets(groups: Mapping[Key, list[str]]) -> dict[Key, list[str]]:
+def _targets(groups: Mapping[Quantized, list[str]]) -> dict[Quantized, list[str]]:
     """Return the targets of each group: its modules, with a pattern for the experts if one group has all."""
     stacked = {key: list(filter(is_expert, modules)) for key, modules in groups.items()}
     having = [key for key, experts in stacked.items() if experts]
@@ -114,10 +132,10 @@ def _scaled(activations: object, scale: str, names: Collection[str]) -> bool:
     return any(name.endswith(f".{scale}") for name in names)
 
 
-def _keys(encoded: Mapping[str, tuple[Encoding, TensorInfo]]) -> dict[str, Key]:
-    """Return the key of each weight: a packed row that is one group is a group where others have groups as wide.
+def _keys(encoded: Mapping[str, Encoded]) -> dict[str, Quantized]:
+    """Return how each weight is quantized: a packed row that is one group is a group where others have groups as wide.
 
-    Both keys describe such a row, and transformers decodes the stacked experts of a model by one group of the config.
+    Both describe such a row, and transformers decodes the stacked experts of a model by one group of the config.
     """
     keys = {
         name: _key(encoding, info)
@@ -126,55 +144,57 @@ def _keys(encoded: Mapping[str, tuple[Encoding, TensorInfo]]) -> dict[str, Key]:
     }
     known = set(keys.values())
     for name, key in keys.items():
-        grouped = (*key[:5], "group", encoded[name][1].shape[-1:])
-        if key[2] == "pack-quantized" and key[5] == "channel" and grouped in known:
+        grouped = key._replace(strategy="group", sizes=encoded[name][1].shape[-1:])
+        if key.format == "pack-quantized" and key.strategy == "channel" and grouped in known:
             keys[name] = grouped
     return keys
 
 
-def _key(encoding: ScaledEncoding | PackedFp4, info: TensorInfo) -> Key:
-    """Return (type, bits, format, symmetric, ordered by activations, strategy, its sizes)."""
+def _key(encoding: ScaledEncoding | PackedFp4, info: TensorInfo) -> Quantized:
     if isinstance(encoding, PackedFp4):
         is_nvfp4 = encoding.name == "ct-nvfp4"
         form = "nvfp4-pack-quantized" if is_nvfp4 else "mxfp4-pack-quantized"
         strategy = "tensor_group" if is_nvfp4 else "group"
-        return "float", 4, form, True, False, strategy, (encoding.block,)
+        return Quantized("float", 4, form, True, False, strategy, (encoding.block,))
     if encoding.scale_dtype in EXPONENTS:
-        return "float", 8, "mxfp8-quantized", True, False, "group", encoding.block[-1:]
+        block = encoding.block[-1:]
+        return Quantized("float", 8, "mxfp8-quantized", True, False, "group", block)
     packed = encoding.codes_part == "packed"
     bits = int(getattr(encoding, "bits", 8))
     form = "pack-quantized" if packed else "naive-quantized"
     block = encoding.block_of(info)
     kind = "float" if encoding.codes_dtype.startswith("float8") else "int"
-    common = kind, bits, form, not encoding.zero_dtype, bool(getattr(encoding, "ordered", False))
-    if block == info.shape:
-        return *common, "tensor", ()
-    if block == (1, info.shape[-1]):
-        return *common, "channel", ()
-    if block[0] == 1:
-        return *common, "group", block[1:]
-    return *common, "block", block
+    ordered = bool(getattr(encoding, "ordered", False))
+    strategy, sizes = _strategy(block, info.shape)
+    return Quantized(kind, bits, form, not encoding.zero_dtype, ordered, strategy, sizes)
 
 
-def _group(key: Key, targets: list[str]) -> dict[str, object]:
-    kind, bits, form, symmetric, ordered, strategy, sizes = key
+def _strategy(block: tuple[int, ...], shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    if block == shape:
+        return "tensor", ()
+    if block == (1, shape[-1]):
+        return "channel", ()
+    return ("group", block[1:]) if block[0] == 1 else ("block", block)
+
+
+def _group(how: Quantized, targets: list[str]) -> dict[str, object]:
     weights: dict[str, object] = {
-        "num_bits": bits,
-        "type": kind,
-        "symmetric": symmetric,
-        "strategy": strategy,
-        "group_size": sizes[0] if strategy in ("group", "tensor_group") else None,
+        "num_bits": how.bits,
+        "type": how.kind,
+        "symmetric": how.symmetric,
+        "strategy": how.strategy,
+        "group_size": how.sizes[0] if how.strategy in ("group", "tensor_group") else None,
         "dynamic": False,
     }
-    if form in _SCALES:
-        weights |= {"scale_dtype": _SCALES[form], "zp_dtype": _SCALES[form]}
-    if ordered:
+    if how.format in _SCALES:
+        weights |= {"scale_dtype": _SCALES[how.format], "zp_dtype": _SCALES[how.format]}
+    if how.ordered:
         weights["actorder"] = "group"
-    if strategy == "block":
-        weights["block_structure"] = list(sizes)
+    if how.strategy == "block":
+        weights["block_structure"] = list(how.sizes)
     return {
         "targets": targets,
-        "format": form,
+        "format": how.format,
         "weights": weights,
         "input_activations": None,
         "output_activations": None,

@@ -13,16 +13,17 @@ unless a record states the dtype that was encoded. Codes and scales are those of
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.block_geometry import grid_shape
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
@@ -48,13 +49,13 @@ from ckptmap.quantization.compressed_tensors.scheme import (
     ACTIVATIONS,
     NamedParts,
     PlainFp8,
-    activations_beside,
 )
 from ckptmap.quantization.compressed_tensors.target import CompressedTarget
+from ckptmap.quantization.extra_parts import Extra, parts_beside
 from ckptmap.quantization.linear_weights import is_expert, is_linear_module
 from ckptmap.quantization.microscaling.mxfp8 import Mxfp8Rule
 from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
-from ckptmap.quantization.microscaling.packed_fp4 import Extra, PackedFp4
+from ckptmap.quantization.microscaling.packed_fp4 import PackedFp4
 from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -109,7 +110,7 @@ class CtMxfp8(PlainFp8):
 _Encoding = CtNvfp4 | CtMxfp4 | CtMxfp8
 
 
-class _Microscaled(CompressedTarget):
+class _Microscaled(CompressedTarget, ABC):
     """The base of the three: each reads and writes one form.
 
     made    the class of its encodings
@@ -133,7 +134,7 @@ class _Microscaled(CompressedTarget):
             return made(block, scale_dtype or "uint8", extra=extra)
         return made(scale_dtype, extra=extra) if scale_dtype else made(extra=extra)
 
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+    def encoding(self, info: TensorInfo) -> _Encoding | Refusal:
         if len(info.shape) != 2:
             return Refusal(f"quantizes matrices by rows, found shape {list(info.shape)}")
         encoding = self.fresh(info)
@@ -144,11 +145,9 @@ class _Microscaled(CompressedTarget):
     def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
         """Return the encoding for codes in the same blocks along rows, with scales of the same kind."""
         encoding = self.encoding(info)
-        return None if isinstance(encoding, Refusal) else encoding.keeping(info, grid)  # type: ignore[attr-defined]
+        return None if isinstance(encoding, Refusal) else encoding.keeping(info, grid)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
         mine = records_of(records, (self.made.scheme,))
         found = self.found(stored)
@@ -157,26 +156,22 @@ class _Microscaled(CompressedTarget):
         if not mine and not found:
             return Groups([], [])
         forms = WeightForms(stored)
-        groups = forms.groups(
-            mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), each(mine.values(), repr)
-        ) + forms.groups(found, self._made)
+        groups = forms.recorded(mine, self._recorded) + forms.groups(found, self._made)
         self._check(groups, self.mounts)
         return groups
 
+    @abstractmethod
     def found(self, stored: Mapping[str, StoredTensor]) -> Sequence[str]:
         """Return the FQNs of weights of this form, by the names and dtypes of their parts."""
-        raise NotImplementedError
 
     def _made(self, fqn: str, stored: Mapping[str, StoredTensor]) -> Found:
         codes, scale = stored[f"{fqn}_packed" if self.codes else fqn], stored[f"{fqn}_scale"]
         *rows, width = codes.info.shape or (0,)
         info = TensorInfo((*rows, width * 2 if self.codes else width), DECODED)
-        extra = activations_beside(fqn, stored)
+        extra = parts_beside(fqn, ACTIVATIONS, stored)
         return group_by_names(fqn, info, self.fresh(info, scale.info.dtype, extra), stored)
 
-    def _recorded(
-        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
-    ) -> Found:
+    def _recorded(self, fqn: str, record: Record, stored: Mapping[str, StoredTensor]) -> Found:
         read = read_record(fqn, record, self.name)
         encoding = self.fresh(read.info, read.scale_dtype, read.extra())
         group, keys = group_by_names(fqn, read.info, encoding, stored)

@@ -229,7 +229,7 @@ class Packed(ScaledEncoding):
         return rounded_scales(self.scale_dtype, info)
 
     def unread(self) -> str:
-        """Return who loads groups of columns in any order: see `core.quantized_codes.ReadBySome`."""
+        """Return who loads groups of columns in any order: see `planning.quantization_config.ReadBySome`."""
         return ACT_ORDER if self.ordered else ""
 
     def grid(self, info: TensorInfo) -> CodeGrid | None:
@@ -356,7 +356,7 @@ def _packed(write: Write, width: int) -> Write:
 
 
 def rounded_scales(scale_dtype: str, info: TensorInfo) -> str:
-    """Return how transformers rounds scales: see `core.quantized_codes.RoundedOnLoading`.
+    """Return how transformers rounds scales: see `planning.quantization_config.RoundedOnLoading`.
 
     It casts every floating tensor of a file to the dtype of the model (5.23, `from_pretrained`).
     """

@@ -13,7 +13,8 @@ from ckptmap.core.columns import distinct_at, each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
-from ckptmap.protocols import Group, Refusal
+from ckptmap.protocols import Group
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.group_checks import (
@@ -21,6 +22,7 @@ from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
     contradiction,
+    expected_parts,
     file_of,
     malformed,
     refuse_kept_modules,
@@ -53,7 +55,7 @@ SPILLS_SINCE = (0, 18)
 
 def find_packed(
     stored: Mapping[str, StoredTensor],
-    records: Mapping[str, Mapping[str, object]],
+    records: Records,
     mounts: Mounts,
 ) -> Groups:
     """Return the groups of records, then those of other writers. Raises SourceError CKM115."""
@@ -83,7 +85,7 @@ def find_packed(
 
 def _group_of(
     fqn: str,
-    record: Mapping[str, object] | None,
+    record: Record | None,
     shape: tuple[int, int],
     config: Mapping[str, object],
     stored: Mapping[str, StoredTensor],
@@ -104,7 +106,7 @@ def _group_of(
 
 def _recorded(
     fqn: str,
-    record: Mapping[str, object],
+    record: Record,
     shape: tuple[int, int],
     stored: Mapping[str, StoredTensor],
 ) -> Found:
@@ -194,9 +196,7 @@ def _shapes(fqns: Sequence[str], parts: StoredParts, files: Files) -> dict[str, 
 def _group(
     fqn: str, info: TensorInfo, encoding: Packed, stored: Mapping[str, StoredTensor]
 ) -> Found:
-    expected = encoding.parts(info)
-    if isinstance(expected, Refusal):
-        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
+    expected = expected_parts(fqn, encoding, info)
     shape = encoding.scale_shape(info)
     tensors = {part: stored.get(encoding.part_key(fqn, part)) for part in expected}
     for part in ("scale", "zero_point") if shape == (1,) else ():

@@ -12,17 +12,17 @@ points of activations belong to the tensor and move with it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
-from ckptmap.protocols.encodings import beside
+from ckptmap.protocols.encodings import Record, Records, beside
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.group_checks import (
     group_by_names,
@@ -51,6 +51,7 @@ from ckptmap.quantization.compressed_tensors.packed import (
 )
 from ckptmap.quantization.compressed_tensors.packed_reader import find_packed
 from ckptmap.quantization.compressed_tensors.target import CompressedTarget
+from ckptmap.quantization.extra_parts import parts_beside
 from ckptmap.quantization.linear_weights import is_linear_module
 from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -102,7 +103,7 @@ class Plain(NamedParts, ScaledEncoding):
         return {
             "native": "compressed-tensors",
             "zero_dtype": self.zero_dtype,
-            "extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra],
+            "extra": self.extra_record,
             "scale_ndim": 1 if self.scale_stored is None else len(self.scale_stored),
         }
 
@@ -143,16 +144,17 @@ class PlainFp8(Plain):
 
 
 _BY_CODES: Mapping[str, type[Plain]] = {"int8": PlainInt8, "float8_e4m3fn": PlainFp8}
+_BY_SCHEME = {kind.scheme: kind for kind in _BY_CODES.values()}
 
 
-class _Rows(CompressedTarget):
+class _Rows(CompressedTarget, ABC):
     """The base of the two targets."""
 
     def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
         return is_linear_module(fqn, info)
 
-    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding:
-        raise NotImplementedError
+    @abstractmethod
+    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding: ...
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         """Return the encoding with a scale a row, in the dtype of the weights, which holds it exactly."""
@@ -182,17 +184,10 @@ class CompressedFp8(_Rows):
     def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding:
         return PlainFp8(block, scale_dtype)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of unpacked codes. Raises SourceError CKM115 where scales do not fit."""
-        kinds = {kind.scheme: kind for kind in _BY_CODES.values()}
-        mine = records_of(records, kinds)
-        groups = WeightForms(stored).groups(
-            mine,
-            lambda fqn, near: _recorded(fqn, mine[fqn], kinds, near),
-            each(mine.values(), repr),
-        )
+        mine = records_of(records, _BY_SCHEME)
+        groups = WeightForms(stored).recorded(mine, _recorded)
         groups += _found(stored, mine, self.mounts)
         if groups:
             config = quantization_config(groups[0][0].parts[""], self.mounts)
@@ -216,9 +211,7 @@ class CompressedInt8(_Rows):
     def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding:
         return Packed(block, scale_dtype)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of packed codes. Raises SourceError CKM115 where parts do not fit."""
         return find_packed(stored, records, self.mounts)
 
@@ -249,18 +242,17 @@ class CompressedInt4(_Rows):
         return packed_keeping(4, info, grid) or super().keeping(info, grid, exact)
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+        self, stored: Mapping[str, StoredTensor], records: Records
     ) -> list[tuple[Group, Sequence[str]]]:
         return []
 
 
 def _recorded(
     fqn: str,
-    record: Mapping[str, object],
-    kinds: Mapping[str, type[Plain]],
+    record: Record,
     stored: Mapping[str, StoredTensor],
 ) -> Found:
-    read, kind = read_record(fqn, record, "compressed-tensors"), kinds[str(record["scheme"])]
+    read, kind = read_record(fqn, record, "compressed-tensors"), _BY_SCHEME[str(record["scheme"])]
     single = _single(read.count("scale_ndim", 1))
     encoding = kind(read.block, read.scale_dtype, read.dtype("zero_dtype"), read.extra(), single)
     if isinstance(encoding, PlainInt8):
@@ -329,18 +321,6 @@ def _bits(groups: Sequence[Mapping[str, object]]) -> int:
     return bits if bits is not None and 1 <= bits <= 8 else 8
 
 
-def activations_beside(
-    fqn: str, stored: Mapping[str, StoredTensor]
-) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """Return name, dtype and shape of the scales of activations that lie beside a weight."""
-    stem = fqn.rpartition(".")[0]
-    return tuple(
-        (name, tensor.info.dtype, tensor.info.shape)
-        for name in ACTIVATIONS
-        if (tensor := stored.get(f"{stem}.{name}")) is not None
-    )
-
-
 def _made(
     fqn: str,
     kind: type[Plain],
@@ -354,7 +334,11 @@ def _made(
     block = block_found(fqn, info, scale, config)
     single = _single(len(scale.shape)) if block == info.shape else None
     made = kind(
-        block, scale.dtype, zero.info.dtype if zero else "", activations_beside(fqn, stored), single
+        block,
+        scale.dtype,
+        zero.info.dtype if zero else "",
+        parts_beside(fqn, ACTIVATIONS, stored),
+        single,
     )
     if isinstance(made, PlainInt8):
         made = replace(made, bits=bits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import Encoded
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.compressed_tensors.config_json import DECLARES, beyond_weights, declared
 from ckptmap.quantization.compressed_tensors.stacked_experts import misread
@@ -28,7 +29,7 @@ class CompressedTarget(ReadsFiles, LinearLayerScheme):
 
     def quantization_config_of(
         self,
-        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        encoded: Mapping[str, Encoded],
         dense: Collection[str],
         beyond: Mapping[str, object],
     ) -> Mapping[str, object]:

@@ -36,7 +36,7 @@ class GgufBlocks:
     takes = VALUES
     """The dtype of the values that it encodes: `TakesDtype`."""
     only_in = "GGUF"
-    """See `core.quantized_codes.OfOneFormat`."""
+    """See `planning.encoding_choice.OfOneFormat`."""
 
     @property
     def name(self) -> str:

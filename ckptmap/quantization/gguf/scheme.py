@@ -4,54 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.weight_columns import Found, Groups
-from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols import Encoding, Group
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
+    expected_parts,
     malformed,
     read_sizes,
 )
 from ckptmap.quantization.gguf.decoders import DECODERS
 from ckptmap.quantization.gguf.encoding import SCHEME, VALUES, GgufBlocks
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.weight_forms import WeightForms
-from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
+from ckptmap.tensors import StoredTensor, TensorInfo
 
 
-class GgufScheme:
+class GgufScheme(ReadOnlyScheme):
     """Reads every type of ggml that the `gguf` package decodes. Those that are made here are in `targets`."""
 
     name = SCHEME
-    suffix = ""
     live = "gguf"
+    unmade = "name the type to write: gguf-q8_0"
     more_names = tuple(GgufBlocks(kind).name for kind in DECODERS)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return a group for each record. Raise SourceError CKM115 where it and the bytes do not fit."""
-        mine = records_of(records, (self.name,))
-        return WeightForms(stored).groups(
-            mine, lambda fqn, near: _group(fqn, mine[fqn], near), each(mine.values(), repr)
-        )
-
-    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
-        return None
-
-    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        return None
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal("name the type to write: gguf-q8_0")
+        return WeightForms(stored).recorded(records_of(records, (self.name,)), _group)
 
     def example(self, info: TensorInfo) -> Encoding:
         """Return an encoding of a type that is only read: see `planning.encoding_forms`."""
         return GgufBlocks("Q4_K")
 
 
-def _group(fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]) -> Found:
+def _group(fqn: str, record: Record, stored: Mapping[str, StoredTensor]) -> Found:
     kind = str(record.get("type"))
     if record.get("version") != 1 or record.get("dtype") != VALUES or kind not in DECODERS:
         raise malformed(
@@ -61,8 +49,6 @@ def _group(fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTe
         )
     info = TensorInfo(read_sizes(fqn, record.get("shape"), "gguf record: shape"), VALUES)
     encoding = GgufBlocks(kind)
-    expected = encoding.parts(info)
-    if isinstance(expected, Refusal):
-        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
+    expected = expected_parts(fqn, encoding, info)
     parts = check_parts(fqn, encoding.name, expected, {"": stored.get(fqn)})
     return Group(fqn, info, encoding, parts), (fqn,)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from ckptmap.formats.gguf.block_types import BY_NAME
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Records
 from ckptmap.quantization.dense import Dense, DenseAs
 from ckptmap.quantization.gguf.encoding import GgufBlocks
 from ckptmap.tensors import FLOATING, Cut, Opaque, StoredTensor, TensorInfo
@@ -28,11 +29,15 @@ class GgufTarget:
 
     name: str
     suffix: str
-    kind: str
     live = "gguf"
 
+    @property
+    def kind(self) -> str:
+        """The name of the type: "Q8_0" of gguf-q8_0."""
+        return self.name.removeprefix("gguf-").upper()
+
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+        self, stored: Mapping[str, StoredTensor], records: Records
     ) -> list[tuple[Group, Sequence[str]]]:
         return []
 
@@ -58,7 +63,7 @@ class GgufTarget:
         return refused if isinstance(refused, Refusal) else encoding
 
     def fallback(self, encoding: Encoding, info: TensorInfo) -> str:
-        """Return why a matrix is fp16: see `core.quantized_codes.FallsBack`."""
+        """Return why a matrix is fp16: see `planning.weight_encodings.FallsBack`."""
         half = encoding.name == "dense" and getattr(encoding, "dtype", info.dtype) == HALF
         if not half or not self._has_partial_blocks(info):
             return ""
@@ -77,29 +82,23 @@ def _halved(info: TensorInfo) -> Encoding:
 
 class GgufQ8_0(GgufTarget):
     name = suffix = "gguf-q8_0"
-    kind = "Q8_0"
 
 
 class GgufQ5_1(GgufTarget):
     name = suffix = "gguf-q5_1"
-    kind = "Q5_1"
 
 
 class GgufQ5_0(GgufTarget):
     name = suffix = "gguf-q5_0"
-    kind = "Q5_0"
 
 
 class GgufQ4_1(GgufTarget):
     name = suffix = "gguf-q4_1"
-    kind = "Q4_1"
 
 
 class GgufQ4_0(GgufTarget):
     name = suffix = "gguf-q4_0"
-    kind = "Q4_0"
 
 
 class GgufMxfp4(GgufTarget):
     name = suffix = "gguf-mxfp4"
-    kind = "MXFP4"

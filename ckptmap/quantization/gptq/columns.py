@@ -14,6 +14,7 @@ Here codes and zero points are signed: 2^(bits-1) is subtracted from both.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -40,7 +41,7 @@ UNORDERED, LISTED, ORDERED = "", "listed", "any"
 
 
 @dataclass(frozen=True)
-class GroupedColumns:
+class GroupedColumns(ABC):
     """Codes of one matrix.
 
     bits         of a code
@@ -90,9 +91,9 @@ class GroupedColumns:
         """Return the sizes along which codes and zero points are packed."""
         return info.shape
 
+    @abstractmethod
     def words(self, info: TensorInfo) -> tuple[int, int]:
         """Return the shape of `qweight`."""
-        raise NotImplementedError
 
     def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
         refusal = self.refusal(info)
@@ -121,9 +122,9 @@ class GroupedColumns:
         first, words = self.packing.span(row, rows)
         return Box((low, first), (count, words))
 
+    @abstractmethod
     def word_box(self, box: Box) -> Box:
         """Return the box of `qweight` that holds the codes of a box of the tensor."""
-        raise NotImplementedError
 
     def _groups_of(self, info: TensorInfo, box: Box) -> tuple[int, int]:
         """Return the first group and the number of groups that a box needs; all in any order of them."""
@@ -166,9 +167,9 @@ class GroupedColumns:
             yield Box((row, column), (after - row, width))
             row = after
 
+    @abstractmethod
     def unpacked(self, words: torch.Tensor, box: Box, inner: Box) -> torch.Tensor:
         """Return the codes i8 [rows, columns] of `inner`; `words` are those of `box`, which has its columns."""
-        raise NotImplementedError
 
     def zero_points(self, words: torch.Tensor, row: int, rows: int) -> torch.Tensor:
         """Return the zero points [rows, groups] of words [groups, n]: i8, of 8 bits i16."""
@@ -331,13 +332,13 @@ class GroupedColumns:
             "exact" if exact else "codes",
         )  # fmt: skip
 
+    @abstractmethod
     def packed_band(self, codes: torch.Tensor) -> torch.Tensor:
         """Pack codes i8 [r, in] of whole bands of 32 rows, or the last ones -> columns of `qweight`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def packed_zeros(self, zeros: torch.Tensor) -> torch.Tensor:
         """Pack stored zero points i8 [groups, out], signed as codes are -> `qzeros`."""
-        raise NotImplementedError
 
     def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         return {

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
-from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import Encoded, Record, Records
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import (
     group_by_names,
@@ -30,7 +30,8 @@ from ckptmap.quantization.gptq.columns import LISTED, ORDERED, UNORDERED, Groupe
 from ckptmap.quantization.gptq.encodings import Awq, Gptq, GptqV2
 from ckptmap.quantization.gptq.settings import settings_beside
 from ckptmap.quantization.gptq.statement import Kind, Statement, declared, encoding_of, statement_of
-from ckptmap.quantization.linear_weights import CONV1D, CONV1D_MODELS, LinearLayerScheme
+from ckptmap.quantization.linear_weights import CONV1D, CONV1D_MODELS
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -38,25 +39,19 @@ _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 KEPT = ("modules_to_not_convert",)
 
 
-class _Scheme(ReadsFiles, LinearLayerScheme):
+class _Scheme(ReadsFiles, ReadOnlyScheme):
     """The base of the two.
 
     kinds  its encodings; the first is that of an example
     """
 
     name: str
-    suffix = ""
     live = "microscaled"
+    unmade = (
+        "it is read, and written back in the form of a checkpoint (--as PATH), because calibration"
+        " chooses its codes; choose -ct-int4"
+    )
     kinds: ClassVar[tuple[Kind, ...]]
-
-    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
-        return False
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal(
-            "it is read, and written back in the form of a checkpoint (--as PATH), because calibration"
-            " chooses its codes; choose -ct-int4"
-        )
 
     def example(self, info: TensorInfo) -> Encoding:
         """Return an encoding of this form: see `planning.encoding_forms`."""
@@ -68,7 +63,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
 
     def quantization_config_of(
         self,
-        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        encoded: Mapping[str, Encoded],
         dense: Collection[str],
         beyond: Mapping[str, object],
     ) -> Mapping[str, object]:
@@ -80,19 +75,13 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
     ) -> Mapping[str, object]:
         return {}
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of this form. Raise SourceError CKM115 where parts or the config contradict."""
         kinds = {kind.scheme: kind for kind in self.kinds}
         mine = records_of(records, kinds)
         found = [fqn for fqn in _found(stored, self.mounts) if fqn not in records]
         forms = WeightForms(stored)
-        groups = forms.groups(
-            mine,
-            lambda fqn, near: _recorded(fqn, mine[fqn], kinds, near),
-            each(mine.values(), repr),
-        )
+        groups = forms.recorded(mine, lambda fqn, record, near: _recorded(fqn, record, kinds, near))
         if not found:
             return groups
         codes = stored[_key(found[0], "qweight")]
@@ -153,7 +142,7 @@ def _made(fqn: str, said: Statement, dtype: str, stored: Mapping[str, StoredTens
 
 def _recorded(
     fqn: str,
-    record: Mapping[str, object],
+    record: Record,
     kinds: Mapping[str, Kind],
     stored: Mapping[str, StoredTensor],
 ) -> Found:

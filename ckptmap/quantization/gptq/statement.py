@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import Encoded
 from ckptmap.quantization.blockwise.group_checks import (
     CONTRADICTORY,
     contradiction,
@@ -207,7 +207,7 @@ def _contradictions(
 
 
 def declared(
-    name: str, encoded: Mapping[str, tuple[Encoding, TensorInfo]], dense: Collection[str]
+    name: str, encoded: Mapping[str, Encoded], dense: Collection[str]
 ) -> Mapping[str, object]:
     """Return the config of weights of one form. Raise PlanError CKM203 where they are of several."""
     forms: dict[tuple[Kind, int, int, bool, bool], str] = {}

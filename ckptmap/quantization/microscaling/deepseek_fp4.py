@@ -16,20 +16,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
-from ckptmap.protocols import Encoding, Refusal
-from ckptmap.protocols.encodings import beside
+from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import Records, beside
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.group_checks import (
     group_by_names,
 )
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
-from ckptmap.quantization.linear_weights import LinearLayerScheme
+from ckptmap.quantization.extra_parts import parts_beside
 from ckptmap.quantization.microscaling.packed_fp4 import PackedFp4
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -70,37 +70,28 @@ class QuarkMxfp4(DeepseekFp4):
     scale_name: str = "weight_scale"
 
 
-class DeepseekFp4Scheme(LinearLayerScheme):
+class DeepseekFp4Scheme(ReadOnlyScheme):
     """Recognizes packed codes by exponents beside them."""
 
     name = "fp8-fp4"
-    suffix = ""
     live = "microscaled"
+    unmade = "it is read only; choose -ct-mxfp4"
     made: type[DeepseekFp4] = DeepseekFp4
-
-    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
-        return False
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal("it is read only; choose -ct-mxfp4")
 
     def example(self, info: TensorInfo) -> Encoding:
         """Return an encoding of this form: see `planning.encoding_forms`."""
         return self.made()
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of codes and exponents. Raises SourceError CKM115 where they do not fit."""
         mine = records_of(records, (self.name,))
         found = {fqn: name for fqn, name in self.found(stored) if fqn not in mine}
         if not mine and not found:
             return Groups([], [])
         forms = WeightForms(stored)
-        groups = forms.groups(
+        groups = forms.recorded(
             mine,
-            lambda fqn, near: self._recorded(read_record(fqn, mine[fqn], self.name), near),
-            each(mine.values(), repr),
+            lambda fqn, record, near: self._recorded(read_record(fqn, record, self.name), near),
         )
         dtype = model_dtype(StoredParts.of(stored), ()) if found else ""
         return groups + forms.groups(
@@ -125,11 +116,7 @@ class DeepseekFp4Scheme(LinearLayerScheme):
     def _made(self, fqn: str, name: str, dtype: str, stored: Mapping[str, StoredTensor]) -> Found:
         *rows, width = stored[fqn].info.shape
         info = TensorInfo((*rows, 2 * width), dtype)
-        extra = tuple(
-            (part, tensor.info.dtype, tensor.info.shape)
-            for part in self.made.activations
-            if (tensor := stored.get(beside(fqn, part))) is not None
-        )
+        extra = parts_beside(fqn, self.made.activations, stored)
         scale = stored[beside(fqn, name)]
         encoding = self.made(scale.info.dtype, extra=extra, scale_name=name)
         return group_by_names(fqn, info, encoding, stored)

@@ -17,12 +17,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
+from ckptmap.protocols.encodings import Records
 from ckptmap.quantization.blockwise.group_checks import (
     CONTRADICTORY,
     file_of,
@@ -64,21 +64,18 @@ class GptOssMxfp4(LinearLayerScheme):
     live = "microscaled"
     model_types = ("gpt_oss",)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of blocks and scales. Raises SourceError CKM115 where they do not fit."""
         mine = records_of(records, (self.name,))
         found = [fqn for fqn in _stacks(stored) if fqn not in mine]
         if not mine and not found:
             return Groups([], [])
         forms = WeightForms(stored)
-        groups = forms.groups(
+        groups = forms.recorded(
             mine,
-            lambda fqn, near: group_by_names(
-                fqn, read_record(fqn, mine[fqn], self.name).info, GptOssFp4(), near
+            lambda fqn, record, near: group_by_names(
+                fqn, read_record(fqn, record, self.name).info, GptOssFp4(), near
             ),
-            each(mine.values(), repr),
         )
         dtype = model_dtype(StoredParts.of(stored), ()) if found else ""
         return groups + forms.groups(found, lambda fqn, near: _found(fqn, dtype, near))

@@ -15,10 +15,11 @@ from itertools import product
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
-from ckptmap.protocols import Encoder, Refusal, part_key
+from ckptmap.protocols import Encoder, Refusal
 from ckptmap.quantization.blockwise.chunks import chunk_numel, sent_behind
 from ckptmap.quantization.blockwise.exponents import ExponentRule, powers
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
+from ckptmap.quantization.extra_parts import Extra, HasExtraParts
 from ckptmap.quantization.microscaling import e2m1
 from ckptmap.quantization.microscaling.fp4_encoder import Fp4Encoder, Fp4Recoder
 from ckptmap.tensors import Box, TensorInfo
@@ -26,20 +27,18 @@ from ckptmap.tensors import Box, TensorInfo
 if TYPE_CHECKING:
     import torch
 
-Extra = tuple[tuple[str, str, tuple[int, ...]], ...]
-"""Further parts that move with a tensor and do not change its values: (name, dtype, shape)."""
 VALUES = "e2m1 * power of two in fp32"
 POSITIVE_ZEROS = f"{VALUES}, the code of -0 read as 0"
 """How values follow from codes and scales; ggml has the second."""
 
 
 @dataclass(frozen=True)
-class PackedFp4:
+class PackedFp4(HasExtraParts):
     """Packed 4-bit codes, with exponents (E8M0) as scales unless a subclass says otherwise.
 
     scale_dtype   dtype of the stored scales
     packed_dtype  dtype of the stored bytes
-    extra         further parts that move with the tensor
+    extra         further parts, which do not change the values
     """
 
     name: ClassVar[str]
@@ -53,17 +52,11 @@ class PackedFp4:
     """Whether the bytes of a block have a dim of their own: [.., rows, blocks, block / 2]."""
     rounding: ClassVar[str] = "up"
     """How exponents are chosen: see `ExponentRule`."""
-    activations: ClassVar[tuple[str, ...]] = ()
-    """The names of further parts that scale activations."""
     values_name: ClassVar[str] = VALUES
 
     scale_dtype: str = "uint8"
     packed_dtype: str = "uint8"
     extra: Extra = ()
-
-    def activation_keys(self, fqn: str) -> Sequence[str]:
-        names = [name for name, _, _ in self.extra if name in self.activations]
-        return [part_key(self, fqn, name) for name in names]
 
     # ------------------------------------------------------------------ shapes
 
@@ -93,7 +86,7 @@ class PackedFp4:
             "packed": TensorInfo(packed, self.packed_dtype),
             "scale": TensorInfo(self.scale_shape(grid), self.scale_dtype),
             **self.more_parts(info),
-            **{name: TensorInfo(size, dtype) for name, dtype, size in self.extra},
+            **self.extra_infos,
         }
 
     def scale_shape(self, grid: tuple[int, ...]) -> tuple[int, ...]:
@@ -198,7 +191,7 @@ class PackedFp4:
             "scale_dtype": self.scale_dtype,
             "shape": list(info.shape),
             "dtype": info.dtype,
-            "extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra],
+            "extra": self.extra_record,
             **self.more_record(info),
         }
 

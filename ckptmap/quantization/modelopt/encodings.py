@@ -34,9 +34,9 @@ from ckptmap.quantization.blockwise.group_checks import NOT_FINITE
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoFloat8
 from ckptmap.quantization.blockwise.scaled_encoder import ScaledEncoder
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
+from ckptmap.quantization.extra_parts import Extra
 from ckptmap.quantization.microscaling.nvfp4 import Nvfp4
 from ckptmap.quantization.microscaling.nvfp4_encoder import Nvfp4Rule, TorchaoRule
-from ckptmap.quantization.microscaling.packed_fp4 import Extra
 from ckptmap.quantization.modelopt.integers import Int4Rule, Int8Rule, PairsEncoder, unpaired
 from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.tensors import Box, TensorInfo
@@ -153,7 +153,7 @@ class _Scaled(_Named, ScaledEncoding):
     def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         return {
             "native": METHOD,
-            "extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra],
+            "extra": self.extra_record,
             "scale_stored": list(self.scale_stored),
         }
 

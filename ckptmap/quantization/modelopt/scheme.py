@@ -8,16 +8,16 @@ a product of two small ones (SVDQuant) are left to `unsupported_schemes`: withou
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
-from ckptmap.protocols import Encoding, Refusal
-from ckptmap.protocols.encodings import beside
+from ckptmap.protocols import Encoding
+from ckptmap.protocols.encodings import Encoded, Record, Records, beside
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.block_geometry import grid_shape
 from ckptmap.quantization.blockwise.group_checks import (
@@ -31,8 +31,7 @@ from ckptmap.quantization.blockwise.group_checks import (
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.read_config import MAX_NBYTES, quantization_config
 from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
-from ckptmap.quantization.linear_weights import LinearLayerScheme
-from ckptmap.quantization.microscaling.packed_fp4 import Extra
+from ckptmap.quantization.extra_parts import Extra, extra_parts
 from ckptmap.quantization.modelopt.encodings import (
     METHOD,
     OF_LAYER,
@@ -43,6 +42,7 @@ from ckptmap.quantization.modelopt.encodings import (
     ModeloptI8,
     fp4_of,
 )
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.storage.json_file import read_json
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -58,7 +58,7 @@ _SMALL = (
 )
 
 
-class _Scheme(ReadsFiles, LinearLayerScheme):
+class _Scheme(ReadsFiles, ReadOnlyScheme, ABC):
     """The base of all.
 
     codes  the part that holds the codes
@@ -68,29 +68,21 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
     """
 
     name: str
-    suffix = ""
     live = "microscaled"
+    unmade = "it is read only: ModelOpt calibrates what it writes; choose -ct-nvfp4, -fp8"
     codes: ClassVar[str]
     form: ClassVar[str]
     algos: ClassVar[Collection[str]]
     more: ClassVar[Collection[str]] = OF_LAYER
     declares = ("modelopt-nvfp4", "modelopt-fp8", "modelopt-int8", "modelopt-int4")
 
-    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
-        return False
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal(
-            "it is read only: ModelOpt calibrates what it writes; choose -ct-nvfp4, -fp8"
-        )
-
+    @abstractmethod
     def example(self, info: TensorInfo) -> Encoding:
         """Return an encoding of this form: see `planning.encoding_forms`."""
-        raise NotImplementedError
 
     def quantization_config_of(
         self,
-        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        encoded: Mapping[str, Encoded],
         dense: Collection[str],
         beyond: Mapping[str, object],
     ) -> Mapping[str, object]:
@@ -112,9 +104,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
     ) -> Mapping[str, object]:
         return {}
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of this form. Raises SourceError CKM115 where parts do not fit."""
         mine = records_of(records, (self.name,))
         found = [fqn for fqn in self.found(stored) if fqn not in mine and not _is_rest(fqn, stored)]
@@ -123,9 +113,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         if not mine and not found:
             return Groups([], [])
         forms = WeightForms(stored)
-        groups = forms.groups(
-            mine, lambda fqn, near: self._recorded(fqn, mine[fqn], near), each(mine.values(), repr)
-        )
+        groups = forms.recorded(mine, self._recorded)
         parts = StoredParts.of(stored)
         beside_them = {key for fqn in found for key in (f"{fqn}_scale", f"{fqn}_scale_2")}
         beside_them |= {beside(fqn, name) for fqn in found for name in OF_LAYER}
@@ -134,43 +122,26 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
         self._require_agreement(groups)
         return groups
 
+    @abstractmethod
     def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         """Yield the FQNs of weights that may be of this form, by names and dtypes."""
-        parts = StoredParts.of(stored)
-        infos = parts.table.infos
-        pairs = parts.pairs("_scale", "", "", dtypes=("float32",))
-        for number, fqn, other in zip(*pairs, strict=True):
-            if fqn.endswith("weight") and self.fits(infos[other], infos[number]):
-                yield fqn
 
-    def fits(self, codes: TensorInfo, scale: TensorInfo) -> bool:
-        """Return whether codes and scales may be of this form, by dtypes and shapes."""
-        raise NotImplementedError
-
+    @abstractmethod
     def stated(self, codes: StoredTensor, mounts: Mounts) -> bool:
         """Return whether what lies beside a weight states the form, if its names do not."""
-        if quantization_config(codes, mounts).get("quant_method") == METHOD:
-            return True
-        config = _own_config(codes, mounts)
-        producer = config.get("producer")
-        return isinstance(producer, Mapping) and producer.get("name") == METHOD
 
-    def _encoding(self, fqn: str, parts: _Parts, extra: Extra) -> Encodings:
-        raise NotImplementedError
+    @abstractmethod
+    def _encoding(self, fqn: str, parts: _Parts, extra: Extra) -> Encodings: ...
 
     def _logical(self, codes: TensorInfo, dtype: str) -> TensorInfo:
         return TensorInfo(codes.shape, dtype)
 
-    def _of_record(self, read: ScaledRecord) -> Encodings:
-        raise NotImplementedError
+    @abstractmethod
+    def _of_record(self, read: ScaledRecord) -> Encodings: ...
 
     def _made(self, fqn: str, dtype: str, stored: Mapping[str, StoredTensor]) -> Found:
         keys = {name: beside(fqn, name) for name in OF_LAYER} | {"scale_2": f"{fqn}_scale_2"}
-        extra = tuple(
-            (name, tensor.info.dtype, tensor.info.shape)
-            for name in self.more
-            if (tensor := stored.get(keys[name])) is not None
-        )
+        extra = extra_parts({name: keys[name] for name in self.more}, stored)
         encoding = self._encoding(fqn, stored, extra)
         info = self._logical(stored[fqn].info, dtype)
         width = info.shape[-1]
@@ -180,9 +151,7 @@ class _Scheme(ReadsFiles, LinearLayerScheme):
             raise malformed(fqn, said, DAMAGED)
         return group_by_names(fqn, info, encoding, stored)
 
-    def _recorded(
-        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
-    ) -> Found:
+    def _recorded(self, fqn: str, record: Record, stored: Mapping[str, StoredTensor]) -> Found:
         read = read_record(fqn, record, self.name)
         return group_by_names(fqn, read.info, self._of_record(read), stored)
 
@@ -259,10 +228,43 @@ class ModeloptNvfp4(_Scheme):
         return fp4_of(read.block[-1], read.extra(), read.sizes("global_shape"))
 
 
-class ModeloptFp8(_Scheme):
+class _NamedAlike(_Scheme):
+    """The base of forms whose names other libraries use, too: a config must state ModelOpt.
+
+    made  the class of its encodings
+    """
+
+    made: ClassVar[type[ModeloptE4m3 | ModeloptI8 | ModeloptI4]]
+
+    def found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+        parts = StoredParts.of(stored)
+        infos = parts.table.infos
+        pairs = parts.pairs("_scale", "", "", dtypes=("float32",))
+        for number, fqn, other in zip(*pairs, strict=True):
+            if fqn.endswith("weight") and self.fits(infos[other], infos[number]):
+                yield fqn
+
+    @abstractmethod
+    def fits(self, codes: TensorInfo, scale: TensorInfo) -> bool:
+        """Return whether codes and scales may be of this form, by dtypes and shapes."""
+
+    def stated(self, codes: StoredTensor, mounts: Mounts) -> bool:
+        if quantization_config(codes, mounts).get("quant_method") == METHOD:
+            return True
+        config = _own_config(codes, mounts)
+        producer = config.get("producer")
+        return isinstance(producer, Mapping) and producer.get("name") == METHOD
+
+    def _of_record(self, read: ScaledRecord) -> Encodings:
+        single = read.sizes("scale_stored")
+        return self.made(read.block, read.scale_dtype, extra=read.extra(), scale_stored=single)
+
+
+class ModeloptFp8(_NamedAlike):
     """Float8 with one scale, one a row, or one a tile."""
 
     name = "modelopt-fp8"
+    made = ModeloptE4m3
     codes = ""
     form = "FP8"
     algos = ("FP8",)
@@ -281,10 +283,6 @@ class ModeloptFp8(_Scheme):
         single = scale.shape if block is None else ()
         return ModeloptE4m3(block or codes.shape, "float32", extra=extra, scale_stored=single)
 
-    def _of_record(self, read: ScaledRecord) -> Encodings:
-        shape = read.sizes("scale_stored")
-        return ModeloptE4m3(read.block, read.scale_dtype, extra=read.extra(), scale_stored=shape)
-
 
 def _block(codes: TensorInfo, scale: TensorInfo) -> tuple[int, int] | None:
     """Return the rows and columns that share a scale [out], or [tiles, 1, tiles, 1]; None for other scales."""
@@ -300,10 +298,11 @@ def _block(codes: TensorInfo, scale: TensorInfo) -> tuple[int, int] | None:
     return next((side for side in sides if grid_shape(codes.shape, side) == (high, wide)), None)
 
 
-class ModeloptInt8(_Scheme):
+class ModeloptInt8(_NamedAlike):
     """Int8 with one scale a row, or one."""
 
     name = "modelopt-int8"
+    made = ModeloptI8
     codes = ""
     form = "INT8"
     algos = ("W8A", "INT8")
@@ -321,15 +320,12 @@ class ModeloptInt8(_Scheme):
             return ModeloptI8(codes.shape, extra=extra, scale_stored=scale.shape)
         return ModeloptI8((1, codes.shape[1]), extra=extra)
 
-    def _of_record(self, read: ScaledRecord) -> Encodings:
-        single = read.sizes("scale_stored")
-        return ModeloptI8(read.block, read.scale_dtype, extra=read.extra(), scale_stored=single)
 
-
-class ModeloptInt4(_Scheme):
+class ModeloptInt4(_NamedAlike):
     """Two rows of codes in a row of bytes, and a scale for each group of columns."""
 
     name = "modelopt-int4"
+    made = ModeloptI4
     codes = "packed"
     form = "INT4"
     algos = ("W4A16", "W4A8_AWQ", "INT4")
@@ -350,9 +346,6 @@ class ModeloptInt4(_Scheme):
     def _encoding(self, fqn: str, parts: _Parts, extra: Extra) -> Encodings:
         codes, scale = _codes_and_scale(fqn, parts)
         return ModeloptI4((1, codes.shape[1] // scale.shape[1]), extra=extra)
-
-    def _of_record(self, read: ScaledRecord) -> Encodings:
-        return ModeloptI4(read.block, read.scale_dtype, extra=read.extra())
 
 
 def _own_config(codes: StoredTensor, mounts: Mounts) -> Mapping[str, object]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.protocols import Group, Refusal
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.quantization.blockwise.group_checks import check_parts, malformed
 from ckptmap.quantization.nf4.encoding import (
     DATA,
@@ -43,7 +44,7 @@ def _checked(
 
 
 def stored_groups(
-    stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+    stored: Mapping[str, StoredTensor], records: Records
 ) -> list[tuple[Group, Sequence[str]]]:
     """Return a group for each NF4 record; its parts are stored as `FQN.part`."""
     groups: list[tuple[Group, Sequence[str]]] = []
@@ -61,7 +62,7 @@ def stored_groups(
     return groups
 
 
-def _read_record(fqn: str, record: Mapping[str, object]) -> tuple[NF4, TensorInfo]:
+def _read_record(fqn: str, record: Record) -> tuple[NF4, TensorInfo]:
     if record.get("version") != VERSION:
         raise malformed(
             fqn,

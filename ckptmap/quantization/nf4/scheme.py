@@ -9,6 +9,7 @@ from math import gcd
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Records
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_weight
 from ckptmap.quantization.nf4.encoding import NF4, default_encoding
 from ckptmap.quantization.nf4.reader import adopt_cut, adopt_whole, is_nf4, stored_groups
@@ -27,7 +28,7 @@ class NF4Scheme(LinearLayerScheme):
     live = "nf4"
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+        self, stored: Mapping[str, StoredTensor], records: Records
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return a group for each NF4 record.
 

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, ClassVar
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Groups
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Records
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import group_by_names
-from ckptmap.quantization.linear_weights import LinearLayerScheme
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.striped.hqq_metadata import CODES, HqqMetadata, metadata_of
 from ckptmap.quantization.striped.striped_encoding import CodeRows, StripedEncoding
 from ckptmap.quantization.striped.stripes import Stripes
@@ -103,28 +104,18 @@ class Hqq(StripedEncoding):
         return None
 
 
-class HqqScheme(ReadsFiles, LinearLayerScheme):
+class HqqScheme(ReadsFiles, ReadOnlyScheme):
     """Recognizes HQQ's weights by the tensors of their metadata."""
 
     name = "hqq"
-    suffix = ""
     live = "striped"
-
-    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
-        return False
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal(
-            "it is read only: hqq optimizes what it writes; choose -nf4, -bnb-nf4, -int8"
-        )
+    unmade = "it is read only: hqq optimizes what it writes; choose -nf4, -bnb-nf4, -int8"
 
     def example(self, info: TensorInfo) -> Encoding:
         """Return an encoding of this form: see `planning.encoding_forms`."""
         return Hqq()
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups. Raises SourceError CKM115 where metadata and parts do not fit."""
         ending = StoredParts.of(stored).ending(CODES)
         stems = [key.removesuffix(CODES) for key in ending if _is_codes(key)]

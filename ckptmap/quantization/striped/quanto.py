@@ -23,16 +23,17 @@ from ckptmap.core.encoding_records import records_of
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoding, Refusal
-from ckptmap.protocols.encodings import beside
+from ckptmap.protocols.encodings import Record, Records, beside
 from ckptmap.protocols.file_systems import ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, group_by_names, malformed
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.dense import Dense
-from ckptmap.quantization.linear_weights import LinearLayerScheme
+from ckptmap.quantization.extra_parts import parts_beside
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.striped.quanto_map import map_beside, require_mapped_kind
 from ckptmap.quantization.striped.quanto_shapes import config_beside, shape_of
-from ckptmap.quantization.striped.striped_encoding import CodeRows, Extra, StripedEncoding
+from ckptmap.quantization.striped.striped_encoding import CodeRows, StripedEncoding
 from ckptmap.quantization.striped.stripes import Stripes
 from ckptmap.quantization.weight_forms import WeightForms
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -140,24 +141,18 @@ class QuantoPacked(_Named, StripedEncoding):
             "scheme": self.scheme, "version": 1, "native": LIBRARY, "bits": self.bits,
             "block": [*(1 for _ in info.shape[1:]), self.group or 1], "is_grouped": bool(self.group),
             "scale_dtype": info.dtype, "shift_dtype": self.shift, "shape": list(info.shape),
-            "dtype": info.dtype, "extra": [[n, dtype, list(shape)] for n, dtype, shape in self.extra],
+            "dtype": info.dtype, "extra": self.extra_record,
         }  # fmt: skip
 
 
-class _Scheme(ReadsFiles, LinearLayerScheme):
+class _Scheme(ReadsFiles, ReadOnlyScheme):
     """The base of the two."""
 
     name: str
-    suffix = ""
     live = "striped"
+    unmade = "it is read only; choose -int8, -ct-int8, -nf4"
     ending: ClassVar[str]
     """What follows the weight's name in the key of its codes."""
-
-    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
-        return False
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal("it is read only; choose -int8, -ct-int8, -nf4")
 
     def _found(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         for key in StoredParts.of(stored).ending(self.ending):
@@ -175,9 +170,7 @@ class Quanto8Scheme(_Scheme):
         """Return an encoding of this form: see `planning.encoding_forms`."""
         return Quanto8(scale_dtype=info.dtype)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit."""
         fqns = [
             fqn
@@ -202,9 +195,7 @@ class QuantoPackedScheme(_Scheme):
         """Return an encoding of this form: see `planning.encoding_forms`."""
         return QuantoPacked(shift=info.dtype)
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups. Raises SourceError CKM115 where parts do not fit."""
         mine = records_of(records, (self.name,))
         groups = Groups.of(_recorded(fqn, record, stored) for fqn, record in mine.items())
@@ -233,7 +224,9 @@ def _made_8(fqn: str, stored: Mapping[str, StoredTensor]) -> Found:
     codes, scale = stored[f"{fqn}._data"].info, stored[f"{fqn}._scale"].info
     info = TensorInfo(codes.shape, scale.dtype)
     block = (1, *codes.shape[1:])
-    encoding = Quanto8(block, scale.dtype, extra=_extra(fqn, stored), kind=codes.dtype)
+    encoding = Quanto8(
+        block, scale.dtype, extra=parts_beside(fqn, ACTIVATIONS, stored), kind=codes.dtype
+    )
     return group_by_names(fqn, info, encoding, stored)
 
 
@@ -264,22 +257,14 @@ def _made(
     fqn: str, bits: int, group: int, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]
 ) -> Found:
     scale, shift = stored[f"{fqn}._scale"].info, stored[f"{fqn}._shift"].info
-    encoding = QuantoPacked(_extra(fqn, stored), bits, group, shift.dtype)
+    encoding = QuantoPacked(parts_beside(fqn, ACTIVATIONS, stored), bits, group, shift.dtype)
     return group_by_names(fqn, TensorInfo(shape, scale.dtype), encoding, stored)
 
 
-def _recorded(fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]) -> Found:
+def _recorded(fqn: str, record: Record, stored: Mapping[str, StoredTensor]) -> Found:
     read = read_record(fqn, record, QuantoPacked.scheme)
     bits, shift = read.count("bits", 0), read.dtype("shift_dtype")
     if bits not in (2, 4) or shift not in (*INTEGERS, read.info.dtype):
         raise malformed(fqn, f"quanto record: bits {bits}, shift_dtype {shift!r}", DAMAGED)
     group = read.block[-1] if record.get("is_grouped") else 0
     return group_by_names(fqn, read.info, QuantoPacked(read.extra(), bits, group, shift), stored)
-
-
-def _extra(fqn: str, stored: Mapping[str, StoredTensor]) -> Extra:
-    return tuple(
-        (name, tensor.info.dtype, tensor.info.shape)
-        for name in ACTIVATIONS
-        if (tensor := stored.get(beside(fqn, name))) is not None
-    )

@@ -10,23 +10,22 @@ A subclass says how values follow from them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptmap.protocols import Encoder, Encoding, Refusal, part_key
+from ckptmap.protocols import Encoder, Encoding, Refusal
 from ckptmap.quantization.blockwise.chunks import chunk_numel
 from ckptmap.quantization.blockwise.dequantize import CHUNK_NUMEL
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
 from ckptmap.quantization.dense import Dense
+from ckptmap.quantization.extra_parts import Extra, HasExtraParts
 from ckptmap.quantization.striped.stripes import Stripes
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
     import torch
-
-Extra = tuple[tuple[str, str, tuple[int, ...]], ...]
-"""Further parts, which do not change the values: (name, dtype, shape) of each."""
 
 
 @dataclass(frozen=True)
@@ -39,40 +38,38 @@ class CodeRows:
 
 
 @dataclass(frozen=True)
-class StripedEncoding:
+class StripedEncoding(HasExtraParts, ABC):
     """Read only: no values are encoded."""
 
     codes_part: ClassVar[str]
     scale_part: ClassVar[str]
     shift_part: ClassVar[str]
-    activations: ClassVar[Collection[str]] = ()
-    """The names of further parts that scale activations."""
 
     extra: Extra = ()
 
     @property
-    def name(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def name(self) -> str: ...
 
     @property
-    def stripes(self) -> Stripes:
-        raise NotImplementedError
+    @abstractmethod
+    def stripes(self) -> Stripes: ...
 
+    @abstractmethod
     def layout(self, info: TensorInfo) -> CodeRows | Refusal:
         """Return the codes of a weight, or why it has none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def packed_parts(self, info: TensorInfo, layout: CodeRows) -> Mapping[str, TensorInfo]:
         """Return the words, scales and shifts."""
-        raise NotImplementedError
 
     def words(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the stored words [rows of words, width] as integers."""
         return stored.flatten(1)
 
+    @abstractmethod
     def values(self, codes: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         """Return the values T of codes u8; scales T and shifts broadcast against them."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------ parts
 
@@ -84,8 +81,7 @@ class StripedEncoding:
         layout = self.layout(info)
         if isinstance(layout, Refusal):
             return layout
-        extra = {name: TensorInfo(shape, dtype) for name, dtype, shape in self.extra}
-        return {**self.packed_parts(info, layout), **extra}
+        return {**self.packed_parts(info, layout), **self.extra_infos}
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         """Return the rows of words, and of scales, that the rows of the box touch, or all of another part."""
@@ -111,10 +107,6 @@ class StripedEncoding:
             return 0, 0
         start, end = _flat(info, box)
         return start // layout.width, -(-end // layout.width)
-
-    def activation_keys(self, fqn: str) -> Sequence[str]:
-        names = [name for name, _, _ in self.extra if name in self.activations]
-        return [part_key(self, fqn, name) for name in names]
 
     # ------------------------------------------------------------------ values
 
@@ -168,8 +160,8 @@ class StripedEncoding:
             return part.reshape(1, -1)
         return part.reshape(-1, 1)[low:high]
 
-    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
-        raise NotImplementedError
+    @abstractmethod
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None: ...
 
     # ------------------------------------------------------------------ read only
 

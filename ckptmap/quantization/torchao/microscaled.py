@@ -10,13 +10,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import different, records_of
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.formats.safetensors.torchao_metadata import part_key
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
+from ckptmap.protocols.encodings import Record, Records
+from ckptmap.quantization.blockwise.group_checks import (
+    DAMAGED,
+    check_parts,
+    expected_parts,
+    malformed,
+)
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert
 from ckptmap.quantization.torchao import config_json
 from ckptmap.quantization.torchao.microscaled_encodings import (
@@ -54,9 +59,7 @@ class _Scheme(LinearLayerScheme):
     made: type[Microscaled]
     block: ClassVar[int] = 32
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of torchao's metadata and of records. Raises SourceError CKM115."""
         flat = {
             id(record)
@@ -68,9 +71,7 @@ class _Scheme(LinearLayerScheme):
             mine = {
                 fqn: record for fqn, record in records.items() if id(record) in flat or fqn in mine
             }
-        return WeightForms(stored).groups(
-            mine, lambda fqn, near: self._flat(fqn, mine[fqn], near), each(mine.values(), repr)
-        )
+        return WeightForms(stored).recorded(mine, self._flat)
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
         """Return the group of a pickled object; shards of ranks are not joined."""
@@ -81,9 +82,7 @@ class _Scheme(LinearLayerScheme):
         mine = (self.made.kind, self.made.elements, self.block)
         return mine == (parts.kind, parts.elements, parts.block)
 
-    def _flat(
-        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
-    ) -> Found:
+    def _flat(self, fqn: str, record: Record, stored: Mapping[str, StoredTensor]) -> Found:
         parts = flattened(fqn, record, stored)
         return self._group(parts), tuple(part_key(fqn, name) for name in parts.parts)
 
@@ -92,9 +91,7 @@ class _Scheme(LinearLayerScheme):
         plain = replace(encoding, data="")
         if not encoding.swizzled and fresh_data(plain, info) == parts.data:
             encoding = plain  # as ckptmap writes it
-        expected = encoding.parts(info)
-        if isinstance(expected, Refusal):
-            raise malformed(parts.fqn, f"{self.name}: {expected.reason}", DAMAGED)
+        expected = expected_parts(parts.fqn, encoding, info)
         held = {part: parts.parts.get(NAMES.get(part, part)) for part in expected}
         if len(parts.parts) != len(expected):
             names = [NAMES.get(part, part) for part in expected]
@@ -127,7 +124,7 @@ class _Scheme(LinearLayerScheme):
     def _block(self, info: TensorInfo) -> tuple[int, ...]:
         return (*(1 for _ in info.shape[1:]), self.block)
 
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+    def encoding(self, info: TensorInfo) -> Microscaled | Refusal:
         if len(info.shape) != 2 or info.dtype not in ("bfloat16", "float32"):
             return Refusal(f"quantizes matrices in bfloat16 and float32, found {info}")
         if info.shape[1] % self.block or not info.numel:
@@ -140,7 +137,7 @@ class _Scheme(LinearLayerScheme):
         encoding = self.encoding(info)
         if isinstance(encoding, Refusal):
             return None
-        return encoding.keeping(info, grid)  # type: ignore[attr-defined, no-any-return]
+        return encoding.keeping(info, grid)
 
     def takes(self, fqn: str) -> bool:
         """Return whether torchao can load the tensor: see `is_expert`."""
@@ -179,7 +176,7 @@ class AoMxE5m2Scheme(_Scheme):
     suffix = ""
     made = AoMxE5m2
 
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+    def encoding(self, info: TensorInfo) -> Microscaled | Refusal:
         return Refusal("it is read only; choose -torchao-mxfp8, which is more exact")
 
     def example(self, info: TensorInfo) -> Encoding:

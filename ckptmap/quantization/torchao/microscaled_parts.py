@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, part_key
+from ckptmap.protocols.encodings import Record
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed
 from ckptmap.quantization.torchao.subclass_reader import as_json, state_of
 from ckptmap.tensors import ITEMSIZE, Opaque, StoredTensor, TensorInfo
@@ -82,7 +83,7 @@ class MicroscaledParts:
         )
 
 
-def described(fqn: str, record: Mapping[str, object]) -> MicroscaledParts:
+def described(fqn: str, record: Record) -> MicroscaledParts:
     """Return what a record with `kind` and `data` says, without parts. Raise SourceError CKM115."""
     data = record.get("data")
     if not isinstance(data, Mapping):
@@ -90,9 +91,7 @@ def described(fqn: str, record: Mapping[str, object]) -> MicroscaledParts:
     return MicroscaledParts(fqn, str(record.get("kind")), data, {})
 
 
-def flattened(
-    fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
-) -> MicroscaledParts:
+def flattened(fqn: str, record: Record, stored: Mapping[str, StoredTensor]) -> MicroscaledParts:
     """Return the parts of a record that has `names`, too. Raise SourceError CKM115."""
     names = record.get("names")
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
@@ -108,7 +107,7 @@ def flattened(
     return replace(described(fqn, record), parts=parts)
 
 
-def is_flattened(record: Mapping[str, object]) -> bool:
+def is_flattened(record: Record) -> bool:
     """Return whether a record is torchao's entry of one of these classes."""
     return record.get("scheme") == SCHEME and record.get("kind") in KINDS
 

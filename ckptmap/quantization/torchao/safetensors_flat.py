@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, part_key
+from ckptmap.protocols.encodings import Record
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
@@ -37,7 +38,7 @@ class FlatEntry:
     data: Mapping[str, object]
 
 
-def flat_of(fqn: str, record: Mapping[str, object], kinds: Sequence[str]) -> FlatEntry | None:
+def flat_of(fqn: str, record: Record, kinds: Sequence[str]) -> FlatEntry | None:
     """Return a record as an entry, None for another scheme or for a class that is not in `kinds`."""
     if record.get("scheme") != SCHEME or record.get("kind") not in kinds:
         return None

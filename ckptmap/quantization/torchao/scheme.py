@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptmap.core.columns import each
 from ckptmap.core.encoding_records import different, records_of
 from ckptmap.core.json_text import parse_json
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, parts_of
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.encodings import Record, Records
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
     check_parts,
+    expected_parts,
     malformed,
     refuse_unstated,
 )
@@ -107,7 +108,7 @@ class TorchaoEncoding(ScaledEncoding):
             "native": "torchao",
             "kind": self.kind,
             "zero_dtype": self.zero_dtype,
-            "extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra],
+            "extra": self.extra_record,
             "attributes": parse_json(self.attributes),
             "activation": self.activation,
         }
@@ -132,9 +133,7 @@ class TorchaoScheme(LinearLayerScheme):
     codes_dtypes: tuple[str, ...]
     by_loaded_name: ClassVar[bool] = True
 
-    def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
-    ) -> Groups:
+    def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
         """Return the groups of records and of torchao's metadata. Raises SourceError CKM115."""
         flat = {id(r) for fqn, r in different(records) if flat_of(fqn, r, self.kinds) is not None}
         mine = records_of(records, (self.name,))
@@ -145,13 +144,11 @@ class TorchaoScheme(LinearLayerScheme):
                 if (id(record) in flat and not self.leaves(fqn, stored)) or fqn in mine
             }
 
-        def made(fqn: str, near: Mapping[str, StoredTensor]) -> Found:
-            entry = flat_of(fqn, mine[fqn], self.kinds)
-            return (
-                self._recorded(fqn, mine[fqn], near) if entry is None else self._flat(entry, near)
-            )
+        def made(fqn: str, record: Record, near: Mapping[str, StoredTensor]) -> Found:
+            entry = flat_of(fqn, record, self.kinds)
+            return self._recorded(fqn, record, near) if entry is None else self._flat(entry, near)
 
-        return WeightForms(stored).groups(mine, made, each(mine.values(), repr))
+        return WeightForms(stored).recorded(mine, made)
 
     def leaves(self, fqn: str, stored: Mapping[str, StoredTensor]) -> bool:
         """Return whether another scheme reads the same class with these codes."""
@@ -180,7 +177,7 @@ class TorchaoScheme(LinearLayerScheme):
         return not is_expert(fqn)
 
     def kept_record(
-        self, fqn: str, record: Mapping[str, object]
+        self, fqn: str, record: Record
     ) -> tuple[Mapping[str, object], Sequence[str]] | None:
         """Return what torchao's metadata says of a tensor, whatever its class, and its stored keys."""
         if record.get("scheme") != SCHEME:
@@ -215,7 +212,7 @@ class TorchaoScheme(LinearLayerScheme):
         return Group(fqn, weight.info, encoding, self._checked(fqn, encoding, weight.info, parts))
 
     def _recorded(
-        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
+        self, fqn: str, record: Record, stored: Mapping[str, StoredTensor]
     ) -> tuple[Group, Sequence[str]]:
         read = read_record(fqn, record, self.name)
         encoding = self.made(
@@ -232,9 +229,7 @@ class TorchaoScheme(LinearLayerScheme):
     def _checked(
         self, fqn: str, encoding: TorchaoEncoding, info: TensorInfo, tensors: Mapping[str, object]
     ) -> dict[str, StoredTensor]:
-        expected = encoding.parts(info)
-        if isinstance(expected, Refusal):
-            raise malformed(fqn, f"{self.name}: {expected.reason}", DAMAGED)
+        expected = expected_parts(fqn, encoding, info)
         if encoding.scale_dtype not in FLOATING:
             raise malformed(
                 fqn, f"scales of dtype {encoding.scale_dtype}, expected floating values", DAMAGED

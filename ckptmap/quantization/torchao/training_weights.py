@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols import Group
+from ckptmap.protocols.encodings import Records
 from ckptmap.quantization.blockwise.group_checks import malformed
 from ckptmap.quantization.dense import Dense
+from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.torchao.rank_join import joined
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
@@ -31,14 +33,14 @@ def _data(fqn: str, leaf: Opaque, info: TensorInfo | None) -> StoredTensor:
     return data
 
 
-class TrainedDense:
+class TrainedDense(ReadOnlyScheme):
     """Reads such weights as dense tensors; it is not a target."""
 
     name = "trained-dense"
-    suffix = ""
+    unmade = "it is read only: what it stores is dense"
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+        self, stored: Mapping[str, StoredTensor], records: Records
     ) -> list[tuple[Group, Sequence[str]]]:
         return []
 
@@ -54,9 +56,3 @@ class TrainedDense:
         dtype = leaf.info.dtype
         pieces = [(b, _data(fqn, each, TensorInfo(b.sizes, dtype))) for b, each in leaf.pieces]
         return Group(fqn, leaf.info, Dense(), {"": joined(leaf.info.shape, pieces)})
-
-    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        return None
-
-    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        return Refusal("it is read only: what it stores is dense")
