@@ -46,7 +46,7 @@ class _Registered(mmap.mmap):
             with contextlib.suppress(Exception), on_used_device(), beside_captures():
                 if not self.is_idle:
                     _end_copies()
-                _cudart().cudaHostUnregister(self.address)
+                _succeeds(_cudart().cudaHostUnregister(self.address))
             COUNT.add(-len(self))
 
 
@@ -99,7 +99,7 @@ def registered_memory(nbytes: int, most_threads: int = MOST_THREADS) -> torch.Te
     _touch(values, most_threads)
     address = values.data_ptr()
     with on_used_device(), beside_captures():
-        if int(_cudart().cudaHostRegister(address, nbytes, PORTABLE)):
+        if not _succeeds(_cudart().cudaHostRegister(address, nbytes, PORTABLE)):
             return None
     memory.address = address
     _by_address[address] = memory
@@ -140,7 +140,7 @@ def beside_captures() -> Iterator[None]:
     In CUDA's mode "global", which is torch's, a call that changes memory fails while any thread captures,
     and ends that capture. torch's own pinned memory is made in the mode "relaxed", too.
     """
-    exchange = _exchange_of_capture_modes()
+    exchange = _function("cudaThreadExchangeStreamCaptureMode")
     if exchange is None:
         yield
         return
@@ -153,15 +153,29 @@ def beside_captures() -> Iterator[None]:
             exchange(ctypes.byref(mode))  # it has the mode of before
 
 
-def _exchange_of_capture_modes() -> Any:
-    """Return CUDA's function that exchanges a thread's mode with the given one; None where CUDA's library has
-    another name than in torch's own builds."""
+def _succeeds(answer: Any) -> bool:
+    """Return whether a call of CUDA did what it was asked for.
+
+    CUDA keeps an error as the last one of the thread, torch asks for it after each kernel, and the binding of torch
+    does not take it away: the next kernel would be said to have failed.
+    """
+    if not int(answer):
+        return True
+    take = _function("cudaGetLastError")
+    if take is not None:
+        take()
+    return False
+
+
+def _function(name: str) -> Any:
+    """Return a function of CUDA's library that torch has no binding for; None where the library has another name than
+    in torch's own builds."""
     version = _torch().version.cuda
     if not version:
         return None
     try:
         library = ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}", mode=os.RTLD_NOLOAD)
-        return library.cudaThreadExchangeStreamCaptureMode
+        return getattr(library, name)
     except (OSError, AttributeError):
         return None
 
