@@ -12,7 +12,11 @@ from torch import nn
 
 import ckptmap
 from ckptmap.errors import LoadError, RunError
-from ckptmap.live.model import value_range
+from ckptmap.live.model import tensor_reader, value_range
+from ckptmap.live.model.tensor_reader import TensorReader
+from ckptmap.storage import device_copies
+from ckptmap.tensors import Box
+from tests.support.dispatched import NeverWaits, Waited
 
 INTEGERS = [
     torch.int8, torch.int16, torch.int32, torch.int64,
@@ -112,3 +116,47 @@ def test_every_pair_of_dtypes(dtype: torch.dtype, live: torch.dtype) -> None:
     for value in (mine.min, mine.max):
         found = value_range.outside(torch.tensor([0, value], dtype=dtype), live)
         assert found == (value if value in lost else None)
+
+
+# ------------------------------------------------------------------------------- on a device
+
+
+def test_casts_on_a_device_are_looked_at_with_one_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait for each tensor would let no read go on while others are copied."""
+    torch.save({f"w{n}": torch.ones(4, 4) for n in range(3)}, tmp_path / "a.pt")
+    outs = [torch.empty(4, 4, dtype=torch.float16, device="meta") for _ in range(3)]
+    asked: list[list[str]] = []
+    monkeypatch.setattr(
+        tensor_reader, "check_together", lambda some: asked.append([one.name for one in some])
+    )
+    monkeypatch.setattr(device_copies, "fill_tensor", lambda *_: None)
+    with ckptmap.open(tmp_path / "a.pt") as checkpoint, NeverWaits():
+        reader = TensorReader(checkpoint.files, 1 << 20)
+        steps = [
+            lambda its, n=n: its.dense(checkpoint[f"w{n}"], Box.whole((4, 4)), outs[n])
+            for n in range(3)
+        ]
+        assert len(list(reader.run_all(steps, [32] * 3))) == 3
+        assert asked == [["w0", "w1", "w2"]]
+        with pytest.raises(Waited):  # alone it is looked at at once
+            reader.run(steps[0])
+
+
+def test_what_a_device_has_lost_is_said_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(value_range, "is_waited_for", lambda values: True)
+    model = nn.Linear(3, 2)
+    model.weight.data[1] = 1e5
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    narrow = nn.Linear(3, 2, dtype=torch.float16)
+    with pytest.raises(RunError, match=r"^weight: holds finite values of torch\.float32") as caught:
+        ckptmap.load(tmp_path / "a.pt", narrow)
+    assert caught.value.code == "CKM309"
+    assert caught.value.message.endswith("; all 2 tensors of the model are filled")
+    model.weight.data[1] = 0
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    ckptmap.load(tmp_path / "a.pt", narrow)
+    assert torch.equal(narrow.weight, model.weight.half())
