@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +145,10 @@ class Shared:
             dict(held.values), dict(held.records), dict(held.settings), bool(held.decoded),
             held.placements, held.simplified, groups, replicas,
         )  # fmt: skip
+
+    def settled(self) -> Shared:
+        """Return it with the digests that devices compute meanwhile. Waits for these."""
+        return replace(self, settings=unsaved_buffers.settled(self.settings))
 
 
 @dataclass(frozen=True)

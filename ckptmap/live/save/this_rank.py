@@ -193,10 +193,15 @@ class Mine:
         same_groups = self.same_groups
 
         def layout(writers: RankGroup) -> FileLayout:
-            everything = writers.all(told)
+            mine, failed = replace(told, settings={}), error
+            try:
+                mine = told.settled()
+            except Exception as caught:
+                failed = failed or caught
+            everything = writers.all(mine)
             with writers.together():
-                if error is not None:
-                    raise error
+                if failed is not None:
+                    raise failed
                 merged = merge(held, everything, unlike, same_groups)
                 records = {**held.records, **plan.records}
                 tensors = [*plan.tensors, *merged.tensors]
@@ -213,7 +218,7 @@ class Mine:
         held, peers, structure = self.held, self.peers, self.structure
         assert structure is not None, "it was collected"
         offered = with_digests(bare_offers(held.holdings), self.digests)
-        answers = peers.all((offered, self._shared(self.options.replicas)))
+        answers = peers.all((offered, self._shared(self.options.replicas).settled()))
         offers, everything = [one for one, _ in answers], [one for _, one in answers]
         is_checked = any(one.replicas == "check" for one in everything)
         overlaps = is_checked and require_alike(held, offers, peers)
