@@ -10,6 +10,7 @@ _RUNS = ("numpy", "xxhash")
 
 STEPS = (
     Step("facts", "the device, and arithmetic that it does otherwise than the CPU", f"{_HERE}.facts:run", 60),
+    Step("unseen", "code that no GPU has run yet: right, and nothing in it waits", f"{_HERE}.unseen:run", 90, _RUNS),
     Step("equality", "every encoder and decoder makes the CPU's bytes, and waits for nothing", f"{_HERE}.equality:run", 120),
     Step("rates", "link, staged, kernels, convert", f"{_HERE}.rates:run", 120),
     Step("recode", "NF4 to bf16, NF4 to int8, fp32 to int8, on the CPU and on the device", f"{_HERE}.recode:run", 90, _RUNS),
