@@ -25,7 +25,7 @@ from benchmarks.gpu_session import (
     read_forms,
 )
 from benchmarks.gpu_session import session as session_module
-from benchmarks.gpu_session.results import StepResult
+from benchmarks.gpu_session.results import StepResult, table
 from benchmarks.gpu_session.session import Options, Step, StepRun, run_session
 from benchmarks.gpu_session.steps import STEPS
 from benchmarks.gpu_session.timing import weight
@@ -228,6 +228,29 @@ def test_a_step_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
     assert "in hangs" in found["hangs"]["error"], "where it hung is in the log"
     assert found["good"]["status"] == "passed"
+
+
+def test_goals_stand_before_all_tables_those_that_are_missed_first() -> None:
+    made = StepResult()
+    made.figure("copied", 5.0, "GB/s", ratio=0.9, of="the pinned link", goal=0.8)
+    made.figure("loaded", 3.0, "GB/s", ratio=0.3, of="the pinned link", goal=0.6)
+    made.figure("written", 3.0, "GB/s", ratio=0.3, of="the CPU")
+    step = {
+        "name": "a",
+        "status": "passed",
+        "seconds": 1.0,
+        "what": "",
+        "error": "",
+        **made.found(),
+    }
+    session = {"date": "", "device_name": "", "size": "tiny", "versions": {}, "steps": [step]}
+    text = table(session)
+    goals = text[text.index("## Goals") : text.index("## a: passed")]
+    first, second = [line for line in goals.splitlines() if line.startswith("| a ")]
+    assert first == "| a | loaded | 3 GB/s | 0.3 of the pinned link | 0.6 | **no** |"
+    assert second.endswith("| 0.8 | yes |") and "written" not in goals
+    made.figures.clear()
+    assert "## Goals" not in table({**session, "steps": [{**step, **made.found()}]})
 
 
 def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def compiled(make: Callable[[], Kernel], kind: str) -> Kernel:
     """
     import torch
 
-    options = None
+    options: dict[str, Any] | None = None
     if kind != "cpu":
         known = torch._inductor.list_options()
         options = {name: True for name in LIKE_EAGER if name in known}
