@@ -179,7 +179,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 def test_an_unknown_step_is_named(tmp_path: Path) -> None:
     done = session(tmp_path, "--device", "cpu", "--steps", "facts,nonsense")
     assert done.returncode == 2
-    assert "no step nonsense; there are facts, equality," in done.stderr
+    assert "no step nonsense; there are facts, unseen, equality," in done.stderr
 
 
 # ------------------------------------------------------------------------------- what goes wrong
@@ -273,7 +273,7 @@ def test_what_needs_a_missing_library_is_named_and_the_rest_goes_on(
         monkeypatch.setattr(module, "is_importable", lambda name: name != "xxhash")
     needing = [one for one in STEPS if one.name not in ("facts", "equality", "rates", "suite")]
     found = run(tmp_path, *needing)
-    assert len(found) == 8
+    assert len(found) == 9
     assert {one["status"].rpartition(" ")[2] for one in found.values()} == {"xxhash"}
     for name in ("links", "staged_rates", "staged_by_feed", "kernel_times"):
         monkeypatch.setattr(rates, name, lambda *given: 1.0)
