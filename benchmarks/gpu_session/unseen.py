@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ NUMERICS: dict[str, Callable[..., Any]] = {
 
 def run(step: StepRun) -> None:
     parts: dict[str, Callable[[StepRun], None]] = {
+        "threads that help": helped,
         "casts to float16": casts,
         "buffers that are not saved": unsaved_buffers,
         "moments of blocks that ranks share": shared_moments,
@@ -196,6 +198,24 @@ def captured_while_saved(step: StepRun) -> None:
 # ------------------------------------------------------------------------------- values
 
 
+def helped(step: StepRun) -> None:
+    """One large tensor is filled by all threads, each of which takes blocks of it."""
+    import ckptmap
+
+    width = 64 if step.is_tiny else 16384
+    model = stack(1, width, step.device)
+    wanted = copied(state_of(model))
+    path = step.work / "one"
+    ckptmap.save(path, model, background=False)
+    again = stack(1, width, step.device, seed=1)
+    for verify in ("none", "stored"):
+        took = min(clocked(lambda v=verify: ckptmap.load(path, again, verify=v), step.device) for _ in range(3))  # fmt: skip
+        step.result.figure(f"one tensor of {4 * width * width >> 20} MiB, verify={verify!r}",
+                           4 * width * width / took / 1e9, "GB/s")  # fmt: skip
+    wrong = different(wanted, state_of(again))
+    step.result.check("one large tensor", not wrong, str(wrong))
+
+
 def casts(step: StepRun) -> None:
     """float32 into a model in float16: the CPU's bits, a value that is lost is named, and how fast it is."""
     import torch
@@ -315,6 +335,9 @@ def double_quantized(step: StepRun) -> None:
 def compiled_numerics(step: StepRun) -> None:
     """Report how a compiled kernel's bits differ from those of operations one by one, and check that they do not with
     the options by which moments are stepped."""
+    if not is_importable("triton") or not (shutil.which("cc") or shutil.which("gcc")):
+        step.result.note("compiled kernels: not run: they need triton and a C compiler")
+        return
     import torch
 
     from ckptmap.live.rounding.stepping import LIKE_EAGER
