@@ -100,11 +100,9 @@ def compiled(make: Callable[[], Kernel], kind: str) -> Kernel:
     """
     import torch
 
-    options: dict[str, Any] | None = None
-    if kind != "cpu":
-        known = torch._inductor.list_options()
-        options = {name: True for name in LIKE_EAGER if name in known}
-    found: Kernel = torch.compile(make(), fullgraph=True, dynamic=False, options=options)
+    known = () if kind == "cpu" else torch._inductor.list_options()
+    options: dict[str, Any] = {name: True for name in LIKE_EAGER if name in known}
+    found: Kernel = torch.compile(make(), fullgraph=True, dynamic=False, options=options or None)
     return found
 
 
