@@ -1,6 +1,9 @@
 """Large host memory that CUDA may copy to and from while the host goes on: pages first, registered then.
 
-    anonymous memory of huge pages -> touched by several threads -> cudaHostRegister
+    shared anonymous memory -> touched by several threads -> cudaHostRegister
+
+It is shared, so that a forked worker of a data loader has the same pages: of private ones a write after the fork makes a
+copy, while CUDA goes on with the old page. A system that gives shared memory huge pages (`shmem_enabled`) does so here.
 
 `cudaHostAlloc`, by which torch makes pinned memory, asks the system for one page after the other in one
 thread: 2.6 GB/s on the machine of `benchmarks/RESULTS_PARTS.md`, where this gives 4.4 GB/s. torch shares the state dicts of its own
