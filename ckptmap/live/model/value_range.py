@@ -9,6 +9,7 @@ too many to be read twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,17 @@ def overflows(stored: torch.dtype, live: torch.dtype) -> bool:
     return torch.finfo(live).max < torch.finfo(stored).max / 2
 
 
+def _most_rounded(dtype: torch.dtype) -> float:
+    """Return by how much a value is rounded at most: half of the step between the two largest."""
+    import torch
+
+    info = torch.finfo(dtype)
+    return math.ldexp(info.eps, math.frexp(info.max)[1] - 2)
+
+
 class Casts:
-    """Copies parts of one tensor into another dtype, and then tells whether a finite value became infinite or NaN.
+    """Copies parts of one tensor into another dtype, and then tells whether a finite value was lost: beyond the range of
+    the other, it became infinite or NaN, or its largest value, as newer releases of torch cast to float8.
 
     name    of the tensor, in the error
     looks   whether the cast can do that; if not, copying is all
@@ -59,14 +69,16 @@ class Casts:
     ) -> None:
         self.looks = overflows(stored, live)
         self.name, self._stored, self._live, self._later = name, stored, live, later
+        self._most = _most_rounded(live) if self.looks else 0.0
         self.lost: torch.Tensor | None = None
 
     def copy(self, out: torch.Tensor, values: torch.Tensor) -> None:
         """Copy `values` into `out`. Where `looks`, takes buffers of twice the bytes of `values` meanwhile."""
         out.copy_(values)
-        if self.looks:  # on its device, and nothing waits for it; float8 has no isfinite
-            finite = values.isfinite()
-            lost = finite.logical_and_(out.to(values.dtype).isfinite().logical_not_()).any()
+        if self.looks:  # on the device of the values, and nothing waits for it
+            cast = out if out.device == values.device else values.to(out.dtype)
+            error = cast.to(values.dtype).sub_(values).abs_()
+            lost = values.isfinite().logical_and_((error <= self._most).logical_not_()).any()
             self.lost = lost if self.lost is None else lost.logical_or_(self.lost)
 
     def check(self) -> None:
@@ -83,8 +95,7 @@ class Casts:
     def error(self) -> RunError:
         return RunError(
             "CKM309",
-            f"{self.name}: holds finite values of {self._stored} that {self._live} of the model turns into"
-            " infinity or NaN",
+            f"{self.name}: holds finite values of {self._stored} that are too large for {self._live} of the model",
             "make the model in torch.bfloat16 or torch.float32 and load it again: it is loaded in part",
         )
 

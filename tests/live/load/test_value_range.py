@@ -16,7 +16,7 @@ from ckptmap.live.model import tensor_reader, value_range
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.storage import device_copies
 from ckptmap.tensors import Box
-from tests.support.dispatched import NeverWaits, Waited
+from tests.support.dispatched import NeverWaits, OneDevice, Waited
 
 INTEGERS = [
     torch.int8, torch.int16, torch.int32, torch.int64,
@@ -160,3 +160,36 @@ def test_what_a_device_has_lost_is_said_at_the_end(
     torch.save(model.state_dict(), tmp_path / "a.pt")
     ckptmap.load(tmp_path / "a.pt", narrow)
     assert torch.equal(narrow.weight, model.weight.half())
+
+
+LARGEST = {
+    torch.float16: (65_504.0, 65_519.0, 65_536.0),
+    torch.float8_e5m2: (57_344.0, 61_439.0, 61_442.0),
+    torch.float8_e4m3fn: (448.0, 464.0, 465.0),
+}
+"""The largest value of a dtype, the largest that is rounded to it, and one that is lost."""
+
+
+@pytest.mark.parametrize("live", LARGEST, ids=str)
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32], ids=str)
+def test_a_value_is_lost_beyond_half_a_step(stored: torch.dtype, live: torch.dtype) -> None:
+    """torch 2.13 casts what is too large for float8_e4m3fn to its largest value, older releases to NaN."""
+    largest, rounded, beyond = LARGEST[live]
+    for sign in (1, -1):
+        out, kept = torch.empty(3, dtype=live), torch.tensor([largest, rounded, 0.3], dtype=stored)
+        value_range.copy_held(out, sign * kept, "w")
+        assert out[:2].float().tolist() == [sign * largest] * 2
+        with pytest.raises(RunError, match=r"^w: holds finite values .* too large for"):
+            value_range.copy_held(out, torch.tensor([0.0, sign * beyond, 1.0], dtype=stored), "w")
+    odd = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=stored)
+    value_range.copy_held(torch.empty(3, dtype=live), odd, "w")
+
+
+@pytest.mark.parametrize("live", [torch.float16, torch.float8_e4m3fn])
+def test_values_of_another_device_are_looked_at_where_they_are(live: torch.dtype) -> None:
+    """A state dict on the CPU, translated for a model on a GPU: two devices in one operation are an error of torch."""
+    out = torch.empty(4, dtype=live, device="meta")
+    with OneDevice():
+        value_range.copy_held(out, torch.ones(4), "w")
+        with pytest.raises(RunError, match=r"^w: holds finite values of torch\.float32"):
+            value_range.copy_held(out, torch.full((4,), 1e5), "w")
