@@ -75,6 +75,10 @@ class Casts:
     def copy(self, out: torch.Tensor, values: torch.Tensor) -> None:
         """Copy `values` into `out`. Where `looks`, takes buffers of twice the bytes of `values` meanwhile."""
         out.copy_(values)
+        self.look(out, values)
+
+    def look(self, out: torch.Tensor, values: torch.Tensor) -> None:
+        """Look at values that were copied into `out`."""
         if self.looks:  # on the device of the values, and nothing waits for it
             cast = out if out.device == values.device else values.to(out.dtype)
             error = cast.to(values.dtype).sub_(values).abs_()
@@ -107,6 +111,12 @@ def is_waited_for(values: torch.Tensor) -> bool:
 
 def check_together(casts: Iterable[Casts]) -> None:
     """Raise RunError CKM309 for the first by name that has lost a finite value. Waits once for each device."""
+    if found := lost_values(casts):
+        raise found[0].error
+
+
+def lost_values(casts: Iterable[Casts]) -> list[Casts]:
+    """Return those that have lost a finite value, by name. Waits once for each device."""
     import torch
 
     by_device: dict[torch.device, list[tuple[Casts, torch.Tensor]]] = {}
@@ -121,8 +131,7 @@ def check_together(casts: Iterable[Casts]) -> None:
         )
         if is_lost
     ]
-    if found:
-        raise min(found, key=lambda one: one.name).error
+    return sorted(found, key=lambda one: one.name)
 
 
 def copy_held(out: torch.Tensor, values: torch.Tensor, name: str) -> None:

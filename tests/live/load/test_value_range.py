@@ -118,6 +118,17 @@ def test_every_pair_of_dtypes(dtype: torch.dtype, live: torch.dtype) -> None:
         assert found == (value if value in lost else None)
 
 
+def test_a_state_dict_is_cast_to_no_infinity() -> None:
+    state = {"w": torch.tensor([65_504.0, float("inf")]), "n": torch.tensor([1 << 40])}
+    made = ckptmap.translate(state, encoding="fp16")
+    assert torch.equal(made["w"], state["w"].half()) and made["n"].dtype == torch.int64
+    state |= {"a": torch.tensor([7e4]), "b": torch.tensor([-1e6]), "c": torch.tensor([1e30])}
+    with pytest.raises(RunError, match=r"^state dict: a, b, c: finite values are too") as caught:
+        ckptmap.translate(state, encoding="fp16")
+    assert caught.value.code == "CKM309" and "encoding='bf16'" in caught.value.hint
+    ckptmap.translate(state, encoding="bf16")
+
+
 # ------------------------------------------------------------------------------- on a device
 
 
