@@ -146,9 +146,13 @@ class Shared:
             held.placements, held.simplified, groups, replicas,
         )  # fmt: skip
 
-    def settled(self) -> Shared:
-        """Return it with the digests that devices compute meanwhile. Waits for these."""
-        return replace(self, settings=unsaved_buffers.settled(self.settings))
+    def settled(self) -> tuple[Shared, Exception | None]:
+        """Return it with the digests that devices compute meanwhile, for which it waits; and what a device has raised:
+        this rank tells the others all the same, who wait for it."""
+        try:
+            return replace(self, settings=unsaved_buffers.settled(self.settings)), None
+        except Exception as error:
+            return replace(self, settings={}), error
 
 
 @dataclass(frozen=True)

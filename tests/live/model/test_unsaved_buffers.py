@@ -242,11 +242,16 @@ def test_the_thread_that_writes_waits_for_the_digests(
             ckptmap.load(tmp_path / name, model, exact=True)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
 def test_a_device_that_fails_meanwhile_is_an_error_of_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Scaled()
-    ckptmap.save(tmp_path / "a", model).wait()
+    model: Any = Scaled()
+    if is_known:
+        ckptmap.save(tmp_path / "a", model).wait()
+    else:
+        (tmp_path / "a").mkdir()
+        model.other = nn.Linear(3, 5)
 
     def begun(values: Any, saved: Any) -> Any:
         def fail() -> None:
