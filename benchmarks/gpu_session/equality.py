@@ -113,12 +113,15 @@ def compare_read_forms(step: StepRun) -> None:
     for name, encoding, info in more_forms():
         lines = wrong.setdefault(name, [])
         lines += decoded_apart(encoding, info, step.device)
+        lines += waited_for(encoding, info, step.device)
         if is_encoded(encoding, info):
             for filling, w in fillings(info.shape, info.dtype, step.is_tiny):
                 found = difference(encoding, info, w, step.device)
                 lines += [f"{encoding!r:.80} {filling}: {line}" for line in found]
     for name, lines in wrong.items():
-        step.result.check(f"{name}: read as on the CPU", not lines, "\n".join(lines[:6]))
+        step.result.check(
+            f"{name}: read as on the CPU, and without a wait", not lines, "\n".join(lines[:6])
+        )
 
 
 def decoded_apart(encoding: Any, info: Any, device: str) -> list[str]:
@@ -133,6 +136,16 @@ def decoded_apart(encoding: Any, info: Any, device: str) -> list[str]:
         found.append(with_one_nan(values))
     said = apart("decoded", *found)
     return [f"{encoding!r:.80}: {said}"] if said else []
+
+
+def waited_for(encoding: Any, info: Any, device: str) -> list[str]:
+    """Return a line where a second decode waits for the device."""
+    parts = placed(encoding, info, random_parts(encoding, info), device)
+    decode(encoding, info, parts, device)  # makes tables
+    with no_waiting(device) as forbid:
+        forbid(True)
+        said = outcome(lambda: decode(encoding, info, parts, device))
+    return [f"{encoding!r:.80}: {said}"] if isinstance(said, str) else []
 
 
 def with_one_nan(values: Any) -> Any:

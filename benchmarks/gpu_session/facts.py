@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import time
@@ -42,6 +43,11 @@ def host(step: StepRun) -> None:
     for place in ("/tmp", "/dev/shm"):
         if Path(place).is_dir():
             found.figure(f"free in {place}", shutil.disk_usage(place).free >> 30, "GiB")
+    pages = Path("/sys/kernel/mm/transparent_hugepage")
+    for name in ("enabled", "shmem_enabled", "defrag"):
+        with found.attempt(f"huge pages: {name}"):
+            found.figure(f"huge pages: {name}", (pages / name).read_text().strip())
+    found.figure("memory that may be locked", str(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]))
     found.figure("torch threads", torch.get_num_threads())
     found.figure("torch", torch.__version__)
 

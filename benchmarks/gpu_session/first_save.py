@@ -6,6 +6,7 @@ which a call of CUDA in another thread would end if it were made in the wrong mo
 
 from __future__ import annotations
 
+import mmap
 import shutil
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 from benchmarks.gpu_session.models import copied, different, state_of, train
 from benchmarks.gpu_session.save_load import trained, training_s
 from benchmarks.gpu_session.session import StepRun
-from benchmarks.gpu_session.timing import link_s_per_byte, synchronize
+from benchmarks.gpu_session.timing import clocked, link_s_per_byte, synchronize
 
 WIDTH, LAYERS = 8192, 8
 """2.1 GB of weights, 6.4 GB with both moments."""
@@ -28,6 +29,8 @@ def run(step: StepRun) -> None:
     down = link_s_per_byte(step.device, 1 << 16 if step.is_tiny else 1 << 30, up=False)
     model, optimizer, nbytes = trained(step, layers, width)
     plain_s = training_s(step, model, optimizer)
+    with step.result.attempt("ways to make memory"):
+        ways_to_make(step)
     if step.on_cuda:
         with step.result.attempt("a graph is captured while memory is made"):
             capture_while_made(step)
@@ -91,6 +94,50 @@ def _fitting(step: StepRun) -> int:
     layer = 3 * 4 * WIDTH * WIDTH
     host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 6
     return max(1, min(LAYERS, host // layer, shutil.disk_usage(step.work).free // 3 // layer))
+
+
+def ways_to_make(step: StepRun) -> None:
+    """Report how long it takes to touch and to register new memory: pages that a forked process would share, as now,
+    and private ones, which may be huge, and which CUDA must not be told of unless no fork copies them."""
+    import torch
+
+    from ckptmap.storage import registered_memory
+
+    nbytes = 32 << 20 if step.is_tiny else 4 << 30
+    ways = {
+        "shared pages": mmap.MAP_SHARED,
+        "private pages, huge where the system has them": mmap.MAP_PRIVATE,
+    }
+    for what, flags in ways.items():
+        memory = mmap.mmap(-1, nbytes, flags=flags | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_DONTFORK)
+        values = torch.frombuffer(memory, dtype=torch.uint8)
+        for threads in (registered_memory.MOST_THREADS, 4):
+            took = clocked(lambda n=threads, v=values: registered_memory._touch(v, n))
+            step.result.figure(f"{what}: touched by {threads} threads", nbytes / took / 1e9, "GB/s")
+            memory.madvise(mmap.MADV_DONTNEED if flags == mmap.MAP_PRIVATE else mmap.MADV_REMOVE)
+        if step.on_cuda:
+            registered_memory._touch(values, registered_memory.MOST_THREADS)
+            for done, call in (("registered", register), ("given back", unregister)):
+                took = clocked(lambda call=call, v=values: call(v))
+                step.result.figure(f"{what}: {done}", nbytes / took / 1e9, "GB/s")
+        del values
+        memory.close()
+
+
+def register(values: Any) -> None:
+    import torch
+
+    cudart: Any = torch.cuda.cudart()
+    assert not int(cudart.cudaHostRegister(values.data_ptr(), values.numel(), 1))
+
+
+def unregister(values: Any) -> None:
+    import torch
+
+    cudart: Any = torch.cuda.cudart()
+    assert not int(cudart.cudaHostUnregister(values.data_ptr()))
 
 
 def capture_while_made(step: StepRun) -> None:

@@ -51,6 +51,8 @@ def ways() -> list[Way]:
         Way("as it is, verify='stored'", {"verify": "stored"}),
         Way("4 threads", none, ((reader_threads, "MOST", 4),)),
         Way("8 threads", none, ((reader_threads, "MOST", 8),)),
+        Way("blocks of 1 MiB", none, ((device_copies, "BLOCK_NBYTES", MIB),)),
+        Way("blocks of 2 MiB, verify='stored'", {"verify": "stored"}, ((device_copies, "BLOCK_NBYTES", 2 * MIB),)),
         Way("blocks of 4 MiB", none, ((device_copies, "BLOCK_NBYTES", 4 * MIB),)),
         Way("blocks of 16 MiB (512 MiB in all)", none | {"max_memory": 512 * MIB}),
         Way("blocks of 16 MiB, 8 threads", none, (
@@ -139,7 +141,7 @@ def bare_ways() -> dict[str, Callable[[list[Path], str], float]]:
     """Return loops that read and send the same files with nothing around: by threads and blocks, and from pages of
     the files that CUDA registers."""
     made: dict[str, Callable[[list[Path], str], float]] = {}
-    for threads, mib in ((4, 16), (8, 8), (8, 16), (16, 4), (16, 8), (16, 16)):
+    for threads, mib in ((4, 16), (8, 8), (8, 16), (16, 1), (16, 2), (16, 4), (16, 8), (16, 16)):
         name = f"bare loop, {threads} threads, blocks of {mib} MiB"
         made[name] = lambda files, device, t=threads, b=mib: bare_loop_s(files, device, t, b * MIB)
     for threads in (4, 16):

@@ -133,9 +133,25 @@ def table(session: Mapping[str, Any]) -> str:
         checks = f"{good} of {len(step['checks'])}" if step["checks"] else ""
         cells = (step["name"], step["status"], f"{step['seconds']:.0f}", checks, step["what"])
         lines.append(_row(cells))
+    lines += _goals(session["steps"])
     for step in session["steps"]:
         lines += _details(step)
     return "\n".join(lines) + "\n"
+
+
+def _goals(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the table of what has a goal, what misses it first: it is read before all else."""
+    found = [(step["name"], Figure(**one)) for step in steps for one in step["figures"]]
+    aims = [(name, one) for name, one in found if one.goal is not None and one.ratio is not None]
+    if not aims:
+        return []
+    aims.sort(key=lambda pair: (pair[1].ratio or 0.0) / (pair[1].goal or 1.0))
+    rows = [
+        (name, *_figure_row(one), "yes" if (one.ratio or 0.0) >= (one.goal or 0.0) else "**no**")
+        for name, one in aims
+    ]
+    head = ["", "## Goals", "", "| step | what | figure | ratio | goal | met |", "|---|---|---|---|---|---|"]  # fmt: skip
+    return [*head, *map(_row, rows)]
 
 
 def _details(step: Mapping[str, Any]) -> list[str]:

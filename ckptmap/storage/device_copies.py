@@ -250,9 +250,7 @@ def fill_tensor(
         fill(files, stored, box, tensor_bytes(out))
         return
     if way is None:
-        here = torch.empty(box.sizes, dtype=out.dtype)
-        fill(files, stored, box, tensor_bytes(here))
-        out.copy_(here)
+        _copy_blocks(files, stored, box, out)
         return
     flat = out.view(-1).view(torch.uint8)
     free = way.mark() if free is None else free
@@ -261,6 +259,19 @@ def fill_tensor(
         _send_run(files, run, flat, way, free)
     else:
         _send_parts(files, stored, box, flat, way, free)
+
+
+def _copy_blocks(files: Files, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
+    """Fill a tensor of a device without streams, a block of pageable memory at a time."""
+    import torch
+
+    parts = row_major_boxes(box, BLOCK_NBYTES // stored.info.itemsize) if box.numel else ()
+    flat, at = out.view(-1), 0
+    for part in parts:
+        here = torch.empty(part.numel, dtype=out.dtype, device="cpu")
+        fill(files, stored, part, tensor_bytes(here))
+        flat.narrow(0, at, part.numel).copy_(here)
+        at += part.numel
 
 
 def _send_parts(

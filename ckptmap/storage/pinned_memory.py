@@ -130,7 +130,7 @@ class Slabs:
         if kept != wanted:
             more, around = _around(asked, kept)
             if sum(slab.numel() for slab in slabs) + sum(more) > _MOST * sum(wanted):
-                slabs.clear()  # they are freed before others are taken
+                _free(slabs)  # before others are taken
             else:
                 wanted, where = more, around
             slabs += [new(nbytes) for nbytes in wanted]
@@ -187,9 +187,14 @@ def give_back_pinned() -> None:
     """Give the pinned memory back that is kept for the next save; no save is under way."""
     while _reserving:
         _reserving.pop().join()
-    slabs = list(_kept.pop(True, ()))
+    _free(list(_kept.pop(True, ())))
+
+
+def _free(slabs: list[torch.Tensor]) -> None:
+    """Give slabs back to the system that were kept: the copies that used them have ended."""
     for slab in slabs:
         let_go(slab)
+    slabs.clear()
 
 
 def _pinned_ahead(nbytes: int) -> torch.Tensor | None:

@@ -1,6 +1,9 @@
 """Large host memory that CUDA may copy to and from while the host goes on: pages first, registered then.
 
-    anonymous memory of huge pages -> touched by several threads -> cudaHostRegister
+    shared anonymous memory -> touched by several threads -> cudaHostRegister
+
+It is shared, so that a forked worker of a data loader has the same pages: of private ones a write after the fork makes a
+copy, while CUDA goes on with the old page. A system that gives shared memory huge pages (`shmem_enabled`) does so here.
 
 `cudaHostAlloc`, by which torch makes pinned memory, asks the system for one page after the other in one
 thread: 2.6 GB/s on the machine of `benchmarks/RESULTS_PARTS.md`, where this gives 4.4 GB/s. torch shares the state dicts of its own
@@ -46,7 +49,7 @@ class _Registered(mmap.mmap):
             with contextlib.suppress(Exception), on_used_device(), beside_captures():
                 if not self.is_idle:
                     _end_copies()
-                _cudart().cudaHostUnregister(self.address)
+                _succeeds(_cudart().cudaHostUnregister(self.address))
             COUNT.add(-len(self))
 
 
@@ -99,7 +102,7 @@ def registered_memory(nbytes: int, most_threads: int = MOST_THREADS) -> torch.Te
     _touch(values, most_threads)
     address = values.data_ptr()
     with on_used_device(), beside_captures():
-        if int(_cudart().cudaHostRegister(address, nbytes, PORTABLE)):
+        if not _succeeds(_cudart().cudaHostRegister(address, nbytes, PORTABLE)):
             return None
     memory.address = address
     _by_address[address] = memory
@@ -140,7 +143,7 @@ def beside_captures() -> Iterator[None]:
     In CUDA's mode "global", which is torch's, a call that changes memory fails while any thread captures,
     and ends that capture. torch's own pinned memory is made in the mode "relaxed", too.
     """
-    exchange = _exchange_of_capture_modes()
+    exchange = _function("cudaThreadExchangeStreamCaptureMode")
     if exchange is None:
         yield
         return
@@ -153,15 +156,29 @@ def beside_captures() -> Iterator[None]:
             exchange(ctypes.byref(mode))  # it has the mode of before
 
 
-def _exchange_of_capture_modes() -> Any:
-    """Return CUDA's function that exchanges a thread's mode with the given one; None where CUDA's library has
-    another name than in torch's own builds."""
+def _succeeds(answer: Any) -> bool:
+    """Return whether a call of CUDA did what it was asked for.
+
+    CUDA keeps an error as the last one of the thread, torch asks for it after each kernel, and the binding of torch
+    does not take it away: the next kernel would be said to have failed.
+    """
+    if not int(answer):
+        return True
+    take = _function("cudaGetLastError")
+    if take is not None:
+        take()
+    return False
+
+
+def _function(name: str) -> Any:
+    """Return a function of CUDA's library that torch has no binding for; None where the library has another name than
+    in torch's own builds."""
     version = _torch().version.cuda
     if not version:
         return None
     try:
         library = ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}", mode=os.RTLD_NOLOAD)
-        return library.cudaThreadExchangeStreamCaptureMode
+        return getattr(library, name)
     except (OSError, AttributeError):
         return None
 

@@ -25,7 +25,7 @@ from benchmarks.gpu_session import (
     read_forms,
 )
 from benchmarks.gpu_session import session as session_module
-from benchmarks.gpu_session.results import StepResult
+from benchmarks.gpu_session.results import StepResult, table
 from benchmarks.gpu_session.session import Options, Step, StepRun, run_session
 from benchmarks.gpu_session.steps import STEPS
 from benchmarks.gpu_session.timing import weight
@@ -179,7 +179,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 def test_an_unknown_step_is_named(tmp_path: Path) -> None:
     done = session(tmp_path, "--device", "cpu", "--steps", "facts,nonsense")
     assert done.returncode == 2
-    assert "no step nonsense; there are facts, equality," in done.stderr
+    assert "no step nonsense; there are facts, unseen, equality," in done.stderr
 
 
 # ------------------------------------------------------------------------------- what goes wrong
@@ -230,6 +230,29 @@ def test_a_step_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
     assert found["good"]["status"] == "passed"
 
 
+def test_goals_stand_before_all_tables_those_that_are_missed_first() -> None:
+    made = StepResult()
+    made.figure("copied", 5.0, "GB/s", ratio=0.9, of="the pinned link", goal=0.8)
+    made.figure("loaded", 3.0, "GB/s", ratio=0.3, of="the pinned link", goal=0.6)
+    made.figure("written", 3.0, "GB/s", ratio=0.3, of="the CPU")
+    step = {
+        "name": "a",
+        "status": "passed",
+        "seconds": 1.0,
+        "what": "",
+        "error": "",
+        **made.found(),
+    }
+    session = {"date": "", "device_name": "", "size": "tiny", "versions": {}, "steps": [step]}
+    text = table(session)
+    goals = text[text.index("## Goals") : text.index("## a: passed")]
+    first, second = [line for line in goals.splitlines() if line.startswith("| a ")]
+    assert first == "| a | loaded | 3 GB/s | 0.3 of the pinned link | 0.6 | **no** |"
+    assert second.endswith("| 0.8 | yes |") and "written" not in goals
+    made.figures.clear()
+    assert "## Goals" not in table({**session, "steps": [{**step, **made.found()}]})
+
+
 def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
     found = run(tmp_path, step("good"), step("raises"), limit_s=1)
     assert {one["status"] for one in found.values()} == {"not run: the time of the session was up"}
@@ -250,7 +273,7 @@ def test_what_needs_a_missing_library_is_named_and_the_rest_goes_on(
         monkeypatch.setattr(module, "is_importable", lambda name: name != "xxhash")
     needing = [one for one in STEPS if one.name not in ("facts", "equality", "rates", "suite")]
     found = run(tmp_path, *needing)
-    assert len(found) == 8
+    assert len(found) == 9
     assert {one["status"].rpartition(" ")[2] for one in found.values()} == {"xxhash"}
     for name in ("links", "staged_rates", "staged_by_feed", "kernel_times"):
         monkeypatch.setattr(rates, name, lambda *given: 1.0)

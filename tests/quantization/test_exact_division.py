@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptmap import registry
+from ckptmap.live.optimizer import whole_blocks
+from ckptmap.live.optimizer.family import codes_of
 from ckptmap.optim import lowbit_codes
+from ckptmap.optim.block_segments import segments_of
 from ckptmap.protocols import Refusal, Scheme
 from ckptmap.protocols.encodings import LooksFirst
 from ckptmap.protocols.offers import offers
@@ -141,6 +145,22 @@ def test_moments_of_an_optimizer_are_divided_by_no_number(kind: str) -> None:
         )
         lowbit_codes.decode(state.codes, state.block_size, qmap, state.scale)
     assert seen.inexact == []
+
+
+@pytest.mark.parametrize("kind", ["OptimState8bit", "OptimState4bit", "OptimStateFp8"])
+def test_moments_in_blocks_that_a_shard_cuts_are_divided_by_no_number(kind: str) -> None:
+    library = pytest.importorskip(f"torchao.optim.subclass_{kind[len('OptimState') :].lower()}")
+    whole = codes_of(getattr(library, kind).zeros((16, 256)))
+    assert whole is not None
+    segments = segments_of((16, 256), Box((0, 100), (16, 64)), whole.block_size)
+    part = whole.codes.view(-1)[: 16 * 64 * whole.codes.numel() // (16 * 256)]
+    codes = replace(
+        whole, codes=part, scale=torch.zeros(segments.count), shape=(16, 64), segments=segments
+    )
+    values = torch.rand(16, 64)
+    with Divisions() as seen:
+        whole_blocks.encode(codes, values, segments.peaks(values))
+    assert seen.inexact == [] and codes.scale.any()
 
 
 @pytest.mark.parametrize("number", [127.0, 127.5, 448.0])

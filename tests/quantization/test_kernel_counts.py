@@ -10,9 +10,11 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from benchmarks.gpu_session.encoders import decode, placed
+from benchmarks.gpu_session.read_forms import more_forms, random_parts
 from ckptmap import registry
 from ckptmap.protocols import Encoding, Refusal
-from ckptmap.quantization.blockwise import fourbit
+from ckptmap.quantization.blockwise import chunks, fourbit
 from ckptmap.quantization.blockwise.chunks import DEVICE_NUMEL
 from ckptmap.quantization.compressed_tensors.packed import Packed
 from ckptmap.quantization.dense import DenseAs
@@ -218,3 +220,24 @@ def test_a_wait_is_noticed(wait: object) -> None:
     values = torch.empty(4, device="meta")
     with NeverWaits(), pytest.raises(Waited):
         wait(values)  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------------------- forms that are only read
+
+READ = {f"{name} {encoding!r:.60} {number}": (encoding, info) for number, (name, encoding, info) in enumerate(more_forms())}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", READ)
+def test_forms_that_are_read_are_decoded_on_their_device_without_a_wait(
+    title: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes to the device for each box goes behind the host, by pinned memory."""
+    encoding, info = READ[title]
+    given = placed(encoding, info, random_parts(encoding, info), "meta")
+    with OneDevice():
+        decode(encoding, info, given, "meta")  # makes tables
+    monkeypatch.setattr(
+        chunks, "sent", lambda values, device: torch.empty_like(values, device=device)
+    )
+    with NeverWaits():
+        decode(encoding, info, given, "meta")

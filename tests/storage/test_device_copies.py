@@ -16,6 +16,7 @@ from ckptmap.storage.device_copies import DEPTH
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box
 from tests.support.late_device import one_late_a_thread
+from tests.support.stand_in_device import DeviceModule, install, on_device
 
 
 @pytest.fixture
@@ -72,3 +73,30 @@ def test_a_box_of_a_strided_tensor_is_read_too(path: Path, monkeypatch: pytest.M
 def test_on_meta_nothing_is_staged(path: Path) -> None:
     with ckptmap.open(path) as checkpoint:
         assert checkpoint["0.weight"].read_part("", Box.whole((64, 48)), "meta").is_meta
+
+
+def test_a_device_without_streams_is_filled_by_blocks(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole tensor was brought to the host first, whatever `max_memory` said."""
+    install(monkeypatch, DeviceModule(has_events=False))
+    monkeypatch.setattr(device_copies, "BLOCK_NBYTES", 1024)
+    filled: list[int] = []
+    fill = device_copies.fill
+
+    def spy(files: Any, stored: Any, box: Box, out: memoryview) -> None:
+        filled.append(out.nbytes)
+        fill(files, stored, box, out)
+
+    monkeypatch.setattr(device_copies, "fill", spy)
+    with ckptmap.open(path) as checkpoint:
+        reader = TensorReader(checkpoint.files, 1 << 20)
+        for fqn, lazy in checkpoint.items():
+            wanted = lazy.read()
+            filled.clear()
+            out = on_device(torch.zeros(lazy.shape, dtype=wanted.dtype), "mps:0")
+            reader.dense(lazy, Box.whole(lazy.shape), out)
+            assert torch.equal(out.as_subclass(torch.Tensor), wanted), fqn
+            assert sum(filled) == wanted.nbytes and max(filled) <= 1024
+        empty = on_device(torch.zeros(0, 48, dtype=torch.bfloat16), "mps:0")
+        reader.dense(checkpoint["0.weight"], Box((0, 0), (0, 48)), empty)

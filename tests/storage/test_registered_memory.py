@@ -84,6 +84,47 @@ def test_what_cuda_refuses_is_pinned_by_torch(
     assert [place.numel() for place in slabs.places] == [LEAST_NBYTES - 64, 100]
 
 
+@pytest.mark.parametrize("call", ["cudaHostRegister", "cudaHostUnregister"])
+def test_an_answer_with_an_error_is_not_kept_for_the_next_kernel(
+    call: str, cudart: Cudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA keeps the last error of a thread until somebody asks for it, and torch asks after each kernel: a save on a
+    machine that registers no memory would end with the first kernel after it."""
+    last = [0]
+
+    def take() -> int:
+        found, last[0] = last[0], 0
+        return found
+
+    def refuse(*_: object) -> int:
+        last[0] = 801  # cudaErrorNotSupported
+        return last[0]
+
+    library = SimpleNamespace(
+        cudaGetLastError=take, cudaThreadExchangeStreamCaptureMode=lambda mode: 0
+    )
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: library)
+    monkeypatch.setattr(cudart, call, refuse)
+    memory = registered_memory.registered_memory(LEAST_NBYTES)
+    assert (memory is None) == (call == "cudaHostRegister")
+    del memory
+    gc.collect()
+    assert take() == 0
+
+
+def test_slabs_that_are_too_large_are_given_back_without_a_wait(
+    cudart: Cudart, devices: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are idle: a save that gave them back had waited for its copies. A wait would hold training up, and end the
+    capture of a graph in another thread."""
+    monkeypatch.setattr(pinned_memory, "_kept", {})
+    Slabs.take([8 * LEAST_NBYTES], pinned=True).give_back()
+    smaller = Slabs.take([LEAST_NBYTES], pinned=True)
+    assert [call for call, _ in cudart.calls] == ["register", "unregister", "register"]
+    assert cudart.held == {smaller.slabs[0].data_ptr(): LEAST_NBYTES}
+
+
 @pytest.fixture
 def devices(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Four devices; those in the set are used by the process, and a call on another one would use it, too."""

@@ -215,6 +215,8 @@ class Continuation:
             self._streams, self._streams_note = own, "restored"
             if "numpy" not in own:
                 self.inexact.append("no random state of NumPy is recorded")
+            lacking = rng_state.not_recorded(own, self._live["devices"])
+            self.inexact += [f"no random stream of {kind} is recorded" for kind in lacking]
         elif wanted == "recorded":
             raise LoadError(
                 "CKM511",

@@ -158,6 +158,9 @@ class LoadPlan:
             for _ in reader.run_all(self.steps, sizes):
                 done += 1
         except Exception as error:
+            if done == len(self.steps):  # what a device is asked of at the end
+                explain(error, f"all {counted(done, 'tensor')} of the model are filled")
+                raise
             loaded, now = [t.fqn for t in self.targets[:done]], self.targets[done].fqn
             names = f": {some(loaded)}" if loaded else ""
             text = (

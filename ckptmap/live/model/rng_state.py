@@ -1,7 +1,7 @@
 """The state of a rank's random generators, saved under the rank's number and restored last.
 
     extra.rng.rank0.cpu  u8 [5056]      torch's CPU generator
-    extra.rng.rank0.cuda u8 [16]        that of the rank's current CUDA device
+    extra.rng.rank0.cuda u8 [16]        that of the rank's current CUDA device; of other accelerators likewise: xpu
     extra.rng.rank0.cuda1 u8 [16]       that of another one, number 1, which the model is on, too
     extra.rng.rank0.python              random.getstate()
     extra.rng.rank0.numpy               numpy.random.get_state(legacy=False), arrays as lists
@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.core.state_paths import nest
@@ -30,12 +30,16 @@ if TYPE_CHECKING:
     from ckptmap.storage.lazy_tensor import LazyTensor
 
 KEY = "rng"
+NO_DEVICES = frozenset({"cpu", "python", "numpy"})
+"""Keys of a state that are of no accelerator."""
+NO_STREAM = frozenset({"cpu", "meta"})
+"""Kinds of devices whose generator is not saved beside torch's own."""
 
 
 def captured(model: object = None) -> dict[str, object]:
     """Return a copy of the state of this rank's generators: torch tensors and plain values.
 
-    Of the generators of CUDA devices, those of the current one and of those that the model is on.
+    Of the generators of devices, those of the current one and of those that the model is on.
     """
     import torch
 
@@ -44,23 +48,49 @@ def captured(model: object = None) -> dict[str, object]:
         "python": _listed(random.getstate()),
         "numpy": numpy_state(),
     }
+    places = _devices(model)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = torch.cuda.get_rng_state()
-        for index in sorted(_cuda_devices(model) - {torch.cuda.current_device()}):
-            found[f"cuda{index}"] = torch.cuda.get_rng_state(index)
+        places.setdefault("cuda", set())
+    for kind, numbers in places.items():
+        if (module := _module(kind)) is not None:
+            found[kind] = module.get_rng_state()
+            others = numbers - {module.current_device()} if len(numbers) else ()
+            found |= {f"{kind}{one}": module.get_rng_state(one) for one in sorted(others)}
     return found
 
 
-def _cuda_devices(model: object) -> set[int]:
-    """Return the numbers of the CUDA devices that hold parameters or buffers."""
+def _devices(model: object) -> dict[str, set[int]]:
+    """Return kind -> numbers of the devices that hold parameters or buffers. Those of a kind that has one device alone
+    have no number."""
     import torch
 
-    if not isinstance(model, torch.nn.Module):
-        return set()
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return {
-        t.device.index for t in tensors if t.device.type == "cuda" and t.device.index is not None
-    }
+    found: dict[str, set[int]] = {}
+    if isinstance(model, torch.nn.Module):
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            device = tensor.device
+            if device.type not in NO_STREAM:
+                numbers = found.setdefault(device.type, set())
+                if hasattr(_module(device.type), "current_device") and device.index is not None:
+                    numbers.add(device.index)
+    return found
+
+
+def _module(kind: str) -> Any:
+    """Return torch's module of a kind of device; None: it cannot be used here, or has no random state that torch gives
+    out."""
+    import torch
+
+    try:
+        module: Any = torch.get_device_module(kind)
+    except RuntimeError:
+        return None
+    gives = hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
+    return module if gives and module.is_available() else None
+
+
+def not_recorded(state: Mapping[str, object], kinds: Iterable[str]) -> list[str]:
+    """Return the kinds of devices of whose generators a recorded state has none."""
+    return [kind for kind in kinds if kind not in NO_STREAM and kind not in state]
 
 
 def _listed(state: tuple[object, tuple[int, ...], object]) -> list[object]:
@@ -89,12 +119,11 @@ def restore(state: Mapping[str, Any]) -> None:
 
     try:
         torch.set_rng_state(state["cpu"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
-            for name in state:
-                number = name.removeprefix("cuda")
-                if name != number and number.isdecimal():
-                    torch.cuda.set_rng_state(state[name], int(number))
+        for name in sorted(state.keys() - NO_DEVICES):
+            kind = name.rstrip("0123456789")
+            if (module := _module(kind)) is not None:
+                number = name.removeprefix(kind)
+                module.set_rng_state(state[name], *([int(number)] if number else []))
         if "python" in state:
             version, internal, gauss = state["python"]
             random.setstate((version, tuple(internal), gauss))

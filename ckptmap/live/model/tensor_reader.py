@@ -15,7 +15,7 @@ from ckptmap.execution.smaller_feeds import OF_A_LOAD, FeedSize, with_smaller_fe
 from ckptmap.live.model.load_report import Meter
 from ckptmap.live.model.reader_memory import ReaderMemory
 from ckptmap.live.model.reader_threads import ReaderThreads, count_for, that_pay
-from ckptmap.live.model.value_range import Casts
+from ckptmap.live.model.value_range import Casts, check_together
 from ckptmap.quantization.blockwise.chunks import smaller
 from ckptmap.storage import device_copies
 from ckptmap.storage.box_reader import row_major_boxes
@@ -50,6 +50,8 @@ class TensorReader:
         self._pinned: ReaderMemory | None = None
         self._pool: ReaderThreads | None = None
         self._feed_size = FeedSize()
+        self._later: list[Casts] | None = None
+        """The casts of one `run_all`, which the device is asked of at its end."""
 
     def run(self, step: Callable[[TensorReader], T]) -> T:
         """Run a step that fills one tensor; again with smaller buffers where a device runs out of memory.
@@ -65,21 +67,29 @@ class TensorReader:
         """Run steps that fill different tensors; yield what each returns, in their order.
 
         Threads run them side by side where the tensors are on a device. Raises as `run` does; steps after the
-        one that failed may have run by then, or in part.
+        one that failed may have run by then, or in part. What a cast on a device has lost is raised at the end.
 
         nbytes  the bytes that each fills, taken only where there are several threads
         """
         sizes = list(nbytes) if self.threads > 1 else []
         count = that_pay(self.threads, sizes, self._can_share)
-        if self._pool is None and count == 1:
-            yield from map(self.run, steps)
-            return
-        each = self._share()
+        is_alone = self._pool is None and count == 1
+        each = copy(self) if is_alone else self._share()
+        each._later = []
+        if is_alone:
+            yield from map(each.run, steps)
+        else:
+            yield from self._threads(count, each).in_order(
+                [partial(each.run, step) for step in steps], sizes
+            )
+        check_together(each._later)
+
+    def _threads(self, count: int, each: TensorReader) -> ReaderThreads:
         if self._pool is None:
             memory = self._pinned or ReaderMemory(self.devices, count, each.block_nbytes)
             self._pinned = memory
             self._pool = ReaderThreads(min(count, memory.count), self.devices, memory)
-        yield from self._pool.in_order([partial(each.run, step) for step in steps], sizes)
+        return self._pool
 
     def prepare(self, nbytes: Iterable[int]) -> None:
         """Begin to make the memory of the threads that `run_all` will need for tensors of `nbytes` each, while the
@@ -151,7 +161,7 @@ class TensorReader:
             with self.meter.hold(pinned, torch.device("cpu")):
                 device_copies.fill_tensor(self.files, stored, box, out)
             return
-        casts = Casts(name, dtype, out.dtype)
+        casts = Casts(name, dtype, out.dtype, self._later)
         itemsize = stored.info.itemsize * (DECODE_COPIES if casts.looks else 1)
         numel = min(box.numel, smaller(max(1, self.max_memory // itemsize)))
         with self.meter.hold(numel * itemsize, out.device):
@@ -168,7 +178,7 @@ class TensorReader:
 
         itemsize = source.info.itemsize
         most = smaller(max(1, self.max_memory // (DECODE_COPIES * itemsize)))
-        casts = Casts(source.fqn, source.torch_dtype, out.dtype)
+        casts = Casts(source.fqn, source.torch_dtype, out.dtype, self._later)
         device_copies.bound_blocks(out.device, self.max_memory, self._directions)
         for part in row_major_boxes(box, most):
             with self.meter.hold(DECODE_COPIES * part.numel * itemsize, out.device):

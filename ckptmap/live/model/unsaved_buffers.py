@@ -10,14 +10,14 @@ taken for a cache that grows with what it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptmap.core.formatting import some
 from ckptmap.live.model import fsdp1_buffers, module_walk, several_models
 from ckptmap.live.model.local_digest import blocks_of
 from ckptmap.live.model.values_in_memory import odd_layout
-from ckptmap.live.save.replica_digests import checksums
+from ckptmap.live.save.replica_digests import begun_checksums
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +28,24 @@ KEY = "unsaved_buffers"
 """Setting that has their forms and digests by name, of every rank."""
 
 
+Described: TypeAlias = dict[str, list[str]]
+"""FQN -> [shape and dtype, digest]."""
+
+
 def described(
     model: torch.nn.Module, saved: Mapping[str, Sequence[str]] | None = None
-) -> dict[str, list[str]]:
-    """Return FQN -> [shape and dtype, digest] of the buffers of this rank that are not saved. saved: what was
-    returned before, so that digests are of the same kind."""
+) -> Described:
+    """Return the form and the digest of the buffers of this rank that are not saved. saved: what was returned before,
+    so that digests are of the same kind."""
+    begun = begun_description(model, saved)
+    return {} if begun is None else begun()
+
+
+def begun_description(
+    model: torch.nn.Module, saved: Mapping[str, Sequence[str]] | None = None
+) -> Callable[[], Described] | None:
+    """Begin to compute what `described` returns; return what waits for the devices, in any thread; None: there are no
+    such buffers. Training may change them meanwhile."""
     import torch
 
     found: dict[str, torch.Tensor] = {}
@@ -45,11 +58,11 @@ def described(
             if type(buffer) is torch.Tensor and not (buffer.is_meta or odd_layout(buffer)):
                 found[f"{path}.{name}" if path else name] = buffer
     if not found:
-        return {}
+        return None
     plain = several_models.plain_names(model, found)
     dtypes = fsdp1_buffers.forward_dtypes(model)
     forward = {plain[key]: _in_forward(one, dtypes.get(id(one))) for key, one in found.items()}
-    return forms_and_digests(forward, saved or {})
+    return begun_forms_and_digests(forward, saved or {})
 
 
 def _is_default(generator: torch.Generator) -> bool:
@@ -68,22 +81,35 @@ def _in_forward(buffer: torch.Tensor, dtype: str | None) -> torch.Tensor:
     return values if dtype is None else values.to(getattr(torch, dtype))
 
 
-def forms_and_digests(
+def begun_forms_and_digests(
     values: Mapping[str, torch.Tensor], saved: Mapping[str, Sequence[str]]
-) -> dict[str, list[str]]:
-    """Return [shape and dtype, digest] of each tensor: of one on a device a checksum that it computes, so that the
-    host waits once for each device; of one on the CPU that of its bytes. saved: as for `described`."""
+) -> Callable[[], Described]:
+    """Begin to digest tensors: of one on a device by a checksum that it computes, so that the host waits once for each
+    device; of one on the CPU by its bytes, at once. saved: as for `described`."""
     kinds = {name: digest[:6] for name, (_, digest) in saved.items()}
-    summed = [
-        one
+    summed = {
+        name: one
         for name, one in values.items()
         if (kinds[name] == SUM if name in kinds else one.device.type != "cpu")
-    ]
-    known = checksums(summed)
-    return {
-        name: [f"{tuple(one.shape)} {one.dtype}", known.get(id(one)) or _digest(one)]
+    }
+    arrived = begun_checksums([*summed.values()])
+    keys = {name: id(one) for name, one in summed.items()}
+    known = {
+        name: (f"{tuple(one.shape)} {one.dtype}", "" if name in keys else _digest(one))
         for name, one in values.items()
     }
+
+    def all_known() -> Described:
+        sums = arrived()
+        return {name: [form, digest or sums[keys[name]]] for name, (form, digest) in known.items()}
+
+    return all_known
+
+
+def settled(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the settings of a rank with what `begun_description` has begun; waits for the devices."""
+    begun = settings.get(KEY)
+    return {**settings, KEY: begun()} if callable(begun) else settings
 
 
 def _digest(values: torch.Tensor) -> str:

@@ -9,6 +9,8 @@ too many to be read twice.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError, RunError
@@ -45,34 +47,91 @@ def overflows(stored: torch.dtype, live: torch.dtype) -> bool:
     return torch.finfo(live).max < torch.finfo(stored).max / 2
 
 
+def _most_rounded(dtype: torch.dtype) -> float:
+    """Return by how much a value is rounded at most: half of the step between the two largest."""
+    import torch
+
+    info = torch.finfo(dtype)
+    return math.ldexp(info.eps, math.frexp(info.max)[1] - 2)
+
+
 class Casts:
-    """Copies parts of one tensor into another dtype, and then tells whether a finite value became infinite or NaN.
+    """Copies parts of one tensor into another dtype, and then tells whether a finite value was lost: beyond the range of
+    the other, it became infinite or NaN, or its largest value, as newer releases of torch cast to float8.
 
     name    of the tensor, in the error
     looks   whether the cast can do that; if not, copying is all
+    later   takes the casts on a device that `check` leaves to `check_together`; None: it leaves none
     """
 
-    def __init__(self, name: str, stored: torch.dtype, live: torch.dtype) -> None:
+    def __init__(
+        self, name: str, stored: torch.dtype, live: torch.dtype, later: list[Casts] | None = None
+    ) -> None:
         self.looks = overflows(stored, live)
-        self._name, self._stored, self._live = name, stored, live
-        self._lost: list[torch.Tensor] = []
+        self.name, self._stored, self._live, self._later = name, stored, live, later
+        self._most = _most_rounded(live) if self.looks else 0.0
+        self.lost: torch.Tensor | None = None
 
     def copy(self, out: torch.Tensor, values: torch.Tensor) -> None:
         """Copy `values` into `out`. Where `looks`, takes buffers of twice the bytes of `values` meanwhile."""
         out.copy_(values)
-        if self.looks:  # on its device, and nothing waits for it; float8 has no isfinite
-            lost = values.isfinite().logical_and_(out.to(values.dtype).isfinite().logical_not_())
-            self._lost = [lost.any().logical_or_(before) for before in self._lost] or [lost.any()]
+        self.look(out, values)
+
+    def look(self, out: torch.Tensor, values: torch.Tensor) -> None:
+        """Look at values that were copied into `out`."""
+        if self.looks:  # on the device of the values, and nothing waits for it
+            cast = out if out.device == values.device else values.to(out.dtype)
+            error = cast.to(values.dtype).sub_(values).abs_()
+            lost = values.isfinite().logical_and_((error <= self._most).logical_not_()).any()
+            self.lost = lost if self.lost is None else lost.logical_or_(self.lost)
 
     def check(self) -> None:
-        """Raise RunError CKM309 if a finite value was lost. Waits for the device, where `looks`."""
-        if any(map(bool, self._lost)):
-            raise RunError(
-                "CKM309",
-                f"{self._name}: holds finite values of {self._stored} that {self._live} of the model turns into"
-                " infinity or NaN",
-                "make the model in torch.bfloat16 or torch.float32 and load it again: it is loaded in part",
-            )
+        """Raise RunError CKM309 if a finite value was lost. Waits for the device, where `looks` and nobody looks
+        later."""
+        if self.lost is None:
+            return
+        if self._later is not None and is_waited_for(self.lost):
+            self._later.append(self)
+        elif bool(self.lost):
+            raise self.error
+
+    @property
+    def error(self) -> RunError:
+        return RunError(
+            "CKM309",
+            f"{self.name}: holds finite values of {self._stored} that are too large for {self._live} of the model",
+            "make the model in torch.bfloat16 or torch.float32 and load it again: it is loaded in part",
+        )
+
+
+def is_waited_for(values: torch.Tensor) -> bool:
+    """Return whether the host waits for a device where it asks for a value."""
+    return values.device.type != "cpu"
+
+
+def check_together(casts: Iterable[Casts]) -> None:
+    """Raise RunError CKM309 for the first by name that has lost a finite value. Waits once for each device."""
+    if found := lost_values(casts):
+        raise found[0].error
+
+
+def lost_values(casts: Iterable[Casts]) -> list[Casts]:
+    """Return those that have lost a finite value, by name. Waits once for each device."""
+    import torch
+
+    by_device: dict[torch.device, list[tuple[Casts, torch.Tensor]]] = {}
+    for one in casts:
+        if one.lost is not None:
+            by_device.setdefault(one.lost.device, []).append((one, one.lost))
+    found = [
+        one
+        for some in by_device.values()
+        for (one, _), is_lost in zip(
+            some, torch.stack([lost for _, lost in some]).tolist(), strict=True
+        )
+        if is_lost
+    ]
+    return sorted(found, key=lambda one: one.name)
 
 
 def copy_held(out: torch.Tensor, values: torch.Tensor, name: str) -> None:

@@ -20,6 +20,7 @@ from ckptmap.optim import lowbit_codes
 from ckptmap.optim.block_segments import block_range, segments_of
 from ckptmap.optim.lowbit import CODES, SCALE, LowBit
 from ckptmap.optim.lowbit_codes import LEAST
+from ckptmap.quantization.blockwise.exact_division import divide
 from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, contiguous_strides
@@ -100,7 +101,7 @@ def encode(codes: Codes, values: torch.Tensor, peaks: torch.Tensor) -> None:
     assert codes.segments is not None
     scale = peaks.clip(LEAST)
     if codes.qmap is None:
-        scale = scale / torch.finfo(codes.codes.dtype).max
+        scale = divide(scale, torch.finfo(codes.codes.dtype).max)
     codes.scale.copy_(scale)
     lowbit_codes.encode_each(values, codes.segments.of_each(scale), codes.qmap, codes.codes)
 

@@ -61,13 +61,13 @@ def _exchange(
     import torch.distributed as dist
 
     ranks = range(dist.get_world_size(group))
-    flags = torch.tensor([float(id(place.param) in grads) for place in places])
     device = local_of(places[0].param.detach()).device
+    flags = torch.tensor([float(id(place.param) in grads) for place in places], device=device)
     pieces: list[torch.Tensor] = []
     sizes, expected = [], []
     for rank in ranks:
         mine = [one for place in places for one in _sent(place, rank, grads, with_weights)]
-        pieces += [flags.to(device), *mine]
+        pieces += [flags, *mine]
         sizes.append(len(places) + sum(one.numel() for one in mine))
         counts = (_count(place.shared.received(rank)) for place in places if place.shared)
         expected.append(len(places) + sum(counts) * (1 + with_weights))

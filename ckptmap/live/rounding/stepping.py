@@ -82,12 +82,27 @@ def kernel_around() -> Kernel:
     return step_of_blocks
 
 
+LIKE_EAGER = (
+    "emulate_precision_casts", "eager_numerics.disable_ftz", "eager_numerics.division_rounding",
+    "emulate_divison_rounding",
+)  # fmt: skip
+"""Options of torch's inductor, the last one by its name in older releases: without them a kernel for a GPU divides
+approximately, rounds a product and a sum once, and drops subnormal values."""
+
+
 @cache
-def compiled(make: Callable[[], Kernel]) -> Kernel:
-    """Return torch.compile's wrapper of a kernel: to make one takes 0.2 ms, and a step would for each parameter."""
+def compiled(make: Callable[[], Kernel], kind: str) -> Kernel:
+    """Return torch.compile's wrapper of a kernel for a kind of device: to make one takes 0.2 ms, and a step would for
+    each parameter.
+
+    Moments that ranks share are decoded and quantized outside of kernels, operation by operation: on a device, others
+    are computed with the same bits only so.
+    """
     import torch
 
-    found: Kernel = torch.compile(make(), fullgraph=True, dynamic=False)
+    known = () if kind == "cpu" else torch._inductor.list_options()
+    options: dict[str, Any] = {name: True for name in LIKE_EAGER if name in known}
+    found: Kernel = torch.compile(make(), fullgraph=True, dynamic=False, options=options or None)
     return found
 
 
@@ -148,10 +163,10 @@ def _update(
     key = key_of(seed, int(step.item()), place.fqn).tensors() if at else ()
     rows, width = (at.rows, at.width) if at else (None, 0)
     if place.shared is None or not all(one is None or is_around(one) for one in held):
-        compiled(kernel)(local, grad, (step, *held), numbers, rows, width, key)
+        compiled(kernel, local.device.type)(local, grad, (step, *held), numbers, rows, width, key)
         return
     lead, span, mine = place.shared.lead, place.shared.span, edges[id(place.param)]
-    compiled(kernel_around)(
+    compiled(kernel_around, local.device.type)(
         local, around(local, lead, span, mine.weights), around(grad, lead, span, mine.grads),
         (step, *(None if one is None else _rewrapped(one.blocks) for one in held)), numbers, (rows, width, lead), key,
     )  # fmt: skip

@@ -91,7 +91,7 @@ def collect(
     optimizer = None if optimizer is None else unwrapped(optimizer)
     mine = [] if optimizer is None else owners(optimizer, targets)
     held.settings = run_settings.describe(model, optimizer, targets, peers.world)
-    if unsaved := unsaved_buffers.described(model):
+    if unsaved := unsaved_buffers.begun_description(model):  # known when all ranks are told
         held.settings[unsaved_buffers.KEY] = unsaved
     if options.only is not None:
         _hold_part(held, part, model)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +145,14 @@ class Shared:
             dict(held.values), dict(held.records), dict(held.settings), bool(held.decoded),
             held.placements, held.simplified, groups, replicas,
         )  # fmt: skip
+
+    def settled(self) -> tuple[Shared, Exception | None]:
+        """Return it with the digests that devices compute meanwhile, for which it waits; and what a device has raised:
+        this rank tells the others all the same, who wait for it."""
+        try:
+            return replace(self, settings=unsaved_buffers.settled(self.settings)), None
+        except Exception as error:
+            return replace(self, settings={}), error
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ no protection from somebody who searches such a difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.execution.smaller_feeds import give_back
 from ckptmap.live.model.tensor_reader import as_bytes
 from ckptmap.live.optimizer.local_state import LocalCodes, LocalShard
+from ckptmap.live.save.staged_values import begun_copy
 
 if TYPE_CHECKING:
     import torch
@@ -46,10 +47,16 @@ def digests_of(held: Sequence[Iterable[Piece]]) -> list[Digest]:
 def checksums(tensors: Sequence[torch.Tensor]) -> dict[int, str]:
     """Return the digest of each tensor by its id, `sum64 -1234`, which its device computes; waits once for each
     device."""
+    return begun_checksums(tensors)()
+
+
+def begun_checksums(tensors: Sequence[torch.Tensor]) -> Callable[[], dict[int, str]]:
+    """Begin to compute what `checksums` returns; return what waits for it, in any thread. The tensors may change
+    meanwhile."""
     sums = _Checksums()
     for values in tensors:
         sums.add(values)
-    return sums.by_tensor()
+    return sums.begun()
 
 
 def differ(one: Digest, other: Digest) -> bool:
@@ -73,14 +80,14 @@ def _xxh3(values: torch.Tensor) -> str:
 
 
 class _Checksums:
-    """Checksums that are computed on their devices, until `by_tensor` copies them to the host."""
+    """Checksums that are computed on their devices."""
 
     def __init__(self) -> None:
         self._weights: dict[torch.device, torch.Tensor] = {}
         self._sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
 
     def add(self, values: torch.Tensor) -> None:
-        """Start the checksum of a tensor, which must stay alive until `by_tensor`.
+        """Start the checksum of a tensor, by whose id it is known.
 
         The CPU computes it, the same number, where the device has no memory left for it.
         """
@@ -101,16 +108,24 @@ class _Checksums:
         total = checksum(values, self._weights[where])
         self._sums.setdefault(where, []).append((tensor, total))
 
-    def by_tensor(self) -> dict[int, str]:
-        """Return the digests by the id of their tensor: one copy to the host for each device."""
+    def begun(self) -> Callable[[], dict[int, str]]:
+        """Begin to copy the sums to the host, at once for each device; return what waits for them, and returns the
+        digests by the id of their tensor."""
         import torch
 
-        found = {}
-        for sums in self._sums.values():
-            totals = torch.stack([total for _, total in sums]).tolist()
-            for (tensor, _), total in zip(sums, totals, strict=True):
-                found[tensor] = f"sum64 {total}"
-        return found
+        coming = [
+            ([tensor for tensor, _ in sums], begun_copy(torch.stack([total for _, total in sums])))
+            for sums in self._sums.values()
+        ]
+
+        def arrived() -> dict[int, str]:
+            return {
+                tensor: f"sum64 {total}"
+                for tensors, copy in coming
+                for tensor, total in zip(tensors, copy().tolist(), strict=True)
+            }
+
+        return arrived
 
 
 def weights(start: int, count: int, device: torch.device) -> torch.Tensor:

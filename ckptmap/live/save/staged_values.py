@@ -8,7 +8,7 @@ values on a device      the copies are started, and the thread that writes waits
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
@@ -16,8 +16,8 @@ from ckptmap.core.formatting import first_line
 from ckptmap.errors import RunError
 from ckptmap.execution.smaller_feeds import give_back
 from ckptmap.live.model.tensor_reader import is_as_it_lies
-from ckptmap.storage.pinned_memory import Slabs
-from ckptmap.storage.registered_memory import on_used_device
+from ckptmap.storage.pinned_memory import Slabs, host_memory
+from ckptmap.storage.registered_memory import beside_captures, on_used_device
 from ckptmap.storage.resource_limits import SHORT
 from ckptmap.tensors import Box, Path
 
@@ -79,8 +79,8 @@ class Snapshot:
     """The memory of the copies, which is kept for the next save."""
 
     def wait(self) -> None:
-        """Wait until the copies from every device have ended."""
-        with on_used_device():  # a thread that has just begun is on device 0
+        """Wait until the copies from every device have ended. Training may capture a graph meanwhile."""
+        with on_used_device(), beside_captures():  # a thread that has just begun is on device 0
             for event in self.copies:
                 event.synchronize()
 
@@ -118,6 +118,22 @@ def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> Sna
     devices = {live.device: None for live in apart.values()}
     ends = [_end_of_copies(device) for device in devices]
     return Snapshot(StagedValues(found), ends, [pinned, pageable])
+
+
+def begun_copy(values: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to copy a few values from their device; return what waits for them, in any thread, and returns them. Those
+    of the CPU, and of a device that lets nobody wait, are returned as they are."""
+    if not is_copied_apart(values.device):
+        return lambda: values
+    here = host_memory(values.shape, values.dtype)
+    here.copy_(values, non_blocking=True)
+    copies = Snapshot({}, [_end_of_copies(values.device)])
+
+    def arrived() -> torch.Tensor:
+        copies.wait()
+        return here
+
+    return arrived
 
 
 def _copy(place: Staged, live: torch.Tensor) -> None:

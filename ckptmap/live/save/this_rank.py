@@ -193,10 +193,11 @@ class Mine:
         same_groups = self.same_groups
 
         def layout(writers: RankGroup) -> FileLayout:
-            everything = writers.all(told)
+            mine, failed = told.settled()
+            everything = writers.all(mine)
             with writers.together():
-                if error is not None:
-                    raise error
+                if (first := error or failed) is not None:
+                    raise first
                 merged = merge(held, everything, unlike, same_groups)
                 records = {**held.records, **plan.records}
                 tensors = [*plan.tensors, *merged.tensors]
@@ -213,11 +214,14 @@ class Mine:
         held, peers, structure = self.held, self.peers, self.structure
         assert structure is not None, "it was collected"
         offered = with_digests(bare_offers(held.holdings), self.digests)
-        answers = peers.all((offered, self._shared(self.options.replicas)))
+        mine, failed = self._shared(self.options.replicas).settled()
+        answers = peers.all((offered, mine))
         offers, everything = [one for one, _ in answers], [one for _, one in answers]
         is_checked = any(one.replicas == "check" for one in everything)
         overlaps = is_checked and require_alike(held, offers, peers)
         with peers.together(), argument_checks.hints_of_saves():
+            if failed is not None:
+                raise failed
             unlike = told_of(drifted(offers), self.model)
             merged = merge(held, everything, unlike, self.same_groups)
             taken = offers  # which differ, is looked at in later saves, too

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from ckptmap import registry
 from ckptmap.core.devices import tensors_on_cpu
-from ckptmap.errors import LoadError
+from ckptmap.core.formatting import some
+from ckptmap.errors import LoadError, RunError
 from ckptmap.live.model.live_form import live_forms
-from ckptmap.live.model.live_tensor import like
+from ckptmap.live.model.live_tensor import is_dtensor, like, shard_of
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.model.tensor_reader import TensorReader
+from ckptmap.live.model.value_range import Casts, lost_values
 from ckptmap.live.state_dict.live_checkpoint import (
     WHERE,
     StateDictTensor,
@@ -79,11 +81,33 @@ def _decoding(source: LazyTensor, given: torch.Tensor | None) -> tuple[ReshardTa
 
 
 def cast(state: State, encoding: str) -> dict[str, torch.Tensor]:
-    """Return the state dict with floating tensors cast by `torch.Tensor.to`."""
+    """Return the state dict with floating tensors cast by `torch.Tensor.to`. Raises RunError CKM309 for finite values
+    of this rank that the dtype does not hold."""
     import torch
 
     dtype: torch.dtype = getattr(torch, DTYPES[encoding])
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
+    made = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
+    casts = []
+    for key, given in state.items():
+        values, new = map(_values_of, (given, made[key]))
+        if values is not None and new is not None:
+            casts.append(Casts(key, values.dtype, new.dtype))
+            casts[-1].look(new, values)
+    if lost := lost_values(casts):
+        raise RunError(
+            "CKM309",
+            f"{WHERE}: {some([one.name for one in lost])}: finite values are too large for {dtype}",
+            "cast with encoding='bf16' or encoding='fp32'",
+        )
+    return made
+
+
+def _values_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the plain tensor of this rank's values; None: it is of a class that keeps them otherwise."""
+    import torch
+
+    local = shard_of(tensor) if is_dtensor(tensor) else tensor.detach()
+    return local if type(local) is torch.Tensor and not local.is_meta else None
 
 
 @tensors_on_cpu()

@@ -23,7 +23,7 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoder, Refusal
 from ckptmap.quantization.blockwise import block_geometry
-from ckptmap.quantization.blockwise.chunks import chunk_numel, constant
+from ckptmap.quantization.blockwise.chunks import chunk_numel, constant, sent_behind
 from ckptmap.quantization.blockwise.group_checks import CONTRADICTORY
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, rounded_products
 from ckptmap.quantization.blockwise.word_packing import WORD, Packing
@@ -192,7 +192,7 @@ class GroupedColumns(ABC):
         if self.order:
             self.check_index(parts["g_idx"], column, first + count)
         if self.order == ORDERED:
-            return parts["g_idx"].to(torch.int64).to(device)
+            return sent_behind(parts["g_idx"].to(torch.int64), device)
         if column % self.group == 0 and columns % self.group == 0:
             return None
         key = "groups", column, columns, self.group

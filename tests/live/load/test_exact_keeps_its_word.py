@@ -17,6 +17,7 @@ from torch import nn
 import ckptmap
 from ckptmap.errors import CkptmapError, LoadError
 from ckptmap.live.load.continuation import refuse_changes
+from ckptmap.live.model import rng_state
 from ckptmap.live.model.load_report import NO_CHANGES, RESTORED, LoadReport, StateReport
 from ckptmap.live.optimizer.state_loader import StateLoader
 from ckptmap.live.save import collect, exchange
@@ -288,3 +289,22 @@ def test_values_that_a_file_has_in_another_form(
             continue  # as of a run that had none
         with pytest.raises(LoadError):
             ckptmap.load(tmp_path / "out", *with_key(), exact=True)
+
+
+def test_a_device_whose_random_stream_is_not_recorded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of before, or a device of which torch gives out no stream."""
+    ckptmap.save(tmp_path / "a", nn.Linear(2, 2)).wait()
+    assert ckptmap.load(tmp_path / "a", nn.Linear(2, 2), exact=True).inexact == ()
+    seen: list[tuple[list[str], list[str]]] = []
+
+    def not_recorded(state: dict[str, object], kinds: list[str]) -> list[str]:
+        seen.append((sorted(state), [*kinds]))
+        return ["xpu"]
+
+    monkeypatch.setattr(rng_state, "not_recorded", not_recorded)
+    with pytest.raises(LoadError, match="no random stream of xpu is recorded") as refused:
+        ckptmap.load(tmp_path / "a", nn.Linear(2, 2), exact=True)
+    assert refused.value.code == "CKM507"
+    assert seen == [(["cpu", "numpy", "python"], ["cpu"])]

@@ -64,3 +64,55 @@ def test_a_stream_of_a_gpu_that_is_not_here_is_refused(streams: list[torch.Tenso
     with pytest.raises(LoadError, match="not one of this torch: list") as refused:
         rng_state.restore(kept)
     assert refused.value.code == "CKM511"
+
+
+class OnOther(nn.Module):
+    """Its weights are on accelerators that are no GPU of NVIDIA's."""
+
+    def __init__(self, *places: str) -> None:
+        super().__init__()
+        self.places = places
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        yield from (SimpleNamespace(device=torch.device(name)) for name in self.places)
+
+
+def test_streams_of_every_accelerator_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of CUDA were kept, and `exact` promised a run with dropout on an XPU all the same."""
+    held = {
+        (kind, number): torch.full((16,), value, dtype=torch.uint8)
+        for value, (kind, number) in enumerate([("xpu", 0), ("xpu", 1), ("mps", None)])
+    }
+
+    def module(kind: str, **more: Any) -> SimpleNamespace:
+        def place(number: Any) -> tuple[str, Any]:
+            return kind, more["current_device"]() if number is None and more else number
+
+        return SimpleNamespace(
+            is_available=lambda: True,
+            get_rng_state=lambda number=None: held[place(number)].clone(),
+            set_rng_state=lambda state, number=None: held.update({place(number): state}),
+            **more,
+        )
+
+    modules = {
+        "xpu": module("xpu", current_device=lambda: 1),
+        "mps": module("mps"),
+        "npu": SimpleNamespace(is_available=lambda: True),
+    }
+
+    def get_device_module(kind: str) -> SimpleNamespace:
+        if kind not in modules:
+            raise RuntimeError(f"Invalid device module '{kind}'")
+        return modules[kind]
+
+    monkeypatch.setattr(torch, "get_device_module", get_device_module)
+    model = OnOther("xpu:0", "xpu:1", "mps:0", "cpu", "meta", "privateuseone:0")
+    kept = rng_state.captured(model)
+    assert [*kept][3:] == ["xpu", "xpu0", "mps"]
+    wanted = dict(held)
+    held.update({place: state * 0 + 9 for place, state in wanted.items()})
+    rng_state.restore(kept)
+    assert all(torch.equal(held[place], wanted[place]) for place in wanted)
+    kinds = ["cpu", "mps", "npu", "xpu"]
+    assert rng_state.not_recorded(kept, kinds) == ["npu"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ckptmap.errors import LoadError
 from ckptmap.live.model import unsaved_buffers
 from ckptmap.live.save import replica_digests
 from ckptmap.live.save.replica_digests import weights
-from tests.support.dispatched import NeverWaits, Waited
+from tests.support.dispatched import NeverWaits
 from tests.support.stand_in_device import OnDevice, on_device
 
 
@@ -183,24 +184,85 @@ def test_digests_of_a_device_wait_for_it_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(OnDevice, "cpu", no_copy)
     values = {f"layers.{n}.mask": torch.full((5, 3), float(n)) for n in range(7)}
     there = {name: on_device(one, "cuda:0") for name, one in values.items()}
-    found = unsaved_buffers.forms_and_digests({**there, "own": torch.ones(2)}, {})
+    found = forms_and_digests({**there, "own": torch.ones(2)}, {})
     assert lists == [7]
     assert all(found[name][1].startswith("sum64 ") for name in there)
     assert not found["own"][1].startswith("sum64 ")
-    again = unsaved_buffers.forms_and_digests({**values, "own": torch.ones(2)}, found)
+    again = forms_and_digests({**values, "own": torch.ones(2)}, found)
     assert [*unsaved_buffers.changed(found, again)] == [], "loaded on the CPU"
     values["layers.3.mask"][1, 1] += 1e-3
-    (text,) = unsaved_buffers.changed(found, unsaved_buffers.forms_and_digests(values, found))
+    (text,) = unsaved_buffers.changed(found, forms_and_digests(values, found))
     assert "saved: layers.3.mask (" in text
 
 
-def test_the_checksums_are_computed_on_the_device() -> None:
-    """Of all buffers before the first is asked for: on meta, which has no values, no op waits."""
-    tables = [torch.empty(n, 2, device="meta") for n in range(1, 9)]
-    with NeverWaits(), pytest.raises(Waited, match="copied from meta to cpu") as waited:
-        unsaved_buffers.forms_and_digests({str(n): t for n, t in enumerate(tables)}, {})
-    frames = [entry.name for entry in waited.traceback]
-    assert "by_tensor" in frames, "the one copy of all checksums"
+def forms_and_digests(values: Any, saved: Any) -> Any:
+    return unsaved_buffers.begun_forms_and_digests(values, saved)()
+
+
+def test_the_checksums_are_computed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all buffers, and none is waited for before somebody asks: on meta, which has no values."""
+    asked: list[tuple[int, str]] = []
+
+    def begun_copy(sums: torch.Tensor) -> Any:
+        asked.append((sums.numel(), str(sums.device)))
+        return lambda: torch.arange(sums.numel())
+
+    monkeypatch.setattr(replica_digests, "begun_copy", begun_copy)
+    tables = {str(n): torch.empty(n, 2, device="meta") for n in range(1, 9)}
+    with NeverWaits():
+        arrived = unsaved_buffers.begun_forms_and_digests(tables, {})
+    assert asked == [(8, "meta")]
+    found = arrived()
+    assert [digest for _, digest in found.values()] == [f"sum64 {n}" for n in range(8)]
+
+
+def test_the_thread_that_writes_waits_for_the_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training has given the device work ahead: to wait for a digest in the call is to wait for all of it."""
+    waited: list[str] = []
+    begin = unsaved_buffers.begun_forms_and_digests
+
+    def begun(values: Any, saved: Any) -> Any:
+        arrived = begin(values, saved)
+        return lambda: waited.append(threading.current_thread().name) or arrived()
+
+    monkeypatch.setattr(unsaved_buffers, "begun_forms_and_digests", begun)
+    model: Any = Scaled()
+    for name in "ab":
+        ckptmap.save(tmp_path / name, model).wait()
+    assert waited == ["MainThread", "ckptmap-save"], "a new structure, and a known one"
+    monkeypatch.undo()
+    model.elsewhere = torch.zeros(2)
+    for name in "ab":
+        ckptmap.load(tmp_path / name, model, exact=True)
+    model.moved()
+    for name in "ab":
+        with pytest.raises(LoadError, match="not as when it was saved: scale"):
+            ckptmap.load(tmp_path / name, model, exact=True)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_device_that_fails_meanwhile_is_an_error_of_the_save(
+    is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = Scaled()
+    if is_known:
+        ckptmap.save(tmp_path / "a", model).wait()
+    else:
+        (tmp_path / "a").mkdir()
+        model.other = nn.Linear(3, 5)
+
+    def begun(values: Any, saved: Any) -> Any:
+        def fail() -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+        return fail
+
+    monkeypatch.setattr(unsaved_buffers, "begun_forms_and_digests", begun)
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        ckptmap.save(tmp_path / "b", model).wait()
+    assert [one.name for one in tmp_path.iterdir()] == ["a"]
 
 
 def on_cpu_weights(start: int, count: int, device: torch.device) -> torch.Tensor:

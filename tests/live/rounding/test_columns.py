@@ -15,10 +15,9 @@ import ckptmap
 from ckptmap.live.optimizer import whole_blocks
 from ckptmap.live.optimizer.family import Codes, codes_of
 from ckptmap.live.optimizer.local_state import decoded
-from ckptmap.live.rounding import install
+from ckptmap.live.rounding import install, stepping
 from ckptmap.live.rounding.position_bits import key_of
 from ckptmap.live.rounding.positions import positions
-from ckptmap.live.rounding.stepping import kernel
 from ckptmap.optim.block_segments import segments_of
 from ckptmap.quantization.blockwise.dequantize import window
 from ckptmap.tensors import Box
@@ -125,13 +124,16 @@ def takes_whole_blocks(path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ao8", "ao4", "aofp8"])
-def test_a_compiled_step_of_columns_is_that_of_the_whole(name: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_compiled_step_of_columns_is_that_of_the_whole(name: str, device: str) -> None:
     """By inductor, of [128, 100] and of both halves of its columns, which share a kernel, two steps: weights, codes
     and scales. Rows begin and end inside blocks of 256 and 128 elements; 50 columns fill no vector of 8 or 16."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
     torch.compiler.set_stance("default")
     shape = (128, 100)
     boxes = [Box((0, 0), (128, 50)), Box((0, 50), (128, 50))]
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
     optimizer = runs.BUILT[name]([torch.nn.Parameter(weight)])
     block = int(optimizer.block_size)
     whole = [optimizer._subclass_zeros(weight, signed, block) for signed in (True, False)]
@@ -139,7 +141,8 @@ def test_a_compiled_step_of_columns_is_that_of_the_whole(name: str) -> None:
     cut = [[in_columns(moment, box, shape) for moment in whole] for box in boxes]
     with disable_cache_limit():
         for number in (1, 2):
-            grad = torch.randn(shape, generator=torch.Generator().manual_seed(number)).bfloat16()
+            maker = torch.Generator().manual_seed(number)
+            grad = torch.randn(shape, generator=maker).bfloat16().to(device)
             step(weights[0], grad, whole, number, Box.whole(shape), shape)
             new = []
             for box, some, codes in zip(boxes, weights[1:], cut, strict=True):
@@ -147,7 +150,7 @@ def test_a_compiled_step_of_columns_is_that_of_the_whole(name: str) -> None:
                 step(some, window(grad, box), wide, number, box, shape)
                 new.append(wide)
             for at in (0, 1):
-                peaks = torch.zeros(128 * 100 // block)
+                peaks = torch.zeros(128 * 100 // block, device=device)
                 for codes, wide in zip(cut, new, strict=True):
                     torch.maximum(peaks, of_all(codes[at], wide[at], len(peaks)), out=peaks)
                 for codes, wide in zip(cut, new, strict=True):
@@ -161,11 +164,32 @@ def test_a_compiled_step_of_columns_is_that_of_the_whole(name: str) -> None:
             assert torch.equal(window(moment.dequantize(), box), decoded(one).view(box.sizes))
 
 
+def test_a_kernel_for_a_device_computes_as_operations_one_by_one_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole blocks are decoded and quantized in the kernel, those that ranks share outside of it: Triton divides
+    approximately, contracts and flushes unless it is told not to."""
+    asked: dict[str, Any] = {}
+
+    def compile_(run: Any, **options: Any) -> Any:
+        asked[kind] = options["options"]
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    for kind in ("cpu", "cuda"):
+        stepping.compiled.__wrapped__(stepping.kernel, kind)
+    assert asked["cpu"] is None
+    division = {"eager_numerics.division_rounding", "emulate_divison_rounding"}
+    assert asked["cuda"]["emulate_precision_casts"] and division & asked["cuda"].keys()
+    with torch._inductor.config.patch(asked["cuda"]):  # each is known to this release
+        pass
+
+
 def step(
     weight: torch.Tensor, grad: torch.Tensor, moments: list[Any], number: int, box: Box,
     shape: tuple[int, ...],
 ) -> None:  # fmt: skip
-    compiled = torch.compile(kernel(), fullgraph=True, dynamic=False)
+    compiled = stepping.compiled(stepping.kernel, weight.device.type)
     settings = (torch.tensor(1e-2), 0.9, 0.999, 1e-2, 1e-8, True)
     at = positions(shape, [(box, Box.whole(box.sizes))], box.sizes, weight.device)
     state = (torch.tensor(float(number)), *moments, None)
@@ -176,16 +200,16 @@ def step(
 def in_columns(moment: Any, box: Box, shape: tuple[int, ...]) -> Codes:
     codes = codes_of(moment)
     assert codes is not None
-    segments = segments_of(shape, box, codes.block_size)
+    segments = segments_of(shape, box, codes.block_size).on(codes.codes.device)
     numel = -(-box.numel * codes.codes.numel() // moment.numel())
     return replace(
-        codes, codes=codes.codes.new_zeros(numel), scale=torch.zeros(segments.count),
+        codes, codes=codes.codes.new_zeros(numel), scale=codes.scale.new_zeros(segments.count),
         shape=box.sizes, segments=segments,
     )  # fmt: skip
 
 
 def of_all(codes: Codes, values: torch.Tensor, count: int) -> torch.Tensor:
-    segments, peaks = codes.segments, torch.zeros(count)
+    segments, peaks = codes.segments, values.new_zeros(count)
     assert segments is not None
     peaks[segments.first : segments.first + segments.count] = segments.peaks(values)
     return peaks

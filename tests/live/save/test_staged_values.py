@@ -3,11 +3,12 @@ by few calls."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from torch import nn
 import ckptmap
 from ckptmap.errors import LoadError
 from ckptmap.live.model import module_walk
-from ckptmap.live.save import this_rank
-from ckptmap.live.save.staged_values import ALONE_NBYTES, snapshot
+from ckptmap.live.save import staged_values, this_rank
+from ckptmap.live.save.staged_values import ALONE_NBYTES, Snapshot, snapshot
+from ckptmap.storage.registered_memory import RELAXED
 from ckptmap.tensors import Box
+from tests.support.stand_in_device import DeviceModule, install, on_device
 
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "whole": lambda: torch.randn(5, 7),
@@ -78,6 +81,39 @@ def test_copies_do_not_change_with_the_shape_of_a_live_tensor() -> None:
     live.resize_(2, 2)
     live.data = torch.zeros(3, dtype=torch.float64)
     assert torch.equal(taken.values[key], torch.arange(6.0))
+
+
+def test_the_end_of_copies_is_waited_for_beside_the_capture_of_a_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that writes waits while training may capture a graph: to ask for an event in the wrong mode ends the
+    capture."""
+    mode, seen = [0], list[int]()
+
+    def exchange(given: Any) -> int:
+        mode[0], given._obj.value = given._obj.value, mode[0]
+        return 0
+
+    library = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: library)
+    end = SimpleNamespace(synchronize=lambda: seen.append(mode[0]))
+    Snapshot({}, [end, end]).wait()
+    assert seen == [RELAXED] * 2 and mode == [0]
+
+
+def test_a_few_values_are_waited_for_when_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = DeviceModule()
+    install(monkeypatch, module)
+    monkeypatch.setattr(
+        staged_values, "host_memory", lambda shape, dtype: torch.zeros(shape, dtype=dtype)
+    )
+    arrived = staged_values.begun_copy(on_device(torch.arange(3), "cuda:1"))
+    assert module.log == [("record", "stream of cuda:1")]
+    assert arrived().tolist() == [0, 1, 2]
+    assert module.log[1:] == [("wait", "stream of cuda:1")]
 
 
 class WithBuffer(nn.Module):
