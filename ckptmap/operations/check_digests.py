@@ -99,7 +99,8 @@ def _around(document: ManifestDocument) -> dict[str, str] | None:
     """Return the digest of the bytes around tensors by file, "" for a one-file output; None where
     the manifest has none."""
     files = {name: entry.get(AROUND, NOT_TAKEN) for name, entry in document["files"].items()}
-    stated = files or {"": document.get(AROUND) or NOT_TAKEN}
+    around = document.get(AROUND)
+    stated = files or {"": NOT_TAKEN if around is None else around}
     return None if NOT_TAKEN in stated.values() else stated
 
 
