@@ -37,7 +37,7 @@ from ckptmap.storage.manifest_file import (
     ChunkRow,
     self_end,
 )
-from ckptmap.storage.manifest_schema import Document, LogicalEntry, TensorEntry
+from ckptmap.storage.manifest_schema import ListedConversion, ListedTensor, ManifestDocument
 from ckptmap.storage.own_files import MANIFEST
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
@@ -62,7 +62,7 @@ def build(
     done: Digests,
     sha256: Mapping[str, str] | None = None,
     around: Mapping[str, str] | None = None,
-) -> Document:
+) -> ManifestDocument:
     """Return the manifest of a plan that was carried out.
 
     `sha256` and `around` are digests by file: of all bytes, and of those that belong to no tensor.
@@ -92,7 +92,7 @@ def build(
         "tied": dict(plan.tied),
         **({AROUND: NOT_TAKEN} if plan.one_file else {}),
     }  # fmt: skip
-    return cast(Document, document)
+    return cast(ManifestDocument, document)
 
 
 def emit(document: Mapping[str, object]) -> bytes:
@@ -192,7 +192,7 @@ class ManifestChunks(Columns[ChunkRow]):
         return map('[%s,%d,%d,%s,"%s"]'.__mod__, columns)
 
 
-class ManifestTensors(Mapping[str, TensorEntry]):
+class ManifestTensors(Mapping[str, ListedTensor]):
     """Stored key -> the tensor's FQN and its chunks.
 
     An entry is made when it is asked for: 100,000 entries as dicts would take 100 MB.
@@ -231,7 +231,7 @@ class ManifestTensors(Mapping[str, TensorEntry]):
         ):
             yield f'{key}:{{"fqn":{fqn},"chunks":[{",".join(islice(chunks, count))}]}}'
 
-    def __getitem__(self, key: str) -> TensorEntry:
+    def __getitem__(self, key: str) -> ListedTensor:
         number = self._numbers[key]
         first, stop = self._starts[number : number + 2]
         return {"fqn": self._fqns[number], "chunks": list(self.chunks[first:stop])}
@@ -243,7 +243,7 @@ class ManifestTensors(Mapping[str, TensorEntry]):
         return len(self._keys)
 
 
-class Logical(Mapping[str, LogicalEntry]):
+class Logical(Mapping[str, ListedConversion]):
     """Role and FQN, as `logical_key` writes them -> how the tensor came to be."""
 
     def __init__(self, steps: Steps) -> None:
@@ -258,7 +258,7 @@ class Logical(Mapping[str, LogicalEntry]):
         kinds = each(self._kinds.values(), lambda kind: _json(_entry(kind)))
         return map("%s:%s".__mod__, zip(map(_quoted, self._kinds), kinds, strict=True))
 
-    def __getitem__(self, key: str) -> LogicalEntry:
+    def __getitem__(self, key: str) -> ListedConversion:
         return _entry(self._kinds[key])
 
     def __iter__(self) -> Iterator[str]:
@@ -268,7 +268,7 @@ class Logical(Mapping[str, LogicalEntry]):
         return len(self._kinds)
 
 
-def _entry(kind: Conversion) -> LogicalEntry:
+def _entry(kind: Conversion) -> ListedConversion:
     return {
         "shape": kind.shape,
         "source": kind.source,

@@ -22,7 +22,7 @@ from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
 from ckptmap.storage.manifest_file import AROUND, NOT_TAKEN, SELF, ChunkRow, chunks_of
-from ckptmap.storage.manifest_schema import Document
+from ckptmap.storage.manifest_schema import ManifestDocument
 
 READ_NBYTES = 4 << 20
 DIGESTS = "digests"
@@ -35,7 +35,7 @@ NO_SPANS = (
 
 
 def check_digests(
-    ckpt: Checkpoint, document: Document, threads: int | None, phases: Phases
+    ckpt: Checkpoint, document: ManifestDocument, threads: int | None, phases: Phases
 ) -> tuple[list[str], list[str]]:
     """Return the checks that the manifest allows, and the problems: bytes of another digest."""
     with closing(Files(mounts=ckpt.files.mounts)) as files:  # compares no checksum of the source
@@ -45,7 +45,7 @@ def check_digests(
 def _check_with(
     files: Files,
     ckpt: Checkpoint,
-    document: Document,
+    document: ManifestDocument,
     threads: int | None,
     phases: Phases,
 ) -> tuple[list[str], list[str]]:
@@ -62,7 +62,7 @@ def _check_with(
     return [DIGESTS if has_digests else NO_DIGESTS, around], problems
 
 
-def _hashed_nbytes(document: Document) -> int:
+def _hashed_nbytes(document: ManifestDocument) -> int:
     """Return the bytes that are hashed: of chunks, of carried files, of files with a sha256."""
     whole = [entry["nbytes"] for entry in document["carried"].values()]
     whole += [entry["nbytes"] for entry in document["files"].values() if "sha256" in entry]
@@ -73,7 +73,7 @@ def _hashed_nbytes(document: Document) -> int:
 def _chunk_problems(
     files: Files,
     ckpt: Checkpoint,
-    document: Document,
+    document: ManifestDocument,
     threads: int | None,
     phases: Phases,
 ) -> Iterator[str]:
@@ -95,15 +95,16 @@ def _chunk_problems(
         yield from (problem for problem in pool.map(check, ordered, chunksize=64) if problem)
 
 
-def _around(document: Document) -> dict[str, str] | None:
+def _around(document: ManifestDocument) -> dict[str, str] | None:
     """Return the digest of the bytes around tensors by file, "" for a one-file output; None where
     the manifest has none."""
     files = {name: entry.get(AROUND, NOT_TAKEN) for name, entry in document["files"].items()}
-    stated = files or {"": document.get(AROUND) or NOT_TAKEN}
+    around = document.get(AROUND)
+    stated = files or {"": NOT_TAKEN if around is None else around}
     return None if NOT_TAKEN in stated.values() else stated
 
 
-def _around_problems(files: Files, ckpt: Checkpoint, document: Document) -> Iterator[str]:
+def _around_problems(files: Files, ckpt: Checkpoint, document: ManifestDocument) -> Iterator[str]:
     """Yield a problem for each file whose bytes outside the chunks differ from what was written."""
     base = Path(ckpt.path)
     spans: dict[str, list[tuple[int, int]]] = {}
@@ -144,7 +145,7 @@ def _crc_problems(
 
 
 def _file_problems(
-    files: Files, ckpt: Checkpoint, document: Document, phases: Phases
+    files: Files, ckpt: Checkpoint, document: ManifestDocument, phases: Phases
 ) -> Iterator[str]:
     """Yield a problem for each file that is not the one that was carried over, or of another
     sha256."""

@@ -18,12 +18,12 @@ from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import CkptmapError
 from ckptmap.execution import manifest as manifests
 from ckptmap.storage.manifest_file import chunks_of
-from ckptmap.storage.manifest_schema import Document
+from ckptmap.storage.manifest_schema import ManifestDocument
 from ckptmap.storage.safe_names import is_file
 from ckptmap.tensors import Box, Extent, Region, StoredTensor
 
 
-def check_structure(ckpt: Checkpoint, document: Document) -> list[str]:
+def check_structure(ckpt: Checkpoint, document: ManifestDocument) -> list[str]:
     """Return the problems: files of another size, tensors at other places than the manifest states,
     and tensors that it does not list."""
     base = Path(ckpt.path).absolute() if Path(ckpt.path).is_dir() else None

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from ckptmap.execution import manifest as manifests
-from ckptmap.storage.manifest_schema import Document
+from ckptmap.storage.manifest_schema import ManifestDocument
 
 CACHES = (".cache", "__pycache__", ".ipynb_checkpoints")
 """Names of directories that programs create for themselves; .cache is that of huggingface_hub."""
@@ -28,7 +28,7 @@ run, nor a name that is looked for as weights."""
 KEPT_FOLDERS = (*CACHES, ".git")
 
 
-def extra_files(base: Path, document: Document) -> Iterator[str]:
+def extra_files(base: Path, document: ManifestDocument) -> Iterator[str]:
     """Yield the paths of files below `base` that neither the manifest lists nor `BESIDE` matches.
 
     A directory without a listed file is yielded once, with a slash at its end.

@@ -24,7 +24,7 @@ from ckptmap.execution import manifest as manifests
 from ckptmap.formats.detect import look
 from ckptmap.operations.extra_files import CACHES
 from ckptmap.operations.verify import read_manifest
-from ckptmap.storage.manifest_schema import Document
+from ckptmap.storage.manifest_schema import ManifestDocument
 from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.storage.sync import raised
 
@@ -44,7 +44,7 @@ user is unlikely to give such a name to another file."""
 SHOWN = 3
 
 
-def manifest_at(target: Path) -> Document | None:
+def manifest_at(target: Path) -> ManifestDocument | None:
     """Return the manifest of the checkpoint at the destination; None if there is none."""
     if target.is_symlink() or not (target.is_file() or target.is_dir()):
         return None

@@ -30,7 +30,7 @@ from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.direct_io import OutputFile
 from ckptmap.storage.files import Files
-from ckptmap.storage.manifest_schema import Document
+from ckptmap.storage.manifest_schema import ManifestDocument
 from ckptmap.storage.own_files import write_new
 from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.storage.sync import sync_tree
@@ -114,7 +114,7 @@ def _state_around(plan: Plan, written: Path, spans: Sequence[tuple[int, int]]) -
             output.write_at(offset, memoryview(crc32(data).to_bytes(width, "little")))
 
 
-def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) -> Document:
+def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) -> ManifestDocument:
     """Write the carried files and the manifest; return the manifest. Raises RunError CKM306."""
     names = [file.out.name for file in plan.files]
     try:

@@ -44,7 +44,7 @@ from ckptmap.storage.file_records import DamagedRecord
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.manifest_file import chunks_of, parse
-from ckptmap.storage.manifest_schema import Document, LogicalEntry, MergedEntry
+from ckptmap.storage.manifest_schema import ListedConversion, ListedMerge, ManifestDocument
 from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.storage.resource_limits import SHORT, named_if_unreadable
 from ckptmap.tensors import FLOATING
@@ -171,7 +171,7 @@ def _does_not_belong(name: str) -> str:
 def _compared(
     ckpt: Checkpoint,
     source: Checkpoint,
-    document: Document,
+    document: ManifestDocument,
     adapter: str | os.PathLike[str] | None,
     base: str | os.PathLike[str] | None,
     phases: Phases,
@@ -182,7 +182,7 @@ def _compared(
         if base is not None:
             source, _, _ = restored(source, base)
         if adapter is not None:
-            merged = document.get("merged") or MergedEntry()
+            merged = document.get("merged") or ListedMerge()
             source = merge_adapter(
                 source, adapter, document["setup"], leave=merged.get("leave", ()),
                 untied=merged.get("untied"),
@@ -206,7 +206,7 @@ def _damage(source: Checkpoint) -> Iterator[str]:
         yield str(error.naming(tensors))
 
 
-def read_manifest(ckpt: Checkpoint) -> Document:
+def read_manifest(ckpt: Checkpoint) -> ManifestDocument:
     """Return the manifest of an output. Raises AnswerNo CKM403 where there is none."""
     data = None if ckpt.index.manifest is None else ckpt.index.manifest()
     file = Path(ckpt.path) / manifests.NAME
@@ -225,7 +225,7 @@ def read_manifest(ckpt: Checkpoint) -> Document:
 
 
 def _compare_with_source(
-    ckpt: Checkpoint, source: Checkpoint, document: Document, phases: Phases
+    ckpt: Checkpoint, source: Checkpoint, document: ManifestDocument, phases: Phases
 ) -> tuple[list[str], dict[str, float]]:
     """Return the problems of the values, and the error of every lossy tensor by FQN."""
     problems: list[str] = []
@@ -260,7 +260,7 @@ def _compare_with_source(
     return problems, errors
 
 
-def _as_encoded(source: LazyTensor, entry: LogicalEntry) -> LazyTensor:
+def _as_encoded(source: LazyTensor, entry: ListedConversion) -> LazyTensor:
     """Return the values that were encoded: cast first where the encoding states another dtype."""
     dtype = entry["target"].partition("(")[2].removesuffix(")")
     if entry["fidelity"] not in ("quantize", "requantize") or dtype not in FLOATING:
@@ -276,7 +276,9 @@ def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str
         yield from differing(mine, theirs, depth)
 
 
-def _source_named_like(ckpt: Checkpoint, source: Checkpoint, document: Document) -> Checkpoint:
+def _source_named_like(
+    ckpt: Checkpoint, source: Checkpoint, document: ManifestDocument
+) -> Checkpoint:
     """Return the source with the names of the output, and its indices as the output's groups."""
     if source.optimizer_by_index:
         source = _source_ordered_like(ckpt, source)
@@ -293,7 +295,7 @@ def _in_bnbs_names(ckpt: Checkpoint) -> Checkpoint:
         return ckpt
 
 
-def _weights(document: Document) -> list[str]:
+def _weights(document: ManifestDocument) -> list[str]:
     """Return the FQNs of the weights of an output."""
     return [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
 

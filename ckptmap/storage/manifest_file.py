@@ -16,7 +16,7 @@ from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Fingerprint, Mounts, OwnManifest
 from ckptmap.storage.bytes_around import digest_around
 from ckptmap.storage.file_records import AGAIN, without_manifest
-from ckptmap.storage.manifest_schema import Document, malformed
+from ckptmap.storage.manifest_schema import ManifestDocument, malformed
 from ckptmap.storage.own_files import MANIFEST
 from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import StatedSum
@@ -43,14 +43,14 @@ class ChunkRow(NamedTuple):
     digest: str
 
 
-def chunks_of(document: Document) -> Iterator[tuple[str, ChunkRow]]:
+def chunks_of(document: ManifestDocument) -> Iterator[tuple[str, ChunkRow]]:
     """Yield every chunk that a manifest lists, with the key of its tensor."""
     for key, entry in document["tensors"].items():
         for chunk in entry["chunks"]:
             yield key, ChunkRow(*chunk)
 
 
-def parse(data: bytes, where: str) -> Document:
+def parse(data: bytes, where: str) -> ManifestDocument:
     """Return the manifest in `data`. Raises SourceError CKM403 if it is none, or of another version."""
     try:
         document = parse_json(data, allow_nan=True)
@@ -81,7 +81,7 @@ def parse(data: bytes, where: str) -> Document:
             " that it states of itself",
             "convert the source again",
         )
-    return cast(Document, document)
+    return cast(ManifestDocument, document)
 
 
 def self_end(body: bytes | memoryview) -> bytes:
@@ -134,7 +134,7 @@ def _stated(chunk: ChunkRow) -> StatedSum:
     return StatedSum(chunk.offset, chunk.nbytes, chunk.digest)
 
 
-def _check_one_file(manifest: OwnManifest, document: Document, mounts: Mounts) -> None:
+def _check_one_file(manifest: OwnManifest, document: ManifestDocument, mounts: Mounts) -> None:
     """Raise SourceError CKM105 where a one-file output is not as it was written around its tensors.
 
     Where its format states no checksums (GGUF), the digests of its chunks count as stated.

@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Any, NotRequired, TypedDict, TypeGuard
 
 
-class FileEntry(TypedDict):
+class ListedFile(TypedDict):
     """A file with tensors: its size, and digests of the bytes around them and of all bytes."""
 
     nbytes: int
@@ -26,21 +26,21 @@ class FileEntry(TypedDict):
     sha256: NotRequired[str]
 
 
-class CarriedEntry(TypedDict):
+class ListedSibling(TypedDict):
     """A file beside the weights."""
 
     nbytes: int
     xxh3: str
 
 
-class TensorEntry(TypedDict):
+class ListedTensor(TypedDict):
     """A stored tensor: the tensor that it is a part of, and its chunks, as `manifest_file.ChunkRow` names their values."""
 
     fqn: str
     chunks: Sequence[Sequence[Any]]
 
 
-class LogicalEntry(TypedDict):
+class ListedConversion(TypedDict):
     """A logical tensor, and how it was converted."""
 
     shape: Sequence[int]
@@ -49,14 +49,14 @@ class LogicalEntry(TypedDict):
     fidelity: str
 
 
-class MergedEntry(TypedDict):
+class ListedMerge(TypedDict):
     """The adapter that was merged into the weights: what of it was left, and the heads that it untied."""
 
     leave: NotRequired[Sequence[str]]
     untied: NotRequired[Mapping[str, str]]
 
 
-class Document(TypedDict):
+class ManifestDocument(TypedDict):
     """A manifest. What `malformed` does not look at is an `object`."""
 
     schema: int
@@ -68,11 +68,11 @@ class Document(TypedDict):
     source: Mapping[str, str]
     renamed: NotRequired[object]
     names: NotRequired[Mapping[str, Any] | None]
-    merged: NotRequired[MergedEntry | None]
-    files: Mapping[str, FileEntry]
-    carried: Mapping[str, CarriedEntry]
-    tensors: Mapping[str, TensorEntry]
-    logical: Mapping[str, LogicalEntry]
+    merged: NotRequired[ListedMerge | None]
+    files: Mapping[str, ListedFile]
+    carried: Mapping[str, ListedSibling]
+    tensors: Mapping[str, ListedTensor]
+    logical: Mapping[str, ListedConversion]
     records: Mapping[str, Mapping[str, object]]
     dropped: Mapping[str, str]
     tied: Mapping[str, str]

@@ -85,7 +85,6 @@ class Adapter:
     trained: Mapping[str, LazyTensor]
     left: Mapping[str, str]
     files: tuple[str, ...]
-    ckpt: Checkpoint
     others: tuple[str, ...] = ()
 
     def without(self, patterns: Sequence[str]) -> Adapter:
@@ -143,7 +142,7 @@ def open_adapter(
     settings = read_config(file, mounts)
     lows, trained, left = _assign_tensors(ckpt, settings)
     files = (*ckpt.index.files, str(file.absolute()))
-    return Adapter(str(path), settings, lows, trained, left, files, ckpt, tuple(several))
+    return Adapter(str(path), settings, lows, trained, left, files, tuple(several))
 
 
 def _config_file(place: Path, mounts: Mounts, given: str | os.PathLike[str] | None) -> Path:

@@ -22,10 +22,9 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """An array of texts, of which only their number and place are kept."""
+    """An array of texts, of which only their number is kept."""
 
     count: int
-    offset: int
 
 
 class Cursor:
@@ -97,7 +96,6 @@ class Cursor:
         """Skip so many texts, of which each has at least the 8 bytes of its length."""
         if count > self.left // 8:
             raise self.truncated(count * 8)
-        first = self.offset
         for _ in range(count):
             self.skip(self.u64())
-        return Texts(count, first)
+        return Texts(count)

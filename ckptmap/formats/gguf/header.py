@@ -44,11 +44,9 @@ _LEAST_KEY, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """An array of numbers, of which only their count and place are kept; `code` is their struct format."""
+    """An array of numbers, of which only their count is kept."""
 
     count: int
-    offset: int
-    code: str
 
 
 Value: TypeAlias = int | float | bool | str | tuple[int | float | bool, ...] | Texts | Numbers
@@ -183,9 +181,8 @@ def read_value(cursor: Cursor) -> Value:
         raise cursor.truncated(count * struct.calcsize(code))
     if count <= KEPTNUMBERS:
         return _numbers(cursor, code, count)
-    at = cursor.offset
     cursor.skip(count * struct.calcsize(code))
-    return Numbers(count, at, code)
+    return Numbers(count)
 
 
 def _code(cursor: Cursor, kind: int) -> str:

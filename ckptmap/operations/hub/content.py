@@ -18,7 +18,7 @@ from ckptmap.errors import AnswerNo, DestinationError, RunError
 from ckptmap.operations.check_digests import sha256_of
 from ckptmap.operations.verify import read_manifest, verify
 from ckptmap.storage.hub.entry import Entry, git_sha1
-from ckptmap.storage.manifest_schema import Document
+from ckptmap.storage.manifest_schema import ManifestDocument
 from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.storage.safe_names import problem_in_repository
 from ckptmap.storage.sync import raised
@@ -180,7 +180,7 @@ def _known_sha256(ckpt: Checkpoint) -> Mapping[str, str]:
     return {name: about["sha256"] for name, about in files.items() if "sha256" in about}
 
 
-def manifest_of(ckpt: Checkpoint) -> Document | None:
+def manifest_of(ckpt: Checkpoint) -> ManifestDocument | None:
     """Return the manifest; None where ckptmap did not write the checkpoint."""
     try:
         return read_manifest(ckpt)

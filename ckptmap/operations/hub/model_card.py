@@ -16,7 +16,7 @@ from typing import Any
 from ckptmap.core.formatting import counted
 from ckptmap.core.json_text import parse_object
 from ckptmap.storage.hub.uri import is_hub, parse
-from ckptmap.storage.manifest_schema import Document
+from ckptmap.storage.manifest_schema import ManifestDocument
 from ckptmap.version import __version__
 
 NAME = "README.md"
@@ -52,7 +52,7 @@ def card(
     repo: str,
     base: str | None,
     setup: str,
-    manifest: Document | None,
+    manifest: ManifestDocument | None,
     library: str | None = None,
 ) -> bytes:
     """Return the text of the card.
@@ -80,7 +80,7 @@ def _body(
     repo: str,
     base: str | None,
     setup: str,
-    manifest: Document | None,
+    manifest: ManifestDocument | None,
     kinds: Mapping[str, int],
 ) -> list[str]:
     lines = [f"# {repo.split('/')[1]}", ""]
@@ -101,7 +101,7 @@ def _body(
     return [*lines, ""]
 
 
-def _quantization(manifest: Document) -> str:
+def _quantization(manifest: ManifestDocument) -> str:
     """Return `14 tensors as nf4 (bfloat16)`, one such part for each target."""
     became = Counter(
         str(step["target"])

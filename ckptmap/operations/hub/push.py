@@ -65,16 +65,8 @@ from ckptmap.storage.hub.resolve import refuse_elsewhere
 from ckptmap.storage.hub.uri import SCHEME, HubName, is_hub, parse
 
 OWN = (
-    "private",
-    "revision",
-    "pr",
-    "base_model",
-    "work",
-    "device",
-    "max_memory",
-    "low_disk",
-    "progress",
-)
+    "private", "revision", "pr", "base_model", "work", "device", "max_memory", "low_disk", "progress",
+)  # fmt: skip
 """Arguments of `push` beside the options of a conversion."""
 
 

@@ -277,7 +277,7 @@ def _at(repo: str, revision: str) -> Repo | None:
             info = api().model_info(repo, revision=revision)
         except RevisionNotFoundError:
             return None
-    return Repo(info.id, info.sha or "", revision)
+    return Repo(info.id, info.sha or "")
 
 
 def _addition(item: UploadItem) -> CommitOperationAdd:
@@ -325,4 +325,4 @@ def find_or_create(name: HubName, private: bool) -> Repo:
             f"hf://{info.id}: is public, and --private was asked for",
             f"make it private first: {ENDPOINT}/{info.id}/settings",
         )
-    return Repo(info.id, info.sha or "", name.revision)
+    return Repo(info.id, info.sha or "")

@@ -12,7 +12,7 @@ from ckptmap.operations.inspect import InspectReport
 from ckptmap.operations.report.collect import Tensors, shown_name
 from ckptmap.operations.report.verdict import Manifest, world_size_in
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.storage.manifest_schema import Document
+from ckptmap.storage.manifest_schema import ManifestDocument
 
 FILES = 40
 """Files that the page lists."""
@@ -86,7 +86,7 @@ def provenance(manifest: Manifest) -> list[tuple[str, str]]:
     return [(name, shown_name(text)) for name, text in _statements(document)]
 
 
-def _statements(document: Document) -> Iterator[tuple[str, str]]:
+def _statements(document: ManifestDocument) -> Iterator[tuple[str, str]]:
     yield "written by", f"ckptmap {document['ckptmap']}"
     yield "setup", f"{document['setup']}, {counted(world_size_in(document), 'rank')}"
     source = document["source"]

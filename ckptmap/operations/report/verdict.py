@@ -16,7 +16,7 @@ from ckptmap.operations.report.shard_map import ShardMap
 from ckptmap.operations.verify import read_manifest
 from ckptmap.planning.options import Options
 from ckptmap.planning.plan import Plan
-from ckptmap.storage.manifest_schema import Document
+from ckptmap.storage.manifest_schema import ManifestDocument
 
 UNEVEN = 1.5
 """From this imbalance on the verdict tells of it."""
@@ -66,7 +66,7 @@ class Verdict:
 class Manifest:
     """The manifest of an output of ckptmap: None where there is none, or it cannot be read."""
 
-    document: Document | None
+    document: ManifestDocument | None
     problems: Sequence[str] = ()
 
 
@@ -136,7 +136,7 @@ def _who(ckpt: Checkpoint, manifest: Manifest) -> str:
     )
 
 
-def world_size_in(document: Document) -> int:
+def world_size_in(document: ManifestDocument) -> int:
     """Return the number of ranks that a manifest states; 0 where it states none. Nobody has checked it before."""
     world_size = document.get("world_size")
     return world_size if isinstance(world_size, int) else 0

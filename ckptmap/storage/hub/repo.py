@@ -38,13 +38,11 @@ class Repo:
     """A repository at a commit.
 
     id            the name that the Hub gives: org/name
-    revision      the revision that the user named; "": the default branch
     renamed_from  the name that the user gave, if the Hub has renamed the repository
     """
 
     id: str
     commit: str
-    revision: str = ""
     renamed_from: str = ""
 
     @classmethod
@@ -68,7 +66,7 @@ class Repo:
                 "push a checkpoint into it first: ckptmap push",
             )
         renamed = name.repo if info.id.lower() != name.repo.lower() else ""
-        return cls(info.id, info.sha, name.revision, renamed)
+        return cls(info.id, info.sha, renamed)
 
     def tree(self, path: str = "", kind: Kind = SourceError) -> dict[str, Entry]:
         """Return every file below `path`, by its path in the repository.
