@@ -55,6 +55,14 @@ def _most_rounded(dtype: torch.dtype) -> float:
     return math.ldexp(info.eps, math.frexp(info.max)[1] - 2)
 
 
+def _is_within(values: torch.Tensor, most: float) -> bool:
+    """Return whether all values are numbers of this magnitude at most. Waits for their device."""
+    if not values.numel():
+        return True
+    low, high = values.aminmax()
+    return bool(low >= -most) and bool(high <= most)
+
+
 class Casts:
     """Copies parts of one tensor into another dtype, and then tells whether a finite value was lost: beyond the range of
     the other, it became infinite or NaN, or its largest value, as newer releases of torch cast to float8.
@@ -70,6 +78,7 @@ class Casts:
         self.looks = overflows(stored, live)
         self.name, self._stored, self._live, self._later = name, stored, live, later
         self._most = _most_rounded(live) if self.looks else 0.0
+        self._has_infinity = not str(live).endswith(("fn", "fnuz"))
         self.lost: torch.Tensor | None = None
 
     def copy(self, out: torch.Tensor, values: torch.Tensor) -> None:
@@ -80,9 +89,20 @@ class Casts:
     def look(self, out: torch.Tensor, values: torch.Tensor) -> None:
         """Look at values that were copied into `out`."""
         if self.looks:  # on the device of the values, and nothing waits for it
+            values = values.float() if values.itemsize == 1 else values  # float8 has no arithmetic
             cast = out if out.device == values.device else values.to(out.dtype)
-            error = cast.to(values.dtype).sub_(values).abs_()
-            lost = values.isfinite().logical_and_((error <= self._most).logical_not_()).any()
+            error = cast.to(values.dtype).sub_(values)
+            # On a CPU this takes a fifth of the time of what follows; a device would be waited for.
+            if error.is_cpu and _is_within(error, self._most):
+                return
+            if self._has_infinity:  # what was infinite or NaN differs by NaN
+                lost = (error.abs_() > self._most).any()
+            else:
+                lost = (
+                    values.isfinite()
+                    .logical_and_((error.abs_() <= self._most).logical_not_())
+                    .any()
+                )
             self.lost = lost if self.lost is None else lost.logical_or_(self.lost)
 
     def check(self) -> None:

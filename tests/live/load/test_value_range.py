@@ -194,6 +194,20 @@ def test_a_value_is_lost_beyond_half_a_step(stored: torch.dtype, live: torch.dty
             value_range.copy_held(out, torch.tensor([0.0, sign * beyond, 1.0], dtype=stored), "w")
     odd = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=stored)
     value_range.copy_held(torch.empty(3, dtype=live), odd, "w")
+    value_range.copy_held(torch.empty(0, dtype=live), odd[:0], "w")
+    with pytest.raises(RunError, match=r"^w: holds finite values"):
+        value_range.copy_held(
+            torch.empty(4, dtype=live), torch.cat([odd, kept.new_tensor([beyond])]), "w"
+        )
+
+
+def test_float8_of_one_kind_becomes_the_other() -> None:
+    kept = torch.tensor([448.0, -0.5, torch.nan]).to(torch.float8_e5m2)
+    out = torch.empty(3, dtype=torch.float8_e4m3fn)
+    value_range.copy_held(out, kept, "w")
+    assert out[:2].float().tolist() == [448.0, -0.5]
+    with pytest.raises(RunError, match=r"^w: holds finite values of torch\.float8_e5m2"):
+        value_range.copy_held(out, torch.tensor([1.0, 512.0, 0.0]).to(torch.float8_e5m2), "w")
 
 
 @pytest.mark.parametrize("live", [torch.float16, torch.float8_e4m3fn])
