@@ -29,9 +29,17 @@ _OF_WEIGHTS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments",
 })  # fmt: skip
+_OF_RUN = frozenset({
+    "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
+    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+    "universal_checkpoint_info",
+})  # fmt: skip
+"""What DeepSpeed notes of its own run."""
 ROOT = "module"
 """The dict of the weights, as DeepSpeed calls it."""
-EXTRA = "extra"
+EXTRA = ("extra",)
+OWN = (*EXTRA, "deepspeed")
+"""Where the user's values lie among the leaves, and those of DeepSpeed's own run."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +138,14 @@ class ModelStates:
         return found
 
     def extra(self) -> dict[Path, Leaf]:
-        """Return the values beside the weights, as leaves."""
-        first = self.ranks[0]
-        rest = {key: value for key, value in first.tree.items() if key not in _OF_WEIGHTS}
-        return flatten({EXTRA: rest}, first.file, first.nbytes) if rest else {}
+        """Return the values beside the weights as leaves, but for those that are None."""
+        first, leaves = self.ranks[0], {}
+        for key, value in first.tree.items():
+            if key not in _OF_WEIGHTS and value is not None:
+                path = (*(OWN if key in _OF_RUN else EXTRA), key)
+                below = flatten(value, first.file, first.nbytes)
+                leaves.update({(*path, *rest): leaf for rest, leaf in below.items()})
+        return leaves
 
     def _with_copy(self, name: str, weight: StoredTensor, copy: StoredTensor) -> StoredTensor:
         """Return the weight, with its copy in `module` as a replica where both are of one dtype."""

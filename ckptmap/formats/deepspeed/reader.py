@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 
 from ckptmap.core.formatting import counted
-from ckptmap.formats.deepspeed.model_states import EXTRA, ModelStates
+from ckptmap.formats.deepspeed.model_states import OWN, ModelStates
 from ckptmap.formats.deepspeed.optimizer_leaves import optimizer_leaves
 from ckptmap.formats.deepspeed.optimizer_states import partition_of, settings_of
 from ckptmap.formats.deepspeed.partitions import members_of
-from ckptmap.formats.deepspeed.pickled import Pickled, read
-from ckptmap.formats.deepspeed.step_files import UNIVERSAL, StepFiles, is_step, step_files
-from ckptmap.formats.deepspeed.universal import SETTINGS, optimizer_of, read_universal
+from ckptmap.formats.deepspeed.pickled import read
+from ckptmap.formats.deepspeed.step_files import StepFiles, is_step, step_files
+from ckptmap.formats.deepspeed.universal import optimizer_of, read_universal, settings_file
 from ckptmap.protocols import Index, Place, in_saved_order
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Path, StoredTensor
@@ -51,7 +51,7 @@ class ZeroStep:
             opened.close()
         leaves: dict[Path, Leaf] = dict(step.model.weights(step.trained, str(files.root)))
         leaves |= {(OPTIMIZER, *path): leaf for path, leaf in step.optimizer.items()}
-        leaves |= {(EXTRA, key): leaf for key, leaf in step.settings.items()}
+        leaves |= {(*OWN, key): leaf for key, leaf in step.settings.items()}
         leaves |= step.model.extra()
         return Index(
             self.name,
@@ -101,8 +101,7 @@ def _universal(opened: Files, files: StepFiles) -> _Step:
     read_files = [read(opened, file) for file in files.models]
     model = ModelStates.joined(read_files)
     joined = read_universal(opened, files, model)
-    file = files.root / UNIVERSAL / SETTINGS
-    settings = read(opened, str(file)) if file.is_file() else Pickled(str(file), {}, 0)
+    settings = settings_file(opened, files)
     optimizer = optimizer_of(settings, joined, model.trained)
     return _Step(
         model,
@@ -110,7 +109,7 @@ def _universal(opened: Files, files: StepFiles) -> _Step:
         optimizer,
         settings_of(settings),
         1,
-        (*files.models, *joined.files, str(file)),
+        (*files.models, *joined.files, settings.file),
     )
 
 

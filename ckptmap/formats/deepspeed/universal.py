@@ -23,7 +23,7 @@ from ckptmap.formats.deepspeed.flat_vectors import FlatParameter, FlatSpan
 from ckptmap.formats.deepspeed.model_states import ModelStates, Shapes
 from ckptmap.formats.deepspeed.optimizer_leaves import GROUPS, PARAMS, STATE
 from ckptmap.formats.deepspeed.optimizer_states import KEY, STEP
-from ckptmap.formats.deepspeed.pickled import Pickled
+from ckptmap.formats.deepspeed.pickled import Pickled, read
 from ckptmap.formats.deepspeed.step_files import UNIVERSAL, StepFiles
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.storage.files import Files
@@ -95,7 +95,11 @@ def _tensors(weights: Mapping[str, Leaf], folder: FilePath) -> dict[str, StoredT
 def _value(
     opened: Files, file: FilePath, name: str, shape: tuple[int, ...], share: tuple[str, str]
 ) -> Leaf:
-    tree = load(opened, str(file)).tree
+    loaded = load(opened, str(file))
+    saved = loaded.records.root
+    if saved != file.stem and (file.parent / f"{saved}.pt").is_file():
+        raise SourceError("CKM110", f"{file}: was saved as {saved}.pt of {name}", _AGAIN)
+    tree = loaded.tree
     value = tree.get("param") if isinstance(tree, dict) else tree
     if not isinstance(value, StoredTensor) or file.stem == STEP or value.info.shape == ():
         return value
@@ -111,26 +115,51 @@ def _value(
     return whole.tensor([value], share=share if file.name == WEIGHT else None)
 
 
+def settings_file(opened: Files, files: StepFiles) -> Pickled:
+    """Return the values of the optimizer that belong to no parameter. Raise SourceError CKM110 without them."""
+    file = files.root / UNIVERSAL / SETTINGS
+    if not file.is_file():
+        raise SourceError(
+            "CKM110", f"{file.parent}: has no {SETTINGS}, which names the parameter groups", _AGAIN
+        )
+    return read(opened, str(file))
+
+
 def optimizer_of(
     settings: Pickled, universal: Universal, trained: Sequence[Shapes]
 ) -> dict[Path, Leaf]:
-    """Return the leaves of the optimizer by path."""
-    groups = settings.mappings(GROUPS)
-    inner = settings.inside(KEY).mapping(STATE)
+    """Return the leaves of the optimizer by path.
+
+    Raise SourceError CKM110 where a parameter has a part of the state that others of its group have. One that
+    never got a gradient has none.
+    """
+    inner: dict[object, object] = dict(settings.inside(KEY).mapping(STATE).items())
     leaves: dict[Path, Leaf] = {}
     listed = []
-    for group in groups:
-        names = []
-        for vector in group.get(PARAMS) or ():
-            shapes = trained[vector] if type(vector) is int and vector < len(trained) else {}
-            names += list(shapes)
-            steps = inner.get(vector, {})
+    for group in settings.mappings(GROUPS):
+        vectors = [n for n in group.get(PARAMS) or () if type(n) is int and n < len(trained)]
+        names = [name for vector in vectors for name in trained[vector]]
+        _check_alike({name: universal.states[name] for name in names}, settings.file)
+        for vector in vectors:
+            steps = inner.get(vector)
             step = steps.get(STEP) if isinstance(steps, dict) else None
-            for name in shapes:
+            for name in trained[vector]:
                 state = universal.states[name]
                 leaves.update(_state(name, state, group.get(STEP) if step is None else step))
         listed.append({**group, PARAMS: names})
     return {**leaves, **flatten({GROUPS: listed}, settings.file, settings.nbytes)}
+
+
+def _check_alike(states: Mapping[str, Mapping[str, Leaf]], file: str) -> None:
+    every = dict.fromkeys(key for state in states.values() for key in state)
+    for name, state in states.items():
+        lacking = [key for key in every if key not in state]
+        if state and lacking:
+            raise SourceError(
+                "CKM110",
+                f"{FilePath(file).parent / name}: has no {lacking[0]}.pt, as others have",
+                _AGAIN,
+            )
 
 
 def _state(name: str, state: Mapping[str, Leaf], step: Leaf) -> Iterator[tuple[Path, Leaf]]:

@@ -91,8 +91,8 @@ def test_values_of_the_user_and_of_the_run_are_extra_values(samples: Path, run: 
         values = {".".join(map(str, path)): value for path, value in ckpt.plain.items()}
         assert values["epoch"] == 1
         assert values["note.seen"] == [3, 5]
-        assert values["global_steps"] == STEPS
+        assert values["deepspeed.global_steps"] == STEPS
         if run.name != "z1-bf16-optimizer":
-            scale = values["loss_scaler"]
+            scale = values["deepspeed.loss_scaler"]
             assert isinstance(scale, dict)
             assert scale["cur_scale"] == (16 if run.dtype == "fp16" else 1)
