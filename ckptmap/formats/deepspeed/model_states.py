@@ -69,9 +69,11 @@ class ModelStates:
             for key in ("global_steps", "dp_world_size"):
                 if first.tree.get(key) != other.tree.get(key):
                     raise _other_save(first, other, f"has {key} {other.tree.get(key)!r:.40}")
-        shared = first.mapping("shared_params")
         module = {str(name): leaf for name, leaf in first.mapping(ROOT).items()}
-        return cls(ranks, module, trained, {str(k): str(v) for k, v in shared.items()})
+        shared = {str(k): str(v) for k, v in first.mapping("shared_params").items()}
+        if first.tree.get("shared_params") is None:
+            shared = _shared_storages(module, trained)
+        return cls(ranks, module, trained, shared)
 
     @classmethod
     def joined(cls, files: Sequence[Pickled]) -> ModelStates:
@@ -197,6 +199,21 @@ class ModelStates:
                     )
             found[name] = FlatParameter(name, shape, 0, pieces).tensor(parts)
         return found
+
+
+def _shared_storages(module: Mapping[str, Leaf], trained: Sequence[Shapes]) -> dict[str, str]:
+    """Return `shared_params` of versions that do not write it: copies that lie in one storage are of one weight."""
+    owner_of = {
+        copy.share: name
+        for shapes in trained
+        for name in shapes
+        if isinstance(copy := module.get(name), StoredTensor) and copy.info.numel
+    }
+    return {
+        name: owner_of[copy.share]
+        for name, copy in module.items()
+        if isinstance(copy, StoredTensor) and owner_of.get(copy.share, name) != name
+    }
 
 
 def _shapes_of_vectors(states: Pickled) -> list[Shapes]:

@@ -115,13 +115,11 @@ def _universal(opened: Files, files: StepFiles) -> _Step:
 
 def _notes_on(model: ModelStates, trained: Mapping[str, StoredTensor]) -> list[str]:
     """Return notes on the values of which another copy is read."""
-    copies = [f"{n} in {dtype}" for dtype, n in model.copies(trained).items()]
-    notes = []
-    if copies:
-        notes.append(
-            f"the weights are those of the optimizer; {model.ranks[0].name} holds copies of them that are"
-            f" not read: {', '.join(copies)}"
-        )
+    notes = [
+        f"the weights are those that the optimizer keeps; {counted(number, 'copy')} in {dtype} in"
+        f" {model.ranks[0].name} {'is' if number == 1 else 'are'} not read"
+        for dtype, number in model.copies(trained).items()
+    ]
     buffers = len(model.ranks[0].sequence("buffer_names"))
     if buffers and len(model.ranks) > 1:
         notes.append(f"{counted(buffers, 'buffer')}: rank 0's are read, as each rank has its own")

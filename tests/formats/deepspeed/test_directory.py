@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import ckptmap
 from ckptmap.errors import SourceError
@@ -140,3 +141,33 @@ def test_weights_of_trainer_are_opened_where_the_step_was_deleted(
     shutil.rmtree(folder / "global_step3")
     with ckptmap.open(folder) as ckpt:
         assert list(ckpt) == ["embed.weight"]
+
+
+@pytest.mark.parametrize("below", ["", "global_step2"])
+def test_what_trainer_itself_wrote(samples: Path, tmp_path: Path, below: str) -> None:
+    """In bfloat16 the weights are those of its own model.safetensors, and transformers loads them."""
+    source = samples / "trainer" / "checkpoint-2"
+    ckptmap.convert(source / below, tmp_path / "out", to="hf-bf16")
+    expected, found = (load_file(d / "model.safetensors") for d in (source, tmp_path / "out"))
+    assert set(found) == set(expected) - {"lm_head.weight"}
+    for name, value in found.items():
+        assert_same(value, expected[name], name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_trainer_goes_on_without_deepspeed(samples: Path, tmp_path: Path) -> None:
+    """`--to trainer` keeps the optimizer by index, the scheduler, random states and the count of steps."""
+    ckptmap.convert(samples / "trainer" / "checkpoint-2", tmp_path / "checkpoint-2", to="trainer")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2", dtype=torch.float32)
+    ids = torch.arange(6)
+    data = [{"input_ids": ids + i, "labels": ids + i} for i in range(11)]
+    args = TrainingArguments(
+        str(tmp_path / "more"), max_steps=3, per_device_train_batch_size=4, report_to=[],
+        use_cpu=True, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(model, args, train_dataset=data)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 3
+    steps = {float(state["step"]) for state in trainer.optimizer.state.values()}
+    assert steps == {3.0}

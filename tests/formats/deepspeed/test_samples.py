@@ -6,6 +6,7 @@ DeepSpeed's `safe_get_full_optimizer_state`, gave on the run that saved them.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,16 @@ def test_values_of_the_user_and_of_the_run_are_extra_values(samples: Path, run: 
             scale = values["deepspeed.loss_scaler"]
             assert isinstance(scale, dict)
             assert scale["cur_scale"] == (16 if run.dtype == "fp16" else 1)
+
+
+def test_tied_weights_of_a_version_that_does_not_name_them(samples: Path, tmp_path: Path) -> None:
+    """Before `shared_params`, two names of one storage were all that told."""
+    step = shutil.copytree(samples / "z1w3" / "global_step3", tmp_path / "step")
+    file = step / "mp_rank_00_model_states.pt"
+    tree = torch.load(file, weights_only=False)
+    assert tree.pop("shared_params") == {"head.weight": "embed.weight"}
+    torch.save(tree, file)
+    with ckptmap.open(step) as ckpt, ckptmap.open(samples / "z1w3") as whole:
+        assert list(ckpt) == list(whole)
+        for name in whole:
+            assert_same(ckpt[name].read(), whole[name].read(), name)

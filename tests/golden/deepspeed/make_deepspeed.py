@@ -6,7 +6,8 @@
 deepspeed 0.19.8 was run with torch 2.13 on the CPU, over gloo. `samples.tar.xz` has for each run what
 `save_checkpoint` wrote (its two scripts are left out) and `truth.safetensors`: the weights as DeepSpeed's
 own script `zero_to_fp32.py` gives them, the fp32 weights and the moments as DeepSpeed's own functions
-gather them from the ranks.
+gather them from the ranks. `trainer/checkpoint-2` is of transformers' Trainer: `model.safetensors` has its
+16-bit weights. Its training_args.bin is left out, which names the machine.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 HERE = Path(__file__).parent
 SAMPLES = HERE / "samples.tar.xz"
 STEPS = 3
+TRAINER_WORLD = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -242,6 +244,35 @@ def _make_universal(folder: Path) -> None:
     (folder / "latest").unlink()
 
 
+def train_by_trainer(out: Path) -> None:
+    """Train a tiny Llama by transformers' Trainer under stage 2, in the working directory `out`."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    out.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    os.chdir(out)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "vocab_size": 17}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    run = Run("trainer", 2, 2)
+    config = config_of(run) | {"gradient_accumulation_steps": 1}
+    options: dict[str, Any] = {
+        "max_steps": 2,
+        "save_steps": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    options |= {"bf16": True, "use_cpu": True, "ddp_backend": "gloo", "optim": "adamw_torch"}
+    args = TrainingArguments("trainer", deepspeed=config, per_device_train_batch_size=4, **options)
+    data = [{"input_ids": torch.arange(6) + i, "labels": torch.arange(6) + i} for i in range(11)]
+    Trainer(model, args, train_dataset=data).train()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        for name in ("zero_to_fp32.py", "zero_to_torch.py", "training_args.bin"):
+            (out / "trainer" / "checkpoint-2" / name).unlink()
+
+
 def _main(rank: int, world: int, port: int, runs: Sequence[Run], out: Path) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_SIZE": str(world),
@@ -257,6 +288,8 @@ def _main(rank: int, world: int, port: int, runs: Sequence[Run], out: Path) -> N
     deepspeed.init_distributed(dist_backend="gloo")
     for run in runs:
         train(run, out)
+    if world == TRAINER_WORLD:
+        train_by_trainer(out)
     torch.distributed.destroy_process_group()
 
 
@@ -288,5 +321,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         write(RUNS, Path(folder))
         with tarfile.open(SAMPLES, "w:xz", preset=9) as archive:
-            for one in RUNS:
-                archive.add(Path(folder) / one.name, one.name, filter=_plain)
+            for name in (*(run.name for run in RUNS), "trainer"):
+                archive.add(Path(folder) / name, name, filter=_plain)
