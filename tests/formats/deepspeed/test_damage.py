@@ -8,6 +8,7 @@ import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import ckptmap
 from ckptmap.errors import CkptmapError, SourceError
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.storage.files import Files
+from tests.golden import truth
 
 Break = Callable[[Path], object]
 RANK = "{}zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -183,3 +185,55 @@ def test_the_command_of_a_hint_names_the_directory(
         "--output_folder",
         f"{step}_universal",
     ]
+
+
+KINDS = ("byte", "cut", "gone", "pickle", "swap")
+
+
+def damaged(step: Path, kind: str, random: Random) -> None:
+    files = sorted(step.rglob("*.pt"))
+    file, other = random.choice(files), random.choice(files)
+    data = bytearray(file.read_bytes())
+    if kind == "gone":
+        file.unlink()
+    elif kind == "swap":
+        file.write_bytes(other.read_bytes())
+        other.write_bytes(data)
+    elif kind == "cut":
+        file.write_bytes(data[: random.randrange(len(data))])
+    elif kind == "byte":
+        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+        file.write_bytes(data)
+    else:
+        with zipfile.ZipFile(file) as archive:
+            (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            pickle = bytearray(archive.read(name))
+        pickle[random.randrange(len(pickle))] = random.randrange(256)
+        with_member(file, "data.pkl", bytes(pickle))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["z1w3", "z2-round-robin", "z3-sub-groups", "z1-universal", "z3-universal"]
+)
+def test_no_damage_is_an_internal_error(
+    samples: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    """It is refused, or what is read is what was saved."""
+    random = Random(f"{name} {kind}")
+    expected = truth.weights(samples / name)
+    for number in range(8):
+        run = shutil.copytree(samples / name, tmp_path / str(number))
+        (step,) = [path for path in run.iterdir() if path.is_dir()]
+        damaged(step, kind, random)
+        try:
+            with ckptmap.open(step) as ckpt:
+                list(ckpt.plain)
+                moments = [lazy for state in ckpt.optimizer.values() for lazy in state.values()]
+                read = {name: ckpt[name].read() for name in ckpt}
+                assert all(lazy.read() is not None for lazy in moments)
+        except CkptmapError as error:
+            assert error.code and str(error)
+            continue
+        if kind in ("cut", "gone", "swap"):
+            assert all(read[name].to(value.dtype).equal(value) for name, value in expected.items())

@@ -29,6 +29,8 @@ def _runs() -> list[Run]:
     ):
         flags = {"frozen": number % 3 == 0, "tied": number % 2 == 0, "groups": 1 + number // 2 % 2}
         optimizer = OPTIMIZERS[number % 4]
+        if optimizer == "Adagrad":
+            flags["groups"] = 1  # DeepSpeed itself fails with more under stages 1 and 2
         runs.append(Run(f"z{stage}w{world}{dtype}", stage, world, dtype, optimizer, **flags))
     return runs
 
