@@ -60,6 +60,7 @@ CONTAINERS = (  # asked in this order: formats with marks of their own before mo
     Known("ckptmap.formats.huggingface.bin_format:HfBin", ".bin"),
     Known("ckptmap.formats.dcp.safetensors_reader:DcpHf", ".safetensors"),
     Known("ckptmap.formats.meta.reader:Consolidated", "consolidated", "consolidated"),
+    Known("ckptmap.formats.deepspeed.reader:ZeroStep", "mp_rank_"),
     Known("ckptmap.formats.megatron.reader:Megatron", "mp_rank_", "mp_rank_"),
     Known("ckptmap.formats.rank_files.reader:RankFiles", ""),
     Known("ckptmap.formats.gguf.reader:GgufFile", ".gguf", b"GGUF"),
@@ -67,6 +68,7 @@ CONTAINERS = (  # asked in this order: formats with marks of their own before mo
     Known("ckptmap.formats.torch_save.format:TorchZip", None, b"PK\3\4"),
 )
 DIRECTORIES = (
+    Known("ckptmap.formats.deepspeed.directory:DeepSpeed", "latest"),
     Known("ckptmap.formats.frameworks.trainer:Trainer", "trainer_state.json"),
     Known("ckptmap.formats.frameworks.verl:Verl", "model_world_size_"),
     Known("ckptmap.formats.frameworks.accelerate:Accelerate", ""),

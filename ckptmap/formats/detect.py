@@ -88,11 +88,6 @@ SIDE_FILES = re.compile(
 ZERO_PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
 """Files of DeepSpeed. Under ZeRO-3 the weights in them are empty placeholders, which would convert
 without an error."""
-ZERO_MODEL = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
-"""Files of a step. Beside them ds_to_universal makes a folder `zero`, which has a folder for each weight."""
-_OF_UNIVERSAL = (
-    "convert the checkpoint that it was made of, in whose directory: python zero_to_fp32.py . OUT"
-)
 DCP_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 SHARD = re.compile(r".+-\d{5}-of-(\d{5})\.(safetensors|bin)")
 
@@ -128,20 +123,15 @@ def _refuse_part(place: Place) -> None:
             f"{path}: is not complete: ckptmap publishes it now, or was killed while it did ({PENDING})",
             "wait, or run the command that wrote it again, which finishes it",
         )
-    names = place.names if place.is_dir else (path.name,)
-    if place.is_dir and "zero" in names and any(map(ZERO_MODEL.fullmatch, names)):
-        raise SourceError(
-            "CKM111", f"{path}: is a universal checkpoint of DeepSpeed", _OF_UNIVERSAL
-        )
-    if any(map(ZERO_PART.fullmatch, names)):
-        kind = "a DeepSpeed checkpoint" if place.is_dir else "a part of a DeepSpeed checkpoint"
+    if place.is_dir:
+        return
+    if ZERO_PART.fullmatch(path.name):
         raise SourceError(
             "CKM111",
-            f"{path}: is {kind}, whose files do not record the shapes of the whole tensors",
-            "convert it first with its own script, which is in the directory above: "
-            f"cd {quote(str(path.parent if place.is_dir else path.parent.parent))} && python zero_to_fp32.py . OUT",
+            f"{path}: is the part of one rank of a DeepSpeed checkpoint",
+            f"give the path of the directory: {quote(str(path.parent))}",
         )
-    if not place.is_dir and DCP_PART.fullmatch(path.name):
+    if DCP_PART.fullmatch(path.name):
         raise SourceError(
             "CKM111",
             f"{path}: is one file of a DCP directory",
@@ -297,8 +287,6 @@ def _of_file(place: Place) -> SourceError:
 MARKS: tuple[tuple[str, str, str], ...] = (
     (r"\.metadata\.tmp", "an unfinished DCP save (only .metadata.tmp)", "use an earlier checkpoint"),
     (r"__\d+\.metadata", "a DCP save with one metadata file per rank (use_collectives=False)", "save it again with use_collectives=True"),
-    (r"zero_to_fp32\.py|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "convert it first with its own script: cd {} && python zero_to_fp32.py . OUT"),
-    (r"latest_universal", "a universal checkpoint of DeepSpeed", _OF_UNIVERSAL),
     (r"adapter_config\.json", "a peft adapter without its base weights", ""),  # merge_step
     (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; if there is none, the save did not finish: use an earlier checkpoint"),
     (r".*\.ggml", "GGML weights", "convert them from the original safetensors"),
@@ -341,7 +329,10 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
         )
     names_text = ", ".join(place.names[:6]) + (", ..." if len(place.names) > 6 else "")
     description, hint = "a directory without a checkpoint", "check the path"
-    if any(map(BESIDE_WEIGHTS.fullmatch, place.names)):
+    if "zero_to_fp32.py" in place.names:
+        description = "the directory of a DeepSpeed checkpoint without the folder of its step"
+        hint = "copy the folder here that the file latest names, or give its path"
+    elif any(map(BESIDE_WEIGHTS.fullmatch, place.names)):
         description = "a directory of a model's config and tokenizer without its weights"
         hint = "give the directory that holds the weights too, or fetch them: hf download REPO"
     return SourceError("CKM111", f"{place.path}: is {description}; it holds {names_text}", hint)

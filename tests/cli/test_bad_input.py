@@ -12,8 +12,6 @@ import pickle
 import re
 import shutil
 import struct
-import subprocess
-import sys
 import tarfile
 import warnings
 import zipfile
@@ -571,16 +569,36 @@ def peft_adapter(folder: Path) -> Path:
     return folder
 
 
-@bad("a DeepSpeed checkpoint")
-def deepspeed(folder: Path) -> Path:
+@bad("the directory of a DeepSpeed checkpoint without the folder of its step")
+def deepspeed_without_step(folder: Path) -> Path:
     (folder / "zero_to_fp32.py").touch()
     (folder / "latest").write_text("global_step1")
     return folder
 
 
-@bad("a DeepSpeed checkpoint, whose files do not record the shapes")
+@bad("latest names global_step2, which is not there; found global_step1")
+def deepspeed_latest_is_missing(folder: Path) -> Path:
+    (folder / "latest").write_text("global_step2")
+    (folder / "global_step1").mkdir()
+    saved(
+        folder / "global_step1",
+        {"optimizer_state_dict": {}},
+        name="zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    )
+    return folder
+
+
+@bad("has no mp_rank_00_model_states.pt, which names the weights and their shapes")
+def deepspeed_without_model(folder: Path) -> Path:
+    saved(
+        folder, {"optimizer_state_dict": {}}, name="bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    )
+    return folder
+
+
+@bad("is a partition of DeepSpeed .stage not stated. without its fp32 weights")
 def deepspeed_step(folder: Path) -> Path:
-    """Pointed at below the mark: the names of rank files, and an "optimizer" that is nothing."""
+    """The names of rank files, and an "optimizer" that is nothing."""
     saved(folder, {"module": WEIGHTS, "optimizer": None}, name="mp_rank_00_model_states.pt")
     saved(
         folder, {"optimizer_state_dict": {}}, name="bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -588,9 +606,9 @@ def deepspeed_step(folder: Path) -> Path:
     return folder
 
 
-@bad("is a universal checkpoint of DeepSpeed")
+@bad("zero: has w, which the model file does not list")
 def deepspeed_universal(folder: Path) -> Path:
-    """As ds_to_universal leaves it: without the script, which its hint names for another directory."""
+    """A folder of a parameter that is of another model."""
     saved(folder, {"module": WEIGHTS}, name="mp_rank_00_model_states.pt")
     (folder / "zero" / "w").mkdir(parents=True)
     saved(folder / "zero" / "w", {"param": torch.ones(2)}, name="fp32.pt")
@@ -604,7 +622,7 @@ def zeros(folder: Path) -> Path:
     return folder / "model.pt"
 
 
-@bad("a part of a DeepSpeed checkpoint")
+@bad("is the part of one rank of a DeepSpeed checkpoint")
 def deepspeed_zero3_file(folder: Path) -> Path:
     """Its weights are placeholders: converted, they would be a model of nothing."""
     empty = {name: torch.empty(0) for name in WEIGHTS}
@@ -795,21 +813,3 @@ def test_a_working_directory_that_is_gone(
     out = capsys.readouterr()
     assert out.err.startswith(f"error[{code}]: ") and out.err.count("\n") == 2, out.err
     assert not out.out and not (tmp_path / "dst").exists()
-
-
-def test_the_script_of_deepspeed_is_named_with_its_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The command of the hint runs as it stands, whatever the working directory."""
-    run = tmp_path / "it's a run"
-    step = run / "global_step1"
-    step.mkdir(parents=True)
-    (run / "zero_to_fp32.py").write_text("open('found', 'w')")
-    part = step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    torch.save({}, part)
-    for path in (run, step, part):
-        assert main(["inspect", str(path)]) == 2
-        command = capsys.readouterr().err.partition("hint: ")[2].strip()
-        command = "cd " + command.partition(": cd ")[2].replace("python ", f"{sys.executable} ")
-        subprocess.run(["bash", "-c", command], check=True, cwd=tmp_path)
-        (run / "found").unlink()

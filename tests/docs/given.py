@@ -80,6 +80,15 @@ def lora(path: Path, writers: Callable[[], Writers]) -> None:
     saved(path.parent, llama(torch.bfloat16), target_modules=["q_proj", "v_proj"])
 
 
+def zero(path: Path, writers: Callable[[], Writers]) -> None:
+    """What Trainer saved under DeepSpeed's ZeRO-2 on two ranks."""
+    from tests.golden.deepspeed.make_deepspeed import unpack
+
+    unpack(path.parent / "samples")
+    shutil.move(path.parent / "samples" / "trainer" / "checkpoint-2", path)
+    shutil.rmtree(path.parent / "samples")
+
+
 def four_bit(path: Path, writers: Callable[[], Writers]) -> None:
     """A model in packed int4, as compressed-tensors saves it."""
     from compressed_tensors.quantization import QuantizationArgs
@@ -116,6 +125,7 @@ GIVEN: Mapping[str, Mapping[str, Make]] = {
         "checkpoint-2": partial(directory, "trainer_fsdp_sharded_w2/checkpoint-2"),
         **BASE,
     },
+    "recipes/deepspeed.md": {"checkpoint-2": zero},
     "recipes/rank-files-to-hf.md": {"global_step_2": partial(directory, "verl_w2"), **BASE},
     "recipes/qlora-fsdp2.md": BASE,
     "recipes/another-world-size.md": {"step-100": partial(case, "fsdp2_dcp_optimizer_w2")},

@@ -22,6 +22,7 @@ from tests.docs.given import (
     lora,
     plain_state_dict,
     training_script,
+    zero,
 )
 from tests.docs.page import output
 from tests.support.paths import GOLDEN, ROOT
@@ -64,6 +65,7 @@ GIVEN: dict[str, Make] = {
     "run": TRAINER,
     "checkpoint-500": partial(directory, "trainer_w1/checkpoint-2"),
     "last.ckpt": lightning,
+    "zero-run": zero,
     "actor": partial(directory, "verl_w2/actor"),
     "base": hub_model,
     "model": four_bit,
@@ -103,7 +105,7 @@ def test_row(
 
 
 def test_the_table_has_its_rows() -> None:
-    assert len(ROWS) == 16  # and one on paths of the Hub, which recipes/hub.md runs
+    assert len(ROWS) == 18  # and one on paths of the Hub, which recipes/hub.md runs
 
 
 def test_the_python_of_the_readme_names_what_there_is() -> None:

@@ -46,18 +46,18 @@ def put_truth(folder: Path, found: dict[str, Tensor], rank: int = 0) -> None:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    return _under("weights/", folder)
+    return under("weights/", folder)
 
 
 def moments(folder: Path) -> dict[str, dict[str, Tensor]]:
     """By the parameter's name."""
     found: dict[str, dict[str, Tensor]] = {}
-    for key, value in _under("optimizer/", folder).items():
+    for key, value in under("optimizer/", folder).items():
         name, _, state = key.rpartition("/")
         found.setdefault(name, {})[state] = value
     return found
 
 
-def _under(prefix: str, folder: Path) -> dict[str, Tensor]:
+def under(prefix: str, folder: Path) -> dict[str, Tensor]:
     saved = load_file(folder / FILE)
     return {k.removeprefix(prefix): v for k, v in saved.items() if k.startswith(prefix)}
