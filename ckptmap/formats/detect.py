@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptmap.core.formatting import some
+from ckptmap.core.formatting import natural, some
 from ckptmap.core.printable import join, quote
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
@@ -23,11 +23,6 @@ from ckptmap.storage.peft_adapter import ADAPTER_CONFIG, merge_step
 from ckptmap.storage.resource_limits import or_resource_error
 
 HEAD_NBYTES = 512
-
-
-def natural(name: str) -> list[tuple[int, int | str]]:
-    """Return a sort key that puts rank_2 before rank_10."""
-    return [(0, int(s)) if s.isdecimal() else (1, s) for s in re.split(r"(\d+)", name)]
 
 
 def look(path: Path, mounts: Mounts | None = None) -> Place:
@@ -94,6 +89,9 @@ _OF_UNIVERSAL = (
     "convert the checkpoint that it was made of, in whose directory: python zero_to_fp32.py . OUT"
 )
 DCP_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+UNFINISHED = (
+    "tmp_"  # begins the name of a directory of torch_checkpointing until all ranks have written it
+)
 SHARD = re.compile(r".+-\d{5}-of-(\d{5})\.(safetensors|bin)")
 
 
@@ -141,12 +139,24 @@ def _refuse_part(place: Place) -> None:
             "convert it first with its own script, which is in the directory above: "
             f"cd {quote(str(path.parent if place.is_dir else path.parent.parent))} && python zero_to_fp32.py . OUT",
         )
-    if not place.is_dir and DCP_PART.fullmatch(path.name):
+    kind = "" if place.is_dir else _rank_file(path, place.mounts)
+    if kind:
         raise SourceError(
             "CKM111",
-            f"{path}: is one file of a DCP directory",
+            f"{path}: is one file of {kind}",
             f"give the path of the directory: {quote(str(path.parent))}",
         )
+
+
+def _rank_file(path: Path, mounts: Mounts) -> str:
+    """Return what a file is a part of that holds parts of tensors and does not tell so; "": nothing."""
+    if DCP_PART.fullmatch(path.name):
+        return "a DCP directory"
+    if path.suffix != ".safetensors" or not path.with_name("metadata.pkl").is_file():
+        return ""
+    from ckptmap.formats.torch_checkpointing.metadata import is_one_of_several
+
+    return "a torch_checkpointing directory" if is_one_of_several(path, mounts) else ""
 
 
 def _left_beside(place: Place) -> tuple[str, ...]:
@@ -386,4 +396,4 @@ def _candidates(place: Place, is_checkpoint: Callable[[Place], bool]) -> list[st
                 ]
         except SourceError:
             continue
-    return names
+    return [name for name in names if not name.startswith(UNFINISHED)] or names
