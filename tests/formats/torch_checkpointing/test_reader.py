@@ -124,6 +124,38 @@ def test_nothing_differs_from_its_conversion(saves: Saves, tmp_path: Path) -> No
     assert report.same == 14 + 33 + 2 + 1 + 2  # weights, moments, ema, ntokens, random
 
 
+def test_names_of_torchtitan(tmp_path: Path) -> None:
+    """A model in torchtitan's names, weights and moments, becomes that of transformers by `--names hf`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.ranks.torch_checkpointing_saves import manager
+
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(8).view(1, 8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    ckptmap.save(tmp_path / "hf", model, optimizer).wait()
+    config.save_pretrained(tmp_path / "hf")
+    given: dict[str, Any] = {"to": "full", "config_from": tmp_path / "hf/config.json"}
+    ckptmap.convert(tmp_path / "hf", tmp_path / "titan.pt", names="llama/torchtitan", **given)
+    titan = torch.load(tmp_path / "titan.pt")
+    assert "layers.1.attention.qkv_linear.wq.weight" in titan["model"]
+    manager({}).save(
+        str(tmp_path / "step-10"), {"model": titan["model"], "optimizer": titan["optimizer"]}
+    )
+    ckptmap.convert(tmp_path / "step-10", tmp_path / "again.pt", names="hf", **given)
+    again = torch.load(tmp_path / "again.pt")
+    assert again["model"].keys() == model.state_dict().keys()
+    assert all(torch.equal(again["model"][k], v) for k, v in model.state_dict().items())
+    for fqn, param in model.named_parameters():
+        for name, value in optimizer.state[param].items():
+            assert torch.equal(again["optimizer"]["state"][fqn][name], value), (fqn, name)
+
+
 def test_claims_nothing_else(saves: Saves, tmp_path: Path) -> None:
     """Neither epochs that one process saved side by side, nor another program's metadata.pkl."""
     for epoch in (0, 1):
