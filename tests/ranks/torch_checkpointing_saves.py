@@ -132,7 +132,21 @@ def _wrapped(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
-MESHES = {"plain": plain, "fsdp2": fsdp2, "hsdp": hsdp, "tp": tp}
+def stages(model: nn.Module) -> nn.Module:
+    """Two stages of a pipeline, each with FSDP2 over a mesh of its own; a buffer that the last one alone has."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
+    last = mesh.get_local_rank("pp") == 1
+    model.blocks[0 if last else 1] = nn.Identity()  # type: ignore[index,operator]
+    if last:
+        model.embed = nn.Identity()
+        model.register_buffer("late", torch.arange(4.0))
+    else:
+        model.head = nn.Identity()
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+MESHES = {"plain": plain, "fsdp2": fsdp2, "hsdp": hsdp, "tp": tp, "stages": stages}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda named: torch.optim.AdamW(named, lr=1e-2, foreach=False),
     "sgd": lambda named: torch.optim.SGD(named, lr=1e-2, momentum=0.9, foreach=False),
@@ -191,7 +205,13 @@ def made(case: Case) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     optimizer = None
     if case.optimizer:
         optimizer = OPTIMIZERS[case.optimizer]([*model.named_parameters()])
-    trained(model, optimizer)
+    if case.mesh == "stages":  # a stage alone cannot run forward
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        assert optimizer is not None
+        optimizer.step()
+    else:
+        trained(model, optimizer)
     return model, optimizer
 
 
@@ -201,7 +221,8 @@ def items(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer | None)
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         state["optimizer"] = optimizer_item(model, optimizer, case.form)
-    state["ema"] = {"shadows": [model.state_dict()["head.bias"], torch.arange(3)], "decay": 0.5}
+    average = model.state_dict().get("head.bias")
+    state["ema"] = {"shadows": [] if average is None else [average, torch.arange(3)], "decay": 0.5}
     state |= {"step": 10, "train_state": {"ntokens": torch.tensor(20), "loss": None}}
     state["dataloader"] = {f"dp_rank_{rank}": bytes([rank]), "world_size": dist.get_world_size()}
     state["random"] = {"cpu": torch.tensor([rank, 1]), "seed": 5}
@@ -225,6 +246,13 @@ def main(folder: str) -> None:
             saves.save(f"{folder}/{name}/step-{step}", state)
         saves.close()
         truth = whole({key: state[key] for key in ("model", "optimizer", "ema") if key in state})
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, truth)
+        for other in of_ranks:  # those of the stages; else all are the same
+            truth["model"] |= other["model"]
+            truth["ema"] = max(truth["ema"], other["ema"], key=lambda ema: len(ema["shadows"]))
+            if "state" in truth.get("optimizer", {}):
+                truth["optimizer"]["state"] |= other["optimizer"]["state"]
         if dist.get_rank() == 0:
             torch.save(truth, Path(folder) / name / "truth.pt")
 

@@ -1,6 +1,6 @@
 """Which saves of torch_checkpointing the tests make: by world size and name.
 
-mesh       how the model lies on the ranks: plain, fsdp2, hsdp, tp (with FSDP2 over it)
+mesh       how the model lies on the ranks: plain, fsdp2, hsdp, tp (with FSDP2 over it), stages of a pipeline
 optimizer  "", or adamw, sgd
 form       of the optimizer item: `v1` as the library's own transform makes it, `flat` as torchtitan saves
            it, `index` as `optimizer.state_dict()` returns it
@@ -45,6 +45,7 @@ CASES: Mapping[int, Mapping[str, Case]] = {
         "hsdp": Case("hsdp", "adamw", layouts={"model": "safetensors"}),
         "tp": Case("tp", "sgd"),
         "tp_safe": Case("tp", "adamw", "flat", {"model": "safetensors"}),
+        "stages": Case("stages", "adamw"),
         "none": Case("hsdp", is_half=True),
     },
 }  # fmt: skip

@@ -11,7 +11,7 @@ their names alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import isfile
 from pathlib import Path as FilePath
@@ -52,49 +52,15 @@ class ItemFiles:
 def item_files(root: str, names: Sequence[str], metadata: StatedItems | None) -> list[ItemFiles]:
     """Return the items in the order in which they are read.
 
-    Raise SourceError CKM110 if `metadata.pkl` lists a file that is missing, CKM116 if it lists one outside
-    the directory, CKM109 for another format of files with tensors.
+    Raise SourceError CKM110 if `metadata.pkl` lists a file that is missing, or a rank has two files, CKM116 if
+    it lists a file outside the directory, CKM109 for another format of files with tensors.
     """
     where = str(FilePath(root) / METADATA)
-    items = [
-        _listed(root, key, item, where)
-        for key, item in (metadata.items if metadata else {}).items()
-    ]
-    taken = {file for item in items for file in item.files.values()}
-    return [*items, *_unlisted(root, names, {item.key for item in items}, taken)]
-
-
-def _listed(root: str, key: str, item: StatedItem, where: str) -> ItemFiles:
-    forms = {form for _, form in item.layouts.values()} or {TORCH}
-    if not forms <= {TORCH, SAFETENSORS} or len(forms) > 1:
-        raise SourceError(
-            "CKM109",
-            f"{where}: item {key!r}: files of {' and '.join(sorted(forms))}, expected {TORCH} or {SAFETENSORS}",
-            "save the item with one of these layouts",
-        )
-    files = {}
-    for rank, (name, _) in sorted(item.layouts.items()):
-        path = inside(root, name, where)
-        if not isfile(path):
-            raise incomplete(root, f"{name}, which {METADATA} lists for rank {rank}, is missing")
-        files[rank] = path
-    for rank in _ranks(item) - files.keys():
-        default = str(FilePath(root) / f"{key}_{rank}.pt")
-        if isfile(default):
-            files[rank] = default
-    return ItemFiles(key, files, forms.pop(), item)
-
-
-def _ranks(item: StatedItem) -> set[int]:
-    return {rank for ways in item.tensors.values() for way in ways for rank in way.ranks}
-
-
-def _unlisted(
-    root: str, names: Sequence[str], keys: Iterable[str], taken: set[str]
-) -> list[ItemFiles]:
-    """Return the items that `metadata.pkl` does not list, and files of listed ones that it does not know."""
     by_rank: dict[str, dict[int, str]] = {}
-    alone: list[ItemFiles] = []
+    alone: dict[str, ItemFiles] = {}
+    stated = metadata.items if metadata is not None else {}
+    layouts = {key: _listed_files(root, item, where) for key, item in stated.items()}
+    taken = {file for files in layouts.values() for file in files.values()}
     for name in names:
         path = str(FilePath(root) / name)
         default, one = DEFAULT_FILE.fullmatch(name), _ONE_FILE.fullmatch(name)
@@ -104,18 +70,45 @@ def _unlisted(
             by_rank.setdefault(default["key"], {})[int(default["rank"])] = path
         elif one is not None:
             form = JSON if name.endswith(".json") else TORCH
-            alone.append(ItemFiles(one["key"], {0: path}, form))
-    items = [ItemFiles(key, files) for key, files in by_rank.items()]
-    for item in items:
-        if item.key in keys:
-            ranks = sorted(item.files)
-            raise SourceError(
-                "CKM110",
-                f"{item.files[ranks[0]]}: rank {ranks[0]} of item {item.key!r}, which {METADATA} does not list",
-                "move files that an earlier save of more ranks left here to another directory",
-            )
-    known = {*keys, *by_rank}
-    return [*items, *(item for item in alone if item.key not in known)]
+            alone.setdefault(one["key"], ItemFiles(one["key"], {0: path}, form))
+    items = [
+        _stated_item(key, item, layouts[key], by_rank.pop(key, {}), where)
+        for key, item in stated.items()
+    ]
+    items += [ItemFiles(key, files) for key, files in by_rank.items()]
+    known = {item.key for item in items}
+    return [*items, *(item for key, item in alone.items() if key not in known)]
+
+
+def _listed_files(root: str, item: StatedItem, where: str) -> dict[int, str]:
+    """Return the files at the paths that `metadata.pkl` lists."""
+    files = {}
+    for rank, (name, _) in sorted(item.layouts.items()):
+        files[rank] = inside(root, name, where)
+        if not isfile(files[rank]):
+            raise incomplete(root, f"{name}, which {METADATA} lists for rank {rank}, is missing")
+    return files
+
+
+def _stated_item(
+    key: str, item: StatedItem, listed: Mapping[int, str], default: Mapping[int, str], where: str
+) -> ItemFiles:
+    forms = {form for _, form in item.layouts.values()} or {TORCH}
+    if not forms <= {TORCH, SAFETENSORS} or len(forms) > 1 or (default and forms != {TORCH}):
+        found = sorted(forms | ({TORCH} if default else set()))
+        raise SourceError(
+            "CKM109",
+            f"{where}: item {key!r}: files of {' and '.join(found)}, expected {TORCH} or {SAFETENSORS}",
+            "copy the directory again, or save the item with one of these layouts",
+        )
+    twice = next((rank for rank in default if rank in listed), None)
+    if twice is not None:
+        raise SourceError(
+            "CKM110",
+            f"{default[twice]}: rank {twice} of item {key!r}, for which {METADATA} lists {listed[twice]}",
+            "move the one that an earlier save left here to another directory",
+        )
+    return ItemFiles(key, {**listed, **default}, forms.pop(), item)
 
 
 def check_ranks(root: str, items: Sequence[ItemFiles], world: int, of_all: Collection[str]) -> None:

@@ -160,7 +160,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "path": (lambda tree: _layout(tree, "../model_0.pt"), "CKM116"),
     "absolute": (lambda tree: _layout(tree, "/tmp/model_0.pt"), "CKM116"),
-    "json": (lambda tree: _layout(tree, "model_0.pt", "JsonSerialization"), "CKM109"),
+    "json": (lambda tree: _layout(tree, "step_0.pt", "JsonSerialization"), "CKM109"),
     "gone": (lambda tree: _layout(tree, "nowhere.pt"), "CKM110"),
 }  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,15 @@ from tests.support.torch_checkpointing_cases import CASES
 pytestmark = pytest.mark.ranks
 Saves = Callable[[int, str], Path]
 ALL = [(world, name) for world, cases in CASES.items() for name in cases]
-TELLING = [(1, "plain"), (2, "plain"), (2, "fsdp2"), (4, "fsdp2"), (4, "tp"), (4, "none")]
+TELLING = [
+    (1, "plain"),
+    (2, "plain"),
+    (2, "fsdp2"),
+    (4, "fsdp2"),
+    (4, "tp"),
+    (4, "stages"),
+    (4, "none"),
+]
 """Cases whose files can be joined without `metadata.pkl`."""
 
 
@@ -79,6 +89,40 @@ def test_a_later_save_that_only_metadata_can_join(saves: Saves, tmp_path: Path) 
     assert command[0] == "cp"
     shutil.copy(command[1], command[2])  # what the hint says
     check(folder / "step-20", torch.load(folder / "truth.pt"))
+
+
+def test_metadata_of_version_1(saves: Saves, tmp_path: Path) -> None:
+    """It lists the paths of all items in one dict, and the layouts by rank. The library reads it, too."""
+    from torch_checkpointing.distributed_metadata import DistributedMetadata
+
+    save = tmp_path / "save"
+    shutil.copytree(saves(2, "layouts") / "step-10", save)
+    new = pickle.loads((save / "metadata.pkl").read_bytes())
+    old: dict[str, Any] = {"world_size": 2, "metadata": {}, "rank_to_layout_info_mappings": {}}
+    for key, item in new["metadata"].items():
+        for path, groups in item["nested_path_to_metadata"].items():
+            old["metadata"][json.dumps([key, *json.loads(path)])] = groups
+        for rank, layout in item["rank_to_layout_info"].items():
+            old["rank_to_layout_info_mappings"].setdefault(rank, {})[key] = layout
+    assert DistributedMetadata.from_dict(old) == DistributedMetadata.from_dict(new)
+    (save / "metadata.pkl").write_bytes(pickle.dumps(old))
+    check(save, torch.load(saves(2, "layouts") / "truth.pt"))
+
+
+def test_consolidated_copies_beside_the_parts(saves: Saves, tmp_path: Path) -> None:
+    """The library's own consolidation writes a Hugging Face directory into the save itself."""
+    from torch_checkpointing.hf.consolidation import consolidate_hf_safetensors_checkpoint
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    save = tmp_path / "save"
+    shutil.copytree(saves(2, "layouts") / "step-10", save)
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    consolidate_hf_safetensors_checkpoint(str(save), storage_config=storage)
+    assert (save / "model.safetensors.index.json").exists()
+    check(save, torch.load(saves(2, "layouts") / "truth.pt"))
+    with ckptmap.open(save) as ckpt:
+        assert ckpt.index.container == "torch-checkpointing"
+        assert ckpt.notes == ["left behind: blob.bin, model-00001-of-00001.safetensors"]
 
 
 def test_the_other_items(saves: Saves) -> None:
