@@ -70,6 +70,14 @@ def _placed(item: ItemFiles, key: str, way: Sharding, rank: int, local: StoredTe
     dtype than the place that `metadata.pkl` has for it."""
     coordinate = way.coordinate(rank)
     assert coordinate is not None
+    dims = [cut.dim for cut in way.cuts if way.mesh[cut.axis] > 1]
+    if len({*dims}) < len(dims) and all(cut.split == 1 for cut in way.cuts):
+        raise SourceError(
+            "CKM112",
+            f"{item.files[rank]}: tensor {key!r}: dims {dims} are cut over several mesh dims, and {METADATA} does not"
+            " tell in which order: torch_checkpointing 0.1.0 leaves out split factors",
+            "save the item in torch.save form, or with torch_checkpointing 0.1.1",
+        )
     geometry = geometry_of(way.info.shape, way.mesh, coordinate, way.cuts)
     expected = TensorInfo(geometry.sizes, way.info.dtype)
     is_empty = not expected.numel and not local.info.numel

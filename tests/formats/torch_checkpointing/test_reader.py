@@ -109,6 +109,28 @@ def test_metadata_of_version_1(saves: Saves, tmp_path: Path) -> None:
     check(save, torch.load(saves(2, "layouts") / "truth.pt"))
 
 
+@pytest.mark.parametrize("name", ["tp", "tp_safe"])
+def test_metadata_without_split_factors(saves: Saves, tmp_path: Path, name: str) -> None:
+    """As 0.1.0 writes them: DTensors in the files still tell the order of the cuts, bare parts do not."""
+    save = tmp_path / "save"
+    shutil.copytree(saves(4, name) / "step-10", save)
+    tree = pickle.loads((save / "metadata.pkl").read_bytes())
+    changed = 0
+    for item in tree["metadata"].values():
+        for groups in item["nested_path_to_metadata"].values():
+            for placement in groups[0]["sharding_metadata"]["data"]["placements"]:
+                if placement.pop("split_factor", None) is not None:
+                    placement["type"], changed = "Shard", changed + 1
+    assert changed
+    (save / "metadata.pkl").write_bytes(pickle.dumps(tree))
+    if name == "tp":
+        check(save, torch.load(saves(4, "tp") / "truth.pt"))
+        return
+    with pytest.raises(SourceError, match="does not tell in which order") as refused:
+        ckptmap.open(save)
+    assert refused.value.code == "CKM112"
+
+
 def test_consolidated_copies_beside_the_parts(saves: Saves, tmp_path: Path) -> None:
     """The library's own consolidation writes a Hugging Face directory into the save itself."""
     from torch_checkpointing.hf.consolidation import consolidate_hf_safetensors_checkpoint
