@@ -56,6 +56,8 @@ class Known(NamedTuple):
 CONTAINERS = (  # asked in this order: formats with marks of their own before more general ones
     Known("ckptmap.formats.megatron.dcp_reader:DcpMegatron", ".metadata"),
     Known("ckptmap.formats.dcp.reader:Dcp", ".metadata"),
+    Known("ckptmap.formats.torch_checkpointing.reader:TorchCheckpointing", "metadata.pkl"),
+    Known("ckptmap.formats.torch_checkpointing.reader:TorchCheckpointing", "_0."),
     Known("ckptmap.formats.huggingface.format:HfDirectory", ".safetensors"),
     Known("ckptmap.formats.huggingface.bin_format:HfBin", ".bin"),
     Known("ckptmap.formats.dcp.safetensors_reader:DcpHf", ".safetensors"),

@@ -1,7 +1,8 @@
-"""Counts, sizes and the errors of other libraries as short text for people."""
+"""Counts, sizes, names in order and the errors of other libraries as short text for people."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,11 @@ def some(names: Sequence[object], shown: int = FEW) -> str:
     if len(names) <= shown + (shown > 1):  # the last of several is no longer than "and 1 more"
         return ", ".join(map(str, names))
     return f"{', '.join(map(str, names[:shown]))} and {len(names) - shown:,} more"
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """Return a sort key that puts rank_2 before rank_10."""
+    return [(0, int(s)) if s.isdecimal() else (1, s) for s in re.split(r"(\d+)", name)]
 
 
 def human(nbytes: int) -> str:

@@ -26,6 +26,10 @@ ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
 """Types of plain values that hold no others. A random state has hundreds of them, so they are passed by first."""
 
 
+PER_RANK = "per_rank"
+"""Key of the values of each rank among the extra values: `extra.per_rank.rank3.NAME` are those of rank 3."""
+
+
 def by_rank(leaf: Leaf) -> Sequence[Leaf]:
     """Return the value of a leaf for each rank; one value if the leaf is not split by rank."""
     return leaf.values if isinstance(leaf, PerRank) else (leaf,)

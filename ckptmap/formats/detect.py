@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptmap.core.formatting import some
+from ckptmap.core.formatting import natural, some
 from ckptmap.core.printable import join, quote
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
@@ -23,11 +23,6 @@ from ckptmap.storage.peft_adapter import ADAPTER_CONFIG, merge_step
 from ckptmap.storage.resource_limits import or_resource_error
 
 HEAD_NBYTES = 512
-
-
-def natural(name: str) -> list[tuple[int, int | str]]:
-    """Return a sort key that puts rank_2 before rank_10."""
-    return [(0, int(s)) if s.isdecimal() else (1, s) for s in re.split(r"(\d+)", name)]
 
 
 def look(path: Path, mounts: Mounts | None = None) -> Place:
@@ -89,6 +84,8 @@ ZERO_PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim
 """Files of DeepSpeed. Under ZeRO-3 the weights in them are empty placeholders, which would convert
 without an error."""
 DCP_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+UNFINISHED = "tmp_"
+"""How the name of a directory of torch_checkpointing begins until all ranks have written it."""
 SHARD = re.compile(r".+-\d{5}-of-(\d{5})\.(safetensors|bin)")
 
 
@@ -131,12 +128,23 @@ def _refuse_part(place: Place) -> None:
             f"{path}: is the part of one rank of a DeepSpeed checkpoint",
             f"give the path of the directory: {quote(str(path.parent))}",
         )
-    if DCP_PART.fullmatch(path.name):
+    if kind := _rank_file(path, place.mounts):
         raise SourceError(
             "CKM111",
-            f"{path}: is one file of a DCP directory",
+            f"{path}: is one file of {kind}",
             f"give the path of the directory: {quote(str(path.parent))}",
         )
+
+
+def _rank_file(path: Path, mounts: Mounts) -> str:
+    """Return what a file is a part of that holds parts of tensors and does not tell so; "": nothing."""
+    if DCP_PART.fullmatch(path.name):
+        return "a DCP directory"
+    if path.suffix != ".safetensors" or not path.with_name("metadata.pkl").is_file():
+        return ""
+    from ckptmap.formats.torch_checkpointing.metadata import is_one_of_several
+
+    return "a torch_checkpointing directory" if is_one_of_several(path, mounts) else ""
 
 
 def _left_beside(place: Place) -> tuple[str, ...]:
@@ -377,4 +385,4 @@ def _candidates(place: Place, is_checkpoint: Callable[[Place], bool]) -> list[st
                 ]
         except SourceError:
             continue
-    return names
+    return [name for name in names if not name.startswith(UNFINISHED)] or names

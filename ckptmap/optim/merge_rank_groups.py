@@ -59,7 +59,7 @@ def _merge(leaf: PerRank) -> list[_MergedGroup] | None:
     for number, group in _groups_of_ranks(leaf):
         if not isinstance(group, dict):
             return None
-        params = group.get(PARAMS)
+        params = group.get(PARAMS, group.get(NAMES))
         if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
             return None
         group_to_join = next((other for other in merged if other.takes(number, group)), None)

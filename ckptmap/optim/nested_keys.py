@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptmap.core.state_paths import ListIndex
-from ckptmap.optim.state import GROUPS, PARAMS, STATE, Optimizer, ParamGroup, StateKeys, StateValue
+from ckptmap.optim.state import (
+    FORMAT_VERSION,
+    GROUPS,
+    NAMES,
+    PARAMS,
+    STATE,
+    Optimizer,
+    ParamGroup,
+    StateKeys,
+    StateValue,
+)
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Leaf, Path
 
@@ -23,18 +33,19 @@ def read_nested(leaves: Mapping[Path, Leaf]) -> StateKeys | None:
     hyper: dict[Path, tuple[int, Path]] = {}
     params: dict[int, list[str]] = {}
     rest: list[Path] = []
+    listed = {str(path[1]) for path in leaves if path[0] == GROUPS and path[2:3] == (PARAMS,)}
     for path, leaf in leaves.items():
         if path[0] == STATE and len(path) > 1:
             state[path] = (str(path[1]), path[2:])
         elif path[0] == GROUPS and len(path) > 2 and str(path[1]).isdigit():
             number = int(path[1])
             params.setdefault(number, [])
-            if path[2] == PARAMS:
+            if path[2] == PARAMS or (path[2:] == (NAMES,) and str(number) not in listed):
                 params[number] += _keys(leaf)
             else:
                 hyper[path] = (number, path[2:])
-        elif path not in ((STATE,), (GROUPS,)) or leaf:  # an empty dict or list is nothing
-            rest.append(path)
+        elif path != (FORMAT_VERSION,) and (path not in ((STATE,), (GROUPS,)) or leaf):
+            rest.append(path)  # an empty dict or list is nothing
     if not (state or params):
         return None
     at = {number: place for place, number in enumerate(sorted(params))}

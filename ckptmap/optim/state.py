@@ -24,6 +24,9 @@ from ckptmap.tensors import Leaf, Path, PlainValue
 _Value = TypeVar("_Value")
 
 STATE, GROUPS, PARAMS, NAMES = "state", "param_groups", "params", "param_names"
+FORMAT_VERSION = "_optimizer_state_format_version"
+"""What torch_checkpointing's `optimizer_transform_pre` puts beside state that is keyed by name. It leaves PARAMS out
+of the groups, whose NAMES are the keys of the state."""
 """The words of torch.optim's state dicts."""
 SCRATCH = frozenset({"unorm_vec", "gnorm_vec"})
 """Entries of bitsandbytes that each step computes anew. LAMB and LARS keep the norm of the update, of one

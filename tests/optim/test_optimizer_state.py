@@ -221,6 +221,24 @@ def test_numbers_for_steps_and_lists_of_one_optimizer(tmp_path: Path) -> None:
             assert ckpt.extra == {"epoch": 2}
 
 
+def test_groups_that_list_names_and_no_keys(tmp_path: Path) -> None:
+    """torch_checkpointing's `optimizer_transform_pre` keys state by name, and drops `params` from the groups."""
+    transforms = pytest.importorskip("torch_checkpointing.state_transformations")
+    model = tiny(SMALL)
+    optimizer = torch.optim.AdamW([*model.named_parameters()], lr=1e-2)
+    losses(model, optimizer)
+    state = transforms.optimizer_transform_pre(optimizer.state_dict())
+    assert "params" not in state["param_groups"][0]
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "run.pt")
+    ckptmap.convert(tmp_path / "run.pt", tmp_path / "out", to="fsdp2", world_size=2)
+    for path in ("run.pt", "out"):
+        with ckptmap.open(tmp_path / path) as ckpt:
+            assert_state(ckpt, moments_of(model, optimizer))
+            (group,) = ckpt.optimizer_groups
+            assert group["params"] == [name for name, _ in model.named_parameters()]
+            assert not ckpt.optimizer_reader.raw.rest
+
+
 def test_an_optimizer_of_any_name(tmp_path: Path) -> None:
     """A dict of what `optimizer.state_dict()` gives, and nothing else, is one; of two, neither."""
     model = tiny(SMALL)

@@ -113,7 +113,15 @@ def save_gguf(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
     return write_gguf(folder / "some.gguf", held)
 
 
+def save_torch_checkpointing(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    from tests.ranks.torch_checkpointing_saves import manager
+
+    manager({}).save(str(folder / "step-1"), {"model": tensors, "step": 1})
+    return folder / "step-1"
+
+
 ONLY_READ = {
+    "torch-checkpointing": save_torch_checkpointing,
     "gguf": save_gguf,
     "safetensors": save_safetensors,
     "hf-bin": save_bins,

@@ -64,7 +64,7 @@ class DTensorLayout:
             )
         if kinds == {"DTensor"}:
             placed = [(r, read_placed(v, key)) for r, v in enumerate(values) if is_dtensor(v)]
-            return _join_parts(placed, key)
+            return join_placed(placed, key)
         return _join_replicated(values, key)
 
 
@@ -109,7 +109,8 @@ def _first_ranks(ranks: Sequence[int]) -> str:
 # --------------------------------------------------------------------------- parts
 
 
-def _join_parts(parts: Sequence[tuple[int, Placed]], key: str) -> StoredTensor | Cut:
+def join_placed(parts: Sequence[tuple[int, Placed]], key: str) -> StoredTensor | Cut:
+    """Return the whole tensor of which each rank of `parts` holds a part. Raise SourceError as `join`."""
     info = _one_info([(rank, part.info) for rank, part in parts], key)
     _check_meshes(parts, key)
     pieces: list[LocalBox] = []

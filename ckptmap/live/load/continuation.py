@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import as_live
 from ckptmap.core.formatting import counted, some
-from ckptmap.core.state_paths import nest
+from ckptmap.core.state_paths import PER_RANK, nest
 from ckptmap.errors import LoadError
 from ckptmap.live.load import pending_gradients
 from ckptmap.live.load.load_plan import LoadPlan
@@ -92,7 +92,7 @@ class Continuation:
         )  # fmt: skip
         for key in (rng_state.KEY, flat_lowbit.KEY, lbfgs.KEY, beside_params.KEY):
             everything.pop(key, None)
-        self._per_rank = self._own_extra(pop_dict(everything, run_settings.PER_RANK))
+        self._per_rank = self._own_extra(pop_dict(everything, PER_RANK))
         everything.pop(gradients.PENDING, None)
         self._stateful = SavedStates(
             pop_dict(everything, stateful.KEY) if self._saved else {},
@@ -113,7 +113,8 @@ class Continuation:
 
     def _own_extra(self, by_rank: Mapping[str, object]) -> Mapping[str, object]:
         """Return what the rank of this number gave as `extra_per_rank`; empty where other ranks saved."""
-        if not by_rank or self._saved.get("world_size") != self._live["world_size"]:
+        saved = self._saved.get("world_size", len(by_rank))
+        if not by_rank or saved != self._live["world_size"]:
             return {}
         own = by_rank.get(f"rank{self._rank}")
         return own if isinstance(own, Mapping) else {}

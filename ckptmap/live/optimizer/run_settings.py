@@ -65,8 +65,6 @@ NUMBERS = "numbers"
 """Setting of an optimizer: numbers among its attributes, which no state dict has."""
 MODE_ADVICE = "see that model.train() or model.eval() comes before the next step"
 """End of the note on it; a trainer that sets the mode before each step has no use for it."""
-PER_RANK = "per_rank"
-"""Key of the caller's values of each rank among the extra values."""
 
 
 def recorded(checkpoint: Checkpoint) -> Mapping[str, object]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint import base_record
 from ckptmap.core import argument_checks
-from ckptmap.core.state_paths import ListIndex
+from ckptmap.core.state_paths import PER_RANK, ListIndex
 from ckptmap.live.model import (
     integer_keys,
     loaded_bases,
@@ -59,7 +59,7 @@ OWN_NAMES = frozenset(
     {
         run_settings.KEY, rng_state.KEY, flat_lowbit.KEY, module_extra_state.KEY, "scheduler",
         module_extra_state.OF_RANKS, run_settings.SCHEDULERS,
-        run_settings.PER_RANK, gradients.PENDING, stateful.KEY,
+        PER_RANK, gradients.PENDING, stateful.KEY,
         lbfgs.KEY, tuples.KEY, integer_keys.KEY, beside_params.KEY,
     }
 )  # fmt: skip
@@ -102,7 +102,7 @@ def collect(
     if optimizer is not None:
         _hold_optimizer(held, optimizer, mine, left_out, peers)
     put(held, _rank_path(rng_state.KEY, peers), random_state, private=True)
-    put(held, _rank_path(run_settings.PER_RANK, peers), per_rank, private=True)
+    put(held, _rank_path(PER_RANK, peers), per_rank, private=True)
     if scheduler is not None:
         held.settings[run_settings.SCHEDULER] = scheduler_classes(scheduler)
     if peers.rank == 0:
