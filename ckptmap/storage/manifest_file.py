@@ -81,13 +81,13 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
     header than it lists, CKM101 where one of them cannot be read.
     """
     if manifest.read is not None:
-        _check_one_file(manifest, parse(manifest.read(), manifest.file), mounts)
+        _check_one_file(manifest, _of_source(manifest.read(), manifest.file), mounts)
         return
     try:
         data = mounts.local_copy(manifest.file).read_bytes()
     except OSError as error:
         raise unreadable(manifest.file, error) from error
-    document, folder = parse(data, manifest.file), Path(manifest.file).parent
+    document, folder = _of_source(data, manifest.file), Path(manifest.file).parent
     spans: dict[str, list[StatedSum]] = {name: [] for name in document["files"]}
     for name, chunk in _chunks(document):
         spans.setdefault(name, []).append(chunk)
@@ -108,6 +108,20 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
         _check_around(file, entry.get(AROUND), [chunk[:2] for chunk in chunks], mounts, way_out)
         if file not in mounts.stated and any(chunk.sum for chunk in chunks):
             mounts.state(file, [chunk for chunk in chunks if chunk.sum])
+
+
+def _of_source(data: bytes, where: str) -> dict[str, Any]:
+    """Return the manifest of a source. Where it is damaged, the weights may be whole all the same."""
+    try:
+        return parse(data, where)
+    except SourceError as error:
+        error.change_hint(
+            lambda hint: (
+                "to take the weights as they are, add --check-source none"
+                f' (in Python: check_source="none", or verify="none" of load); else {hint}'
+            )
+        )
+        raise
 
 
 def _chunks(document: Mapping[str, Any]) -> Iterator[tuple[str, StatedSum]]:
