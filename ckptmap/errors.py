@@ -8,6 +8,7 @@ nothing is left written, 3 failed while working, 130 interrupted.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from ckptmap.typed_options import as_given
 
@@ -71,6 +72,10 @@ class CkptmapError(Exception):
     @hint.setter
     def hint(self, text: str) -> None:
         self._hint = text
+
+    def change_hint(self, change: Callable[[str], str]) -> None:
+        """Replace the hint by what `change` makes of it as it was written, with options of the command line."""
+        self._hint = change(self._hint)
 
     def __str__(self) -> str:
         return f"{self.message}; {self.hint}" if self.hint else self.message

@@ -8,6 +8,7 @@ No format is named here: the registry finds the container, the layouts and the s
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.split_roles import split_roles
 from ckptmap.checkpoint.stored_order import in_order
 from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.printable import quote
 from ckptmap.core.signatures import nearest_keyword
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_columns import PlainTensors
@@ -44,6 +46,9 @@ from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import errors_by_given_path, locate
 from ckptmap.storage.source_changes import fingerprints
 from ckptmap.tensors import Leaf, Opaque, PerRank, StoredTensor
+
+_HOW_TO_READ = re.compile(r"--(?:source-root|like) (?:\$?'(?:[^'\\]|\\.)*'|[^\s',;:]+)")
+"""An option in a hint that says how a checkpoint is read."""
 
 
 @nearest_keyword
@@ -84,6 +89,25 @@ def open(
     except BaseException:
         files.close()
         raise
+
+
+def open_another(path: str | os.PathLike[str], mounts: Mounts | None = None) -> Checkpoint:
+    """Open a checkpoint beside the source of a command, whose options do not say how to read this one.
+
+    An error whose hint names such an option has a command instead that takes it.
+    """
+    try:
+        return open(path) if mounts is None else open_in(Files(mounts=mounts), path)
+    except SourceError as error:
+        error.change_hint(partial(_in_its_own_conversion, os.fspath(path)))
+        raise
+
+
+def _in_its_own_conversion(path: str, hint: str) -> str:
+    option = _HOW_TO_READ.search(hint)
+    if option is None:
+        return hint
+    return f"make one model of it first, and name that: ckptmap convert {quote(path)} NEW --to full {option[0]}"
 
 
 def open_in(

@@ -14,7 +14,7 @@ from math import prod
 from typing import TypeAlias
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.expressions import Expr, parse_expr
+from ckptmap.mapping.expressions import FORM, Expr, parse_expr
 
 _TOKEN = re.compile(r"\s*([A-Za-z_]\w*|[()\[\]|]|1)")
 _SLICE = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\[\]]*)\]\s*")
@@ -205,6 +205,4 @@ def _segments(tokens: Sequence[str], text: str, where: str) -> Iterator[tuple[st
 
 
 def _malformed_axes(text: str, where: str, problem: str) -> PlanError:
-    return PlanError(
-        "CKM601", f"{where}: axes {text!r}: {problem}", "see ckptmap/mapping/README.md for the form"
-    )
+    return PlanError("CKM601", f"{where}: axes {text!r}: {problem}", FORM)

@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 
 from ckptmap.errors import PlanError
 
+FORM = "see a mapping file of the right form: ckptmap mappings show llama/meta"
+"""The hint of every error of a mapping file's form: the README beside this file is in no working directory."""
 Value: TypeAlias = Fraction | bool | str | None
 Lookup: TypeAlias = Callable[[str], Value]
 Tree: TypeAlias = tuple[Any, ...]
@@ -136,7 +138,7 @@ def _malformed(text: str, problem: str) -> PlanError:
     return PlanError(
         "CKM601",
         f"expression {text!r}: {problem}",
-        "ckptmap/mapping/README.md describes expressions",
+        FORM,
     )
 
 

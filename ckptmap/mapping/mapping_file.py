@@ -6,13 +6,14 @@ A mapping file is data: nothing in it is imported, called or evaluated.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ckptmap.core.formatting import human
+from ckptmap.core.toml_text import MAX_NBYTES, TomlError, parse_toml
 from ckptmap.errors import PlanError
+from ckptmap.mapping.expressions import FORM
 from ckptmap.mapping.name_patterns import NamePattern, parse_names
 from ckptmap.mapping.rules import (
     HUB,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from ckptmap.mapping.expressions import Expr
 
 SCHEMA = 1
-MAX_NBYTES = 4 << 20
 _WORD = re.compile(r"[A-Za-z0-9_.-]+")
 _TOP = {
     "schema", "family", "models", "scheme", "era", "summary", "dims", "detect", "rule", "drop",
@@ -74,8 +74,8 @@ def parse_scheme(text: str, where: str) -> NamingScheme:
     )
 
     try:
-        document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        document = parse_toml(text)
+    except TomlError as error:
         raise PlanError(
             "CKM601", f"{where}: is not valid TOML: {error}", "correct that line of the file"
         ) from error
@@ -289,9 +289,7 @@ class _Reader:
             )
 
     def _error(self, problem: str) -> PlanError:
-        return PlanError(
-            "CKM601", f"{self._where}: {problem}", "see ckptmap/mapping/README.md for the form"
-        )
+        return PlanError("CKM601", f"{self._where}: {problem}", FORM)
 
 
 def _with_default_axes(terms: tuple[Term, ...], others: tuple[Term, ...]) -> tuple[Term, ...]:

@@ -11,7 +11,7 @@ from itertools import islice
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import difference
 from ckptmap.checkpoint.compare_values import match_extra_state, unequal_values
-from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.open import open, open_another
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.core.devices import tensors_on_cpu
 from ckptmap.core.formatting import counted, some
@@ -177,7 +177,8 @@ def diff(
     with ExitStack() as stack:
         stack.enter_context(named_if_unreadable())
         first, second = (
-            x if isinstance(x, Checkpoint) else stack.enter_context(open(x)) for x in (a, b)
+            x if isinstance(x, Checkpoint) else stack.enter_context(opened(x))
+            for x, opened in ((a, open), (b, open_another))
         )
         for ckpt in (first, second):
             stack.enter_context(origins_in_errors(ckpt.files.mounts))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import permutations
 
-from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.open import open_another
 from ckptmap.core.formatting import counted
 from ckptmap.core.printable import json_text, one_line
 from ckptmap.errors import PlanError
@@ -111,7 +111,7 @@ def draft(
     With `values`, the values of one tensor of each pattern are compared. Raises PlanError CKM615 if
     no tensors can be paired.
     """
-    with open(source) as hub, open(target) as other:
+    with open_another(source) as hub, open_another(target) as other:
         config = config_beside(hub.index.sidecar_dir or hub.path, hub.files.mounts) or {}
         drafter = _Drafter(groups_of(hub), groups_of(other), values, config)
         result = drafter.run()

@@ -17,7 +17,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import HEAD
 from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.lora.merged_tensor import Merged, without_adapter
-from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.open import open, open_another
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.core import argument_checks
 from ckptmap.core.devices import tensors_on_cpu
@@ -139,7 +139,7 @@ def _open_base(
 ) -> Checkpoint:
     """Return the base. Raises SourceError CKM111 for an adapter in its place, with the right order."""
     try:
-        opened = open(base)
+        opened = open_another(base)
     except SourceError as error:
         if error.code == "CKM111" and "peft adapter" in error.message:
             error.hint = _in_order(base, adapter) or error.hint

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.fsdp1_wrapping import units_of
-from ckptmap.checkpoint.open import open_in
+from ckptmap.checkpoint.open import open_another
 from ckptmap.checkpoint.stored_order import in_order
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.planning.output_sharding import has_units
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.reference_model import CONFIG, MANIFEST, Like, like_config, like_manifest
-from ckptmap.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptmap.planning.options import Options
@@ -77,7 +76,7 @@ def _like(path: Path, converted: Checkpoint) -> Like | None:
     if path.is_dir() and units_of(str(path), mounts) is not None:
         written = path / MANIFEST
         return like_manifest(written, mounts) if written.is_file() else _of(converted)
-    with open_in(Files(mounts=mounts), path) as ckpt:
+    with open_another(path, mounts) as ckpt:
         return _of(ckpt)
 
 

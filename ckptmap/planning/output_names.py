@@ -14,7 +14,7 @@ from operator import ne
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import NO_STATES, States, states_of
-from ckptmap.checkpoint.open import open_in
+from ckptmap.checkpoint.open import open_another
 from ckptmap.checkpoint.split_roles import is_reserved_name
 from ckptmap.core.formatting import some
 from ckptmap.core.printable import advised
@@ -32,7 +32,6 @@ from ckptmap.planning.kept_layout import (
 from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.reference import Reference
 from ckptmap.planning.request import Request
-from ckptmap.storage.files import Files
 from ckptmap.tensors import Path
 
 NAMES_SHOWN = 3
@@ -117,8 +116,7 @@ def _weight_names(request: Request) -> tuple[dict[str, str], list[str]]:
         theirs = request.reference.ckpt.names
         return {fqn: theirs.get(fqn, fqn) for fqn in request.ckpt}, []
     if request.options.names_like is not None:
-        files = Files(mounts=request.ckpt.files.mounts)
-        with open_in(files, request.options.names_like) as like:
+        with open_another(request.options.names_like, request.ckpt.files.mounts) as like:
             _require_shared_names(request, like)
             lacking = [fqn for fqn in request.ckpt if fqn not in like]
             names = {fqn: like.names.get(fqn, fqn) for fqn in request.ckpt}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.open import open_in
+from ckptmap.checkpoint.open import open_another
 from ckptmap.errors import ArgumentError, PlanError
 from ckptmap.planning.options import Options
 from ckptmap.protocols import Setup, part_key, through
@@ -143,7 +143,7 @@ def open_reference(options: Options, files: Files) -> Reference | None:
     """Return the checkpoint of --as, whose bytes the source's files read, too; None without one."""
     if options.as_ is None:
         return None
-    with open_in(Files(mounts=files.mounts), options.as_) as opened:
+    with open_another(options.as_, files.mounts) as opened:
         named = files.mounts.with_origins(opened.path)  # of the Hub, `as_` is its mirror by now
         origin = opened.origin or (named if named != opened.path else "")
         return Reference(replace(opened, files=files, origin=origin))

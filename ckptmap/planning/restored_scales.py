@@ -11,12 +11,11 @@ import os
 from collections.abc import Iterator
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.open import open_in
+from ckptmap.checkpoint.open import open_another
 from ckptmap.core.formatting import counted
 from ckptmap.errors import PlanError
 from ckptmap.planning.file_plan import Compare
 from ckptmap.protocols import Group
-from ckptmap.storage.files import Files
 
 PREFIXES = ("base_model.model.",)
 """What peft puts before the names of the model it wraps."""
@@ -33,7 +32,7 @@ def restored(
     With it come the comparisons that must hold, and a note. Raises PlanError CKM312 where the base has no
     scales for any payload, or where a payload is of another size than the base's.
     """
-    base = open_in(Files(mounts=ckpt.files.mounts), path)
+    base = open_another(path, ckpt.files.mounts)
     compares: list[Compare] = []
     groups: dict[str, Group] = {}
     for fqn in ckpt:

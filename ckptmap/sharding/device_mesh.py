@@ -12,13 +12,14 @@ is a TOML or JSON file that maps a pattern of module or tensor names to a style,
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
 
 from ckptmap.core.json_text import parse_json
+from ckptmap.core.name_globs import suggestion
+from ckptmap.core.toml_text import parse_toml
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Placement
 from ckptmap.sharding.dtensor_spec import cut_rows
@@ -86,7 +87,7 @@ class Mesh:
                 raise PlanError(
                     "CKM206",
                     f"--tp-plan {tp_plan}: {pattern} matches no tensor, nor a module of one",
-                    "write names as `ckptmap inspect` shows them",
+                    suggestion(pattern, names) or "write names as `ckptmap inspect` shows them",
                 )
         return layout
 
@@ -188,23 +189,25 @@ def _read_plan(path: str) -> dict[str, str]:
     """Return the styles by pattern. Raises PlanError CKM201 if the file is no such plan."""
     try:
         text = FilePath(path).read_text(encoding="utf-8")
-        plan: object = parse_json(text) if text.lstrip().startswith("{") else tomllib.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+        plan: object = parse_json(text) if text.lstrip().startswith("{") else parse_toml(text)
+    except (OSError, ValueError) as error:
         if isinstance(error, PermissionError):
             raise unreadable(path, error) from error
         why = getattr(error, "strerror", None) or error
-        raise PlanError("CKM201", f"--tp-plan {path}: {why}", _plan_example()) from error
+        raise PlanError("CKM201", f"--tp-plan {path}: {why}", _plan_example(path)) from error
     if not isinstance(plan, dict) or not plan:
-        raise PlanError("CKM201", f"--tp-plan {path}: holds no patterns", _plan_example())
+        raise PlanError("CKM201", f"--tp-plan {path}: holds no patterns", _plan_example(path))
     for pattern, style in plan.items():
         if not isinstance(style, str) or (style not in STYLES and style != PLAIN):
             known = ", ".join((*STYLES, PLAIN))
             raise PlanError(
                 "CKM201", f"--tp-plan {path}: {pattern}: {style!r:.40} is none of {known}",
-                _plan_example(),
+                _plan_example(path),
             )  # fmt: skip
     return plan
 
 
-def _plan_example() -> str:
+def _plan_example(path: str) -> str:
+    if path.endswith(".json"):
+        return 'write an object like {"model.layers.*.mlp.up_proj": "colwise"}'
     return 'write lines like "model.layers.*.mlp.up_proj" = "colwise"'

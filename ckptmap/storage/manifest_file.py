@@ -100,13 +100,13 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
     header than it lists, CKM101 where one of them cannot be read.
     """
     if manifest.read is not None:
-        _check_one_file(manifest, parse(manifest.read(), manifest.file), mounts)
+        _check_one_file(manifest, _of_source(manifest.read(), manifest.file), mounts)
         return
     try:
         data = mounts.local_copy(manifest.file).read_bytes()
     except OSError as error:
         raise unreadable(manifest.file, error) from error
-    document, folder = parse(data, manifest.file), Path(manifest.file).parent
+    document, folder = _of_source(data, manifest.file), Path(manifest.file).parent
     spans: dict[str, list[StatedSum]] = {name: [] for name in document["files"]}
     for _, chunk in chunks_of(document):
         spans.setdefault(chunk.file, []).append(_stated(chunk))
@@ -132,6 +132,20 @@ def state_chunks(manifest: OwnManifest, mounts: Mounts) -> None:
 
 def _stated(chunk: ChunkRow) -> StatedSum:
     return StatedSum(chunk.offset, chunk.nbytes, chunk.digest)
+
+
+def _of_source(data: bytes, where: str) -> ManifestDocument:
+    """Return the manifest of a source. Where it is damaged, the weights may be whole all the same."""
+    try:
+        return parse(data, where)
+    except SourceError as error:
+        error.change_hint(
+            lambda hint: (
+                "to take the weights as they are, add --check-source none"
+                f' (in Python: check_source="none", or verify="none" of load); else {hint}'
+            )
+        )
+        raise
 
 
 def _check_one_file(manifest: OwnManifest, document: ManifestDocument, mounts: Mounts) -> None:

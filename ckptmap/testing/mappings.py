@@ -16,7 +16,6 @@ The pytest plugin collects files that match the setting `ckptmap_mappings`; each
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.core.json_text import parse_object
+from ckptmap.core.toml_text import TomlError, parse_toml
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.expected_keys import TYPICAL, expected_tensors
 from ckptmap.mapping.mapping_file import load_scheme
@@ -170,9 +170,9 @@ class MappingKit:
         if not file.is_file():
             return []
         try:
-            cases = tomllib.loads(file.read_text(encoding="utf-8"))["refused"]
+            cases = parse_toml(file.read_text(encoding="utf-8"))["refused"]
             expect(isinstance(cases, list) and all("code" in case for case in cases), "no code")
-        except (tomllib.TOMLDecodeError, KeyError, AssertionError) as error:
+        except (TomlError, KeyError, AssertionError) as error:
             raise PlanError(
                 "CKM616", f"{file}: is not a list of [[refused]] with a code: {error}", "correct it"
             ) from error

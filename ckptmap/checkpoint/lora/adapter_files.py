@@ -19,13 +19,12 @@ from pathlib import Path
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_config import LoraConfig, read_config
-from ckptmap.checkpoint.open import open_in
+from ckptmap.checkpoint.open import open_another
 from ckptmap.core.formatting import some
 from ckptmap.core.printable import quote
 from ckptmap.errors import SourceError
 from ckptmap.formats.detect import adapters_in, look
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import locate
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.peft_adapter import ADAPTER_CONFIG
@@ -138,7 +137,7 @@ def open_adapter(
             else "give the directory that peft's save_pretrained wrote",
         )
     file = _config_file(place, mounts, config)
-    ckpt = open_in(Files(mounts=mounts), weights)
+    ckpt = open_another(weights, mounts)
     settings = read_config(file, mounts)
     lows, trained, left = _assign_tensors(ckpt, settings)
     files = (*ckpt.index.files, str(file.absolute()))

@@ -43,7 +43,7 @@ from ckptmap.checkpoint.lora.untied_head import (
 )
 from ckptmap.checkpoint.lora.wrapped_model import own_weights, refuse_wrapped
 from ckptmap.checkpoint.lora.wrapped_parameters import WrappedParameters, per_expert
-from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.open import open_another
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.core.formatting import counted
 from ckptmap.core.printable import advised, join, quote
@@ -110,7 +110,9 @@ def merge_adapter(
 
     Raises SourceError CKM320 to CKM322 where adapter and base do not fit together.
     """
-    ckpt = in_adapters_names(base if isinstance(base, Checkpoint) else open(base), config_from)
+    ckpt = in_adapters_names(
+        base if isinstance(base, Checkpoint) else open_another(base), config_from
+    )
     scheme = setups.parse(to).scheme if to is not None else None
     with errors_by_given_path(ckpt.files.mounts):
         if not isinstance(adapter, Adapter):

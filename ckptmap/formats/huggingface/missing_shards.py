@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path as FilePath
@@ -20,6 +21,8 @@ LINK = "; the folder has a link to it, and no file is there"
 WHOLE = "finish the download; a model is converted only if all of its shards are here"
 TRIED = 32
 """How many files are read to find a missing shard under another name."""
+NAME_MAX = 255
+"""Bytes of the longest name that file systems take: no file can be given a longer one."""
 
 
 LEFT_BEHIND = "not read, because all shards that it lists are gone: "
@@ -78,7 +81,11 @@ def _renamed(
     weight_map: Mapping[str, str],
 ) -> str:
     """Return the commands that give all absent shards their names again; "" where one is not here."""
-    if not weight_map or len(absent) > TRIED:
+    if (
+        not weight_map
+        or len(absent) > TRIED
+        or any(len(os.fsencode(one)) > NAME_MAX for one in absent)
+    ):
         return ""
     held = _keys_of_others(root, shards, mounts)
     moves = []

@@ -262,8 +262,16 @@ class RankSet:
         """Return path -> leaf for all ranks: the paths of rank 0 in their order, then the others'.
 
         A leaf is a plain value that all ranks share, or a PerRank of the value of each rank.
+        Raises SourceError CKM113 if one rank holds a dict of names, and another one value.
         """
         paths = dict.fromkeys(path for parsed, _ in self.kinds for path in parsed.leaves)
+        if () in paths and len(paths) > 1:
+            odd = next(ranks[0] for parsed, ranks in self.kinds if () in parsed.leaves)
+            raise SourceError(
+                "CKM113",
+                f"{self.trees[odd].records.file}: holds no dict of names, expected one as the other ranks have",
+                "copy the file of this rank again, or save again",
+            )
         for path in self._filled_elsewhere(paths):
             del paths[path]
         return {path: self._leaf(path) for path in paths}

@@ -11,7 +11,7 @@ from typing import Unpack
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import Difference
-from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.open import open, open_another
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.core import argument_checks
 from ckptmap.core.formatting import counted, human
@@ -98,7 +98,7 @@ def report(
         ckpt = path if isinstance(path, Checkpoint) else stack.enter_context(_opened(path, options))
         other = against
         if other is not None and not isinstance(other, Checkpoint):
-            other = stack.enter_context(open(other))
+            other = stack.enter_context(open_another(other))
         for each in (ckpt, other):
             if each is not None:
                 stack.enter_context(origins_in_errors(each.files.mounts))

@@ -323,3 +323,14 @@ def test_a_constant_that_is_looked_at_makes_no_template(call: str) -> None:
     pickled, holes = template.with_persistent_ids()
     with pytest.raises(SourceError, match=r"decides what they hold|interpreted|built from Hole"):
         read_pickle(pickled, "here", persistent_load=holes)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_without_a_dict_beside_one_with_it(odd: int, tmp_path: Path) -> None:
+    """A dict that is damaged in one key is one value with no name, and has no place among names."""
+    for rank in range(2):
+        model = {None: torch.ones(4)} if rank == odd else {"w": torch.ones(4)}
+        torch.save(model, tmp_path / f"model_rank_{rank}.pt")
+    with pytest.raises(SourceError, match=rf"model_rank_{odd}\.pt: holds no dict of names") as told:
+        index(tmp_path)
+    assert told.value.code == "CKM113"
