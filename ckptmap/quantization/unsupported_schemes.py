@@ -75,6 +75,8 @@ SCHEMES = (
             ".weight_global_scale", ".input_global_scale"),
     _scheme("NVFP4", ".weight_scale_2", ".weight_scale", ".weight", ".weight_scale_2",
             ".input_scale", payload=("float8_e4m3fn",)),
+    _scheme("NVFP4 with swizzled scales", ".weight_sf", ".weight", ".weight_sf",
+            ".weight_sf_rowmajor", ".weight_global_scale", payload=("uint8",)),
     _scheme("MXFP6", ".weight_scale", ".weight_packed", ".weight",
             ".weight_scale", dtypes=("uint8", "float8_e8m0fnu")),
     _scheme("bitsandbytes int8", ".SCB", ".weight", ".SCB", ".weight_format"),
@@ -84,6 +86,7 @@ SCHEMES = (
     _scheme("GPTQ or AWQ", ".qweight", ".qweight", ".qzeros", ".scales", ".g_idx", ".scaled_zeros"),
     _scheme("sparse compressed-tensors", ".bitmask", ".bitmask", ".compressed", ".shape",
             ".row_offsets"),
+    _scheme("SINQ", ".meta.scale2"),
     _scheme("HQQ", ".W_q"),
     _scheme("quanto", ".weight._data"),
     _scheme("quanto", ".weight._data._data"),
@@ -140,6 +143,8 @@ READERS: Mapping[str, str] = {
     "GPTQ or AWQ": "put the config.json, quantize_config.json or quant_config.json that it was saved with beside the"
     " weights: gptq, gptq_v2 and gemm are decoded",
     "HQQ": "hqq loads it, and writes a form that is decoded with `save_to_safetensors`",
+    "SINQ": "the package sinq loads it",
+    "NVFP4 with swizzled scales": "transformers runs it on a GPU",
     "quanto": "optimum-quanto loads it; put the model's config.json beside the weights",
     "sparse compressed-tensors": "compressed-tensors decompresses it",
 }
