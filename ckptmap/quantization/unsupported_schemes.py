@@ -140,13 +140,13 @@ READERS: Mapping[str, str] = {
     "BitNet": "transformers runs it",
     "scaled uint8": "AMD Quark loads it",
     PACKED_INTEGERS: "transformers runs Gemma's, TensorRT-LLM ModelOpt's",
-    "GPTQ or AWQ": "put the config.json, quantize_config.json or quant_config.json that it was saved with beside the"
-    " weights: gptq, gptq_v2 and gemm are decoded",
+    "GPTQ or AWQ": "its layouts gptq, gptq_v2, gptq_p and gemm are decoded where the config.json, quantize_config.json"
+    " or quant_config.json that it was saved with lies beside the weights",
     "HQQ": "hqq loads it, and writes a form that is decoded with `save_to_safetensors`",
     "SINQ": "the package sinq loads it",
     "NVFP4 with swizzled scales": "transformers runs it on a GPU",
     "quanto": "optimum-quanto loads it; put the model's config.json beside the weights",
-    "sparse compressed-tensors": "compressed-tensors decompresses it",
+    "sparse compressed-tensors": "compressed-tensors before 0.14 decompresses it",
 }
 """Who can read a scheme, as a hint says it. Look for the checkpoint it was made from first: it has the values."""
 
