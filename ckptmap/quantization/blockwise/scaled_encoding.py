@@ -59,6 +59,8 @@ class ScaledEncoding:
     codes_dtype: ClassVar[str] = "int8"
     factor: ClassVar[float] = 1.0
     """A constant that decoding multiplies by last, in fp32."""
+    divides: ClassVar[bool] = False
+    """Whether decoding divides by the scales."""
     activations: ClassVar[Collection[str]] = ()
     """The names of further parts that scale activations."""
 
@@ -131,7 +133,7 @@ class ScaledEncoding:
         scale = block_geometry.as_grid(wide, grid)
         zero = block_geometry.as_grid(parts[self.zero_part], grid) if self.zero_dtype else None
         codes = parts[self.codes_part]
-        dequantize(codes, scale, zero, box, block, out, self.factor)
+        dequantize(codes, scale, zero, box, block, out, self.factor, divides=self.divides)
 
     def rule(self, info: TensorInfo) -> RoundingRule:
         """Return the rule by which values become codes."""
