@@ -93,6 +93,8 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
     demands = request.setup.demands
     stored_dense = _stored_dense(ckpt) if scheme is None and demands is None else {}
     foreign = foreign_tensors(ckpt.infos()) if scheme is not None else {}
+    if scheme is not None and not foreign and not ckpt.groups.forms():
+        foreign = _codes_of_a_method(request)
     beside = beside_ties(ckpt, scheme, request.options)
     if scheme is not None and not request.options.encode:
         beside |= read_by_code(ckpt, scheme, types_within(_config(request)))
@@ -200,11 +202,24 @@ class _Choice:
 
 def _config(request: Request) -> Mapping[str, object] | None:
     """Return the config.json of the model; None where there is none, or it cannot be read, which others refuse."""
+    return _config_of(request, request.options.config_from)
+
+
+def _config_of(request: Request, given: str | None) -> Mapping[str, object] | None:
     where = request.ckpt.index.sidecar_dir or request.ckpt.path
     try:
-        return config_beside(where, request.ckpt.files.mounts, request.options.config_from)
+        return config_beside(where, request.ckpt.files.mounts, given)
     except CkptmapError:
         return None
+
+
+def _codes_of_a_method(request: Request) -> Mapping[str, str]:
+    """Return what may be codes where nothing is decoded and config.json beside them states a quantization."""
+    codes = [fqn for fqn, info in request.ckpt.infos().items() if may_be_codes(info)]
+    config = _config_of(request, None) if codes else None
+    stated = (config or {}).get("quantization_config")
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+    return dict.fromkeys(codes, f"quant_method {str(method)[:40]!r}") if method else {}
 
 
 def _decoded(ckpt: Checkpoint, anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:
