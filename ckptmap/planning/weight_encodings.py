@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
-from ckptmap.core.columns import distinct, each
+from ckptmap.core.columns import distinct, each, few
 from ckptmap.core.name_globs import matches_any
 from ckptmap.core.printable import advised
 from ckptmap.core.quantized_codes import (
@@ -39,9 +39,11 @@ from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.protocols.offers import offers
 from ckptmap.quantization.linear_weights import CONV1D_MODELS, is_expert
 from ckptmap.quantization.unsupported_schemes import (
+    CODES,
     INT8_WITHOUT_SCALES,
     RESTORE,
     WITHOUT_SCALES,
+    codes_of_method,
     foreign_tensors,
     may_be_codes,
     who_reads,
@@ -215,11 +217,12 @@ def _config_of(request: Request, given: str | None) -> Mapping[str, object] | No
 
 def _codes_of_a_method(request: Request) -> Mapping[str, str]:
     """Return what may be codes where nothing is decoded and config.json beside them states a quantization."""
-    codes = [fqn for fqn, info in request.ckpt.infos().items() if may_be_codes(info)]
-    config = _config_of(request, None) if codes else None
-    stated = (config or {}).get("quantization_config")
+    infos = request.ckpt.infos()
+    if CODES.isdisjoint(info.dtype for info in few(infos)):
+        return {}
+    stated = (_config_of(request, None) or {}).get("quantization_config")
     method = stated.get("quant_method") if isinstance(stated, Mapping) else None
-    return dict.fromkeys(codes, f"quant_method {str(method)[:40]!r}") if method else {}
+    return codes_of_method(infos, str(method)) if method else {}
 
 
 def _decoded(ckpt: Checkpoint, anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:

@@ -276,6 +276,15 @@ LAYERS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
         "weight": ((64, 32), torch.uint8), "weight_sf": ((128, 1), torch.int32),
         "weight_sf_rowmajor": ((64, 4), torch.uint8), "weight_global_scale": ((1,), torch.float32),
     },
+    "QQQ": {  # as gptqmodel 7.7 wrote it
+        "B": ((4, 128), torch.int32), "s_group": ((2, 64), torch.float16),
+        "s_channel": ((1, 64), torch.float32),
+    },
+    "ParoQuant": {  # as gptqmodel 7.7 wrote it
+        "qweight": ((64, 8), torch.int32), "qzeros": ((2, 8), torch.int32),
+        "scales": ((2, 64), torch.float16), "theta": ((8, 32), torch.float16),
+        "pairs": ((8, 64), torch.int16), "channel_scales": ((1, 64), torch.float16),
+    },
     "Metal": {
         "weight": ((64, 8), torch.uint32), "scales": ((64, 2), torch.float16),
         "qbiases": ((64, 2), torch.float16),
@@ -315,51 +324,6 @@ def test_schemes_are_named_with_who_reads_them(name: str, tmp_path: Path) -> Non
         plan.require_resolved()
     assert READERS[name] in str(caught.value) + str(caught.value.hint)
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
-    assert_same_files(tmp_path / "in", tmp_path / "out")
-
-
-def test_codes_of_a_method_that_nobody_knows_here_are_refused(tmp_path: Path) -> None:
-    """As gptqmodel 7.7 writes blocks of GGUF into safetensors: once a cast left them, and dropped what config.json
-    states of them."""
-    blocks = torch.arange(64 * 72).to(torch.uint8).view(64, 72)
-    state = {"fc.qweight": blocks, "norm.weight": torch.ones(64).half()}
-    (tmp_path / "in").mkdir()
-    save_file(state, tmp_path / "in" / "model.safetensors", {"format": "pt"})
-    stated = {"quant_method": "gguf", "format": "q_k_m", "bits": 4}
-    (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": stated}))
-    for to in ("hf-bf16", "full-bnb-nf4"):
-        with pytest.raises(
-            ckptmap.CkptmapError, match="part of a quant_method 'gguf' tensor"
-        ) as caught:
-            ckptmap.convert(tmp_path / "in", tmp_path / "never", to=to)
-        assert caught.value.code == "CKM202"
-    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
-    assert_same_files(tmp_path / "in", tmp_path / "out")
-    assert (
-        json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == stated
-    )
-    kept = ckptmap.convert(
-        tmp_path / "in", tmp_path / "kept", to="hf-bf16", no_encode=["fc.qweight"]
-    )
-    assert kept.fidelity == {"bytes": 1, "cast": 1}
-
-
-def test_parts_of_a_foreign_form_are_not_names_of_another_model(tmp_path: Path) -> None:
-    """Of a layer in SINQ two names in 58 are names of the model: once such a model was refused as another (CKM619)."""
-    model = llama()
-    state = {key: value.contiguous() for key, value in model.state_dict().items()}
-    for key in [key for key in state if key.endswith("_proj.weight")]:
-        del state[key]
-        for part, (shape, dtype) in LAYERS["SINQ"].items():
-            state[f"{key.removesuffix('weight')}{part}"] = torch.ones(shape).to(dtype)
-    (tmp_path / "in").mkdir()
-    model.config.save_pretrained(tmp_path / "in")
-    save_file(state, tmp_path / "in" / "model.safetensors", {"format": "pt"})
-    notes = ckptmap.plan(tmp_path / "in", "hf").notes
-    assert not any("initializes at random" in note for note in notes), notes
-    ckptmap.convert(tmp_path / "in", tmp_path / "dcp", to="fsdp2", world_size=2)
-    source = str(tmp_path / "in")
-    ckptmap.convert(tmp_path / "dcp", tmp_path / "out", to="hf", config_from=source)
     assert_same_files(tmp_path / "in", tmp_path / "out")
 
 
