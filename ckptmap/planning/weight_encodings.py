@@ -215,7 +215,7 @@ def _config_of(request: Request, given: str | None) -> Mapping[str, object] | No
         return None
 
 
-def _codes_of_a_method(request: Request) -> Mapping[str, str]:
+def _codes_of_a_method(request: Request) -> dict[str, str]:
     """Return what may be codes where nothing is decoded and config.json beside them states a quantization."""
     infos = request.ckpt.infos()
     if CODES.isdisjoint(info.dtype for info in few(infos)):

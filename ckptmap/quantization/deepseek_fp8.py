@@ -135,7 +135,11 @@ class Fp8(ScaledEncoding):
 
     def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         stored = None if self.scale_stored is None else list(self.scale_stored)
-        more = {"native": "transformers", "scale_name": self.scale_name, "scale_stored": stored}
+        more: dict[str, object] = {
+            "native": "transformers",
+            "scale_name": self.scale_name,
+            "scale_stored": stored,
+        }
         if self.inverse:
             more |= {"native": "gptqmodel", "inverse": True}
         if not self.extra:
@@ -159,7 +163,7 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
     suffix = "fp8"
     live = "float8"
     declares: Collection[str] = ("fp8", "fp8-ue8m0", INVERSE)
-    more_names = (INVERSE,)
+    more_names: Collection[str] = (INVERSE,)
     scale_dtype = "float32"
 
     def group(
@@ -243,7 +247,7 @@ class Fp8ExponentScheme(Fp8Scheme):
     name = "fp8-ue8m0"
     suffix = "fp8-ue8m0"
     declares: Collection[str] = ()
-    more_names = ()
+    more_names: Collection[str] = ()
     scale_dtype = "float8_e8m0fnu"
 
     def group(
