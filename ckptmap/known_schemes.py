@@ -169,7 +169,7 @@ SCHEMES = (
     KnownScheme(
         "ckptmap.quantization.gptq.scheme:GptqScheme",
         ends=("qweight",),
-        records=("gptq", "gptq-v2"),
+        records=("gptq", "gptq-v2", "gptq-p"),
     ),
     KnownScheme("ckptmap.quantization.gptq.scheme:AwqScheme", ends=("qweight",), records=("awq",)),
     KnownScheme("ckptmap.quantization.gguf.scheme:GgufScheme", records=("gguf",)),

@@ -17,8 +17,11 @@ from ckptmap.planning.weight_encodings import WeightEncodings
 from ckptmap.protocols import CarriedFile, through
 from ckptmap.tensors import FLOATING
 
-CACHE_SCALES = (".k_scale", ".v_scale")
-"""Names of the scales of a KV cache: ModelOpt, compressed-tensors, vLLM."""
+CACHE_PARTS = {
+    "*.[kv]_scale": (".k_scale", ".v_scale"),
+    "*.[kv]_zero_point": (".k_zero_point", ".v_zero_point"),
+}
+"""Pattern -> the ends of the names of parts of a KV cache: ModelOpt, compressed-tensors, vLLM."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,19 @@ def carried_files(
 
 
 def _cache_notes(names: OutputNames, files: Mapping[str, CarriedFile]) -> list[str]:
-    """Return a note on scales of a quantized KV cache beside a config.json that declares no such cache."""
-    scales = [name for name in names.weights.values() if name.endswith(CACHE_SCALES)]
-    config = files.get("config.json")
-    if not scales or (config is not None and b'"kv_cache' in config.read()):
+    """Return notes on parts of a quantized KV cache beside a config.json that declares no such cache."""
+    found = {
+        pattern: [name for name in names.weights.values() if name.endswith(ends)]
+        for pattern, ends in CACHE_PARTS.items()
+    }
+    config = files.get("config.json") if any(found.values()) else None
+    if config is not None and b'"kv_cache' in config.read():
         return []
     return [
-        f"{some(scales, 1)}: scales a quantized KV cache, which the new config.json does not declare: transformers"
-        " passes over it; leave such scales out with --exclude '*.[kv]_scale'"
+        f"{some(parts, 1)}: part of a quantized KV cache, which the new config.json does not declare: transformers"
+        f" passes over it; leave such parts out with --exclude '{pattern}'"
+        for pattern, parts in found.items()
+        if parts
     ]
 
 

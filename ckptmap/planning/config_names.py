@@ -16,6 +16,7 @@ from ckptmap.planning.key_selection import Selection
 from ckptmap.planning.output_names import OutputNames
 from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
+from ckptmap.quantization.unsupported_schemes import foreign_tensors
 from ckptmap.tensors import TensorInfo
 
 DIRECTORIES = ("hf", "hf-bin")
@@ -49,7 +50,7 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
         _require_class_names(request, written, config)
         return Remarks(notes=_left_out(left_out))
     fitting = family.fitting(written)
-    if fitting < len(written) * FITTING:
+    if _are_strangers(fitting, written):
         error = _stranger(request, family, written, fitting, config)
         if _is_wanted(request, config):
             return Remarks(notes=[error.message])
@@ -77,8 +78,15 @@ def _require_class_names(
     if model is None:
         return
     fitting = model.fitting(written)
-    if fitting < len(written) * FITTING and model.prefix(written) is not None:
+    if _are_strangers(fitting, written) and model.prefix(written) is not None:
         raise _stranger(request, model, written, fitting, config)
+
+
+def _are_strangers(fitting: int, written: Mapping[str, TensorInfo]) -> bool:
+    """Return whether hardly a name is one of the model, parts of quantized weights of foreign forms left aside."""
+    if fitting >= len(written) * FITTING:
+        return False
+    return fitting < (len(written) - len(foreign_tensors(written))) * FITTING
 
 
 def _strays(family: Family, names: Sequence[str]) -> str:

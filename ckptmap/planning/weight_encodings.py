@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
-from ckptmap.core.columns import distinct, each
+from ckptmap.core.columns import distinct, each, few
 from ckptmap.core.name_globs import matches_any
 from ckptmap.core.printable import advised
 from ckptmap.core.quantized_codes import KeepsCodes, ScalesActivations
@@ -33,9 +33,11 @@ from ckptmap.protocols.encodings import Encoded
 from ckptmap.protocols.offers import offers
 from ckptmap.quantization.linear_weights import CONV1D_MODELS, is_expert
 from ckptmap.quantization.unsupported_schemes import (
+    CODES,
     INT8_WITHOUT_SCALES,
     RESTORE,
     WITHOUT_SCALES,
+    codes_of_method,
     foreign_tensors,
     may_be_codes,
     who_reads,
@@ -108,6 +110,8 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
     demands = request.setup.demands
     stored_dense = _stored_dense(ckpt) if scheme is None and demands is None else {}
     foreign = foreign_tensors(ckpt.infos()) if scheme is not None else {}
+    if scheme is not None and not foreign and not ckpt.groups.forms():
+        foreign = _codes_of_a_method(request)
     beside = beside_ties(ckpt, scheme, request.options)
     if scheme is not None and not request.options.encode:
         beside |= read_by_code(ckpt, scheme, types_within(_config(request)))
@@ -214,8 +218,23 @@ class _Choice:
 
 
 def _config(request: Request) -> Mapping[str, object] | None:
+    """Return the config.json of the model; None where there is none, or it cannot be read, which others refuse."""
+    return _config_of(request, request.options.config_from)
+
+
+def _config_of(request: Request, given: str | None) -> Mapping[str, object] | None:
     where = request.ckpt.index.sidecar_dir or request.ckpt.path
-    return readable_config(where, request.ckpt.files.mounts, request.options.config_from)
+    return readable_config(where, request.ckpt.files.mounts, given)
+
+
+def _codes_of_a_method(request: Request) -> dict[str, str]:
+    """Return what may be codes where nothing is decoded and config.json beside them states a quantization."""
+    infos = request.ckpt.infos()
+    if CODES.isdisjoint(info.dtype for info in few(infos)):
+        return {}
+    stated = (_config_of(request, None) or {}).get("quantization_config")
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+    return codes_of_method(infos, str(method)) if method else {}
 
 
 def _decoded(ckpt: Checkpoint, anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:

@@ -8,12 +8,12 @@
 Despite its name the scale is multiplied (transformers 5, integrations/finegrained_fp8.py). A single scale
 covers the whole tensor. DeepSeek-V4 names it `.scale`, Mistral `.qscale_weight`; some store exponents only
 (float8_e8m0fnu, or uint8: encoding `fp8-ue8m0`). The file does not record the dtype of the weights: it is that of the dense tensors.
+gptqmodel divides by its scales, and states so: `weight_scale_semantics` "inverse" (encoding `fp8-inverse`, read only).
 With `activation_scheme: static` a scale of the activations (`fc.activation_scale`) belongs to each weight.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -26,11 +26,10 @@ from ckptmap.errors import PlanError
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.protocols.encodings import Encoded, Record, Records
 from ckptmap.protocols.file_systems import Mounts, ReadsFiles
-from ckptmap.quantization.blockwise.block_geometry import clamped, fits, grid_shape
+from ckptmap.quantization.blockwise.block_geometry import grid_shape
 from ckptmap.quantization.blockwise.exponents import DTYPES as EXPONENTS
 from ckptmap.quantization.blockwise.group_checks import (
     DAMAGED,
-    contradiction,
     group_by_names,
     malformed,
     refuse_kept_modules,
@@ -46,11 +45,18 @@ from ckptmap.quantization.blockwise.rounding_rules import (
 from ckptmap.quantization.blockwise.scaled_encoding import POWERS, PRODUCTS, ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.extra_parts import extra_parts
+from ckptmap.quantization.fp8_config import (
+    BLOCK,
+    inverse_config,
+    is_inverse,
+    require_agreement,
+    tile_of,
+)
 from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
 from ckptmap.quantization.weight_forms import WeightForms, one_of_each_form
 from ckptmap.tensors import StoredTensor, TensorInfo
 
-BLOCK = (128, 128)
+INVERSE = "fp8-inverse"
 CODES = "float8_e4m3fn"
 _SCALES = ("float32", "bfloat16", "float16", *EXPONENTS)
 _ENDINGS = {
@@ -69,6 +75,7 @@ class Fp8(ScaledEncoding):
 
     scale_name    the last segment of the scale's key
     scale_stored  the stored shape of the scale where it is not the grid's
+    inverse       whether codes are divided by the scales
     """
 
     scheme: ClassVar[str] = "fp8"
@@ -79,10 +86,17 @@ class Fp8(ScaledEncoding):
 
     scale_name: str = "weight_scale_inv"
     scale_stored: tuple[int, ...] | None = None
+    inverse: bool = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
+        if self.inverse:
+            return INVERSE
         return "fp8-ue8m0" if self.scale_dtype in EXPONENTS else "fp8"
+
+    @property
+    def divides(self) -> bool:  # type: ignore[override]
+        return self.inverse
 
     @property
     def values_name(self) -> str:  # type: ignore[override]
@@ -106,6 +120,15 @@ class Fp8(ScaledEncoding):
             return FinegrainedExponents(self.scale_dtype)
         return FinegrainedFloat8(self.scale_dtype)
 
+    def cannot_encode(self, info: TensorInfo) -> Refusal | None:
+        if self.inverse:
+            return Refusal("codes that are divided by their scales are read, and not made anew")
+        return super().cannot_encode(info)
+
+    def grid(self, info: TensorInfo) -> CodeGrid | None:
+        """Return the grid of its codes; None where they are divided by their scales."""
+        return None if self.inverse else super().grid(info)
+
     def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
         """Return the recoder, for exponents only where the scales of the grid are powers of two."""
         alike = self.scale_dtype not in EXPONENTS or grid.values == POWERS
@@ -113,7 +136,13 @@ class Fp8(ScaledEncoding):
 
     def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         stored = None if self.scale_stored is None else list(self.scale_stored)
-        more = {"native": "transformers", "scale_name": self.scale_name, "scale_stored": stored}
+        more: dict[str, object] = {
+            "native": "transformers",
+            "scale_name": self.scale_name,
+            "scale_stored": stored,
+        }
+        if self.inverse:
+            more |= {"native": "gptqmodel", "inverse": True}
         if not self.extra:
             return more
         return more | {"extra": self.extra_record}
@@ -134,7 +163,8 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
     name = "fp8"
     suffix = "fp8"
     live = "float8"
-    declares: Collection[str] = ("fp8", "fp8-ue8m0")
+    declares: Collection[str] = ("fp8", "fp8-ue8m0", INVERSE)
+    more_names: Collection[str] = (INVERSE,)
     scale_dtype = "float32"
 
     def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
@@ -146,7 +176,7 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
         if config.get("quant_method", "fp8") == "fp8":
             refuse_kept_modules(groups, "", ("modules_to_not_convert",), config)
             for group in one_of_each_form(groups):
-                _require_agreement(group, config)
+                require_agreement(group, config)
         return groups
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
@@ -191,6 +221,8 @@ class Fp8Scheme(ReadsFiles, LinearLayerScheme):
             )
         scheme, tile, _ = next(iter(kinds))
         one_of_them, _ = next(iter(encoded.values()))
+        if isinstance(one_of_them, Fp8) and one_of_them.inverse:
+            return {"quant_method": "fp8", **inverse_config(one_of_them.scale_stored, tile)}
         return {
             "quant_method": "fp8",
             "activation_scheme": scheme,
@@ -212,6 +244,7 @@ class Fp8ExponentScheme(Fp8Scheme):
     name = "fp8-ue8m0"
     suffix = "fp8-ue8m0"
     declares: Collection[str] = ()
+    more_names: Collection[str] = ()
     scale_dtype = "float8_e8m0fnu"
 
     def group(self, stored: Mapping[str, StoredTensor], records: Records) -> Groups:
@@ -225,7 +258,13 @@ def _declared(encoding: Encoding, info: TensorInfo) -> tuple[str, tuple[int, ...
     assert isinstance(encoding, Fp8), f"{encoding} is not an encoding of fp8"
     scheme = "static" if encoding.extra else "dynamic"
     stated = encoding.block[-2:]
-    kind = f"{scheme} activations" + (", exponents as scales" if encoding.name != "fp8" else "")
+    kind = f"{scheme} activations" + (f", as {encoding.name}" if encoding.name != "fp8" else "")
+    if encoding.inverse and encoding.scale_stored is not None:
+        return (
+            scheme,
+            None,
+            f"scales of shape [{', '.join('n' for _ in encoding.scale_stored)}], {kind}",
+        )
     is_whole = encoding.block_of(info)[-2:] == info.shape[-2:]
     if is_whole and (stated != BLOCK or encoding.scale_stored is not None):
         return scheme, None, f"one scale and {kind}"
@@ -237,7 +276,10 @@ def _recorded(
 ) -> tuple[Group, Sequence[str]]:
     read = read_record(fqn, record, "fp8")
     shape = record.get("scale_stored")
-    if shape is not None and not (isinstance(shape, list) and all(n == 1 for n in shape)):
+    inverse = record.get("inverse") is True
+    if shape is not None and not (
+        isinstance(shape, list) and (inverse or all(n == 1 for n in shape))
+    ):
         raise malformed(fqn, f"fp8 record: scale_stored {str(shape)[:40]}", DAMAGED)
     name = read.text("scale_name")
     encoding = Fp8(
@@ -246,6 +288,7 @@ def _recorded(
         extra=read.extra(),
         scale_name=name,
         scale_stored=None if shape is None else tuple(shape),
+        inverse=inverse,
     )
     group, keys = group_by_names(fqn, read.info, encoding, stored)
     unstated = {n: activation_key(fqn, n) for n in ACTIVATIONS if n not in group.parts}
@@ -281,11 +324,14 @@ def _made(
     codes, scale = stored[fqn], stored[fqn.removesuffix(ending[1]) + ending[0]]
     name = _ENDINGS[ending]
     info = TensorInfo(codes.info.shape, dtype)
-    block = _block(fqn, info, scale.info, config)
+    block = tile_of(fqn, info, scale.info, config)
     grid = grid_shape(info.shape, block)
     odd = None if scale.info.shape == grid else scale.info.shape
     extra = extra_parts({part: activation_key(fqn, part) for part in ACTIVATIONS}, stored)
-    encoding = Fp8(block, scale.info.dtype, extra=extra, scale_name=name, scale_stored=odd)
+    encoding = Fp8(
+        block, scale.info.dtype, extra=extra, scale_name=name, scale_stored=odd,
+        inverse=is_inverse(config),
+    )  # fmt: skip
     return group_by_names(fqn, info, encoding, stored)
 
 
@@ -325,59 +371,3 @@ class _Scaled(NamedTuple):
 
 def _may_scale(scale: TensorInfo, codes: TensorInfo) -> bool:
     return codes.dtype == CODES and codes.shape != ()
-
-
-def _block(
-    fqn: str, info: TensorInfo, scale: TensorInfo, config: Mapping[str, object]
-) -> tuple[int, ...]:
-    """Return the tile: that of config.json, else 128 x 128, else what divides; one scale is of the whole."""
-    said = config.get("weight_block_size")
-    tries = (
-        [tuple(said)]
-        if isinstance(said, list) and all(type(n) is int and n > 0 for n in said)
-        else []
-    )
-    tries += [BLOCK, (1, 128)]
-    ndim = len(info.shape)
-    for block in (b for b in tries if len(b) <= ndim):
-        whole = (*(1 for _ in range(ndim - len(block))), *block)
-        if scale.shape == grid_shape(info.shape, whole):
-            return whole
-    if math.prod(scale.shape) == 1 and fits(scale.shape, (1,) * ndim):
-        return clamped(info.shape, info.shape)
-    same = len(scale.shape) == ndim and 0 not in scale.shape
-    if same and not any(n % g for n, g in zip(info.shape, scale.shape, strict=True)):
-        return tuple(n // g for n, g in zip(info.shape, scale.shape, strict=True))
-    raise malformed(
-        fqn, f"scales {scale} of {info} fit no known tiles, expected tiles of 128 x 128",
-        "put the config.json with weight_block_size beside the weights",
-    )  # fmt: skip
-
-
-def _require_agreement(group: Group, config: Mapping[str, object]) -> None:
-    """Raise SourceError CKM115 where config.json states other tiles than the scales have, or none at all."""
-    if "weight_block_size" not in config:
-        return
-    said, shape, scale = config["weight_block_size"], group.info.shape, group.parts["scale_inv"]
-    tile = shape[-2:] if said is None else said
-    if len(shape) < 2 or not isinstance(tile, list | tuple) or len(tile) != 2:
-        return
-    if not all(type(n) is int and n > 0 for n in tile):
-        return
-    grid = grid_shape(shape, (*(1 for _ in shape[2:]), *tile))
-    single = scale.info.numel == 1 and (said is None or math.prod(grid) == 1)
-    stated = "null" if said is None else str(list(tile))
-    if scale.info.shape == grid or single:
-        encoding = group.encoding
-        assert isinstance(encoding, Fp8)
-        tiles = [clamped(block, shape[-2:]) for block in (tile, encoding.block_of(group.info)[-2:])]
-        if tiles[0] == tiles[1]:
-            return
-        raise contradiction(
-            group.fqn, f"config.json states weight_block_size {stated}",
-            f"its encoding record states tiles of {list(tiles[1])}", scale,
-        )  # fmt: skip
-    raise contradiction(
-        group.fqn, f"config.json states weight_block_size {stated}, scales of shape {list(grid)}",
-        f"the scales of {group.info} are {scale.info}", scale,
-    )  # fmt: skip

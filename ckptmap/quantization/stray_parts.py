@@ -23,7 +23,7 @@ from ckptmap.protocols.encodings import Records
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise.group_checks import malformed
 from ckptmap.quantization.part_names import FORMS, FP8, STATE, PartNames
-from ckptmap.quantization.unsupported_schemes import payloads_without_scales
+from ckptmap.quantization.unsupported_schemes import foreign_tensors, payloads_without_scales
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 REPAIR = "copy the checkpoint again, or save it again, with all parts of the weight"
@@ -128,7 +128,7 @@ class _Strays:
                     yield Stray(
                         key, f"is part of a quantized weight that is not whole: {stated}, {missing}"
                     )
-            elif any(end in _NOTED for end in parts):
+            elif any(end in _NOTED for end in parts) and self._foreign.isdisjoint(parts.values()):
                 self.notes.append(
                     f"{next(iter(parts.values()))}: has the name of a part of a quantized weight, but"
                     f" {missing}; nothing states its form: it is converted as a weight"
@@ -172,6 +172,11 @@ class _Strays:
         if any(group <= parts.keys() for group in form.certain):
             return "no other form has these parts"
         return ""
+
+    @cached_property
+    def _foreign(self) -> frozenset[str]:
+        """The parts of foreign schemes, some of which have names that another form has, too."""
+        return frozenset(foreign_tensors({key: self.infos[key] for key in self.dense}))
 
     def _config(self, key: str) -> Mapping[str, object]:
         """Return the `quantization_config` beside the tensor that is asked for first."""

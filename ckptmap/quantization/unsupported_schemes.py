@@ -75,18 +75,24 @@ SCHEMES = (
             ".weight_global_scale", ".input_global_scale"),
     _scheme("NVFP4", ".weight_scale_2", ".weight_scale", ".weight", ".weight_scale_2",
             ".input_scale", payload=("float8_e4m3fn",)),
+    _scheme("NVFP4 with swizzled scales", ".weight_sf", ".weight", ".weight_sf",
+            ".weight_sf_rowmajor", ".weight_global_scale", payload=("uint8",)),
     _scheme("MXFP6", ".weight_scale", ".weight_packed", ".weight",
             ".weight_scale", dtypes=("uint8", "float8_e8m0fnu")),
     _scheme("bitsandbytes int8", ".SCB", ".weight", ".SCB", ".weight_format"),
     _scheme("FP-Quant", ".forward_hadamard_matrix", ".qweight", ".dqweight", ".scales",
             ".forward_hadamard_matrix", ".backward_hadamard_matrix", ".weight_global_scale",
             ".act_global_scale"),
+    _scheme("ParoQuant", ".theta", ".qweight", ".qzeros", ".scales", ".theta", ".pairs",
+            ".channel_scales", payload=("int32",)),
     _scheme("GPTQ or AWQ", ".qweight", ".qweight", ".qzeros", ".scales", ".g_idx", ".scaled_zeros"),
     _scheme("sparse compressed-tensors", ".bitmask", ".bitmask", ".compressed", ".shape",
             ".row_offsets"),
+    _scheme("SINQ", ".meta.scale2"),
     _scheme("HQQ", ".W_q"),
     _scheme("quanto", ".weight._data"),
     _scheme("quanto", ".weight._data._data"),
+    _scheme("QQQ", ".s_channel", ".B", ".s_channel", ".s_group", payload=("int32",)),
     _scheme("Marlin", ".B", ".B", ".s", dtypes=("int32",)),
     _scheme("Marlin 2:4", ".scale_packed", ".weight_packed", ".scale_packed", ".meta"),
     _scheme("AQLM", ".codebooks", ".codes", ".codebooks", ".scales"),
@@ -137,11 +143,15 @@ READERS: Mapping[str, str] = {
     "BitNet": "transformers runs it",
     "scaled uint8": "AMD Quark loads it",
     PACKED_INTEGERS: "transformers runs Gemma's, TensorRT-LLM ModelOpt's",
-    "GPTQ or AWQ": "put the config.json, quantize_config.json or quant_config.json that it was saved with beside the"
-    " weights: gptq, gptq_v2 and gemm are decoded",
+    "GPTQ or AWQ": "its layouts gptq, gptq_v2, gptq_p and gemm are decoded where the config.json, quantize_config.json"
+    " or quant_config.json that it was saved with lies beside the weights",
     "HQQ": "hqq loads it, and writes a form that is decoded with `save_to_safetensors`",
+    "QQQ": "gptqmodel loads it on a GPU",
+    "ParoQuant": "gptqmodel loads it",
+    "SINQ": "the package sinq loads it",
+    "NVFP4 with swizzled scales": "transformers runs it on a GPU",
     "quanto": "optimum-quanto loads it; put the model's config.json beside the weights",
-    "sparse compressed-tensors": "compressed-tensors decompresses it",
+    "sparse compressed-tensors": "compressed-tensors before 0.14 decompresses it",
 }
 """Who can read a scheme, as a hint says it. Look for the checkpoint it was made from first: it has the values."""
 
@@ -265,6 +275,18 @@ def foreign_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
     without_scales = dict.fromkeys(payloads_without_scales(infos), WITHOUT_SCALES)
     without_scales |= dict.fromkeys(int8_without_scales(infos), INT8_WITHOUT_SCALES)
     return {**without_scales, **_below(modules, infos), **schemes}
+
+
+def codes_of_method(infos: Mapping[str, TensorInfo], method: str) -> dict[str, str]:
+    """Return key -> the name of a method, for what may be codes, and for all that is in the same module but the bias.
+
+    infos  tensors of which no scheme decodes one, though a config states the method
+    """
+    codes = [key for key, info in infos.items() if info.dtype in CODES and len(info.shape) > 1]
+    codes += [key for key, info in infos.items() if info.dtype in NO_BUFFERS]
+    name = f"quant_method {method[:40]!r}"
+    stems = {stem: name for key in codes if (stem := key.rpartition(".")[0])}
+    return dict.fromkeys(codes, name) | _below(stems, infos)
 
 
 def _coded(infos: Mapping[str, TensorInfo]) -> list[str]:

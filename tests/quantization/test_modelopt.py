@@ -280,6 +280,22 @@ def test_changed_weights_are_given_back(algo: str, most: float, tmp_path: Path) 
     assert float((found - wanted).norm() / wanted.norm()) < most
 
 
+def test_zero_points_of_a_kv_cache_are_told(tmp_path: Path) -> None:
+    """As llm-compressor 0.14 writes an int8 cache; the patterns of the notes leave both kinds out."""
+    path = write(tmp_path / "in", "FP8")
+    stored = load_file(path / FILE)
+    for name in "kv":
+        stored[f"model.layers.0.self_attn.{name}_scale"] = torch.tensor([0.5])
+        stored[f"model.layers.0.self_attn.{name}_zero_point"] = torch.tensor([3], dtype=torch.int8)
+    save_file(stored, path / FILE, {"format": "pt"})
+    notes = [n for n in ckptmap.plan(path, "hf-bf16").notes if "KV cache" in n]
+    assert len(notes) == 2
+    patterns = [note.rpartition("--exclude ")[2].strip("'") for note in notes]
+    ckptmap.convert(path, tmp_path / "out", to="hf-bf16", exclude=patterns)
+    left = load_file(tmp_path / "out" / FILE)
+    assert len(left) and not [key for key in left if key.endswith(("_scale", "_point"))]
+
+
 def test_scales_of_a_kv_cache_are_told(tmp_path: Path) -> None:
     """They move as they are; the config.json of decoded weights declares no quantized cache."""
     path = write(tmp_path / "in", "FP8")

@@ -266,6 +266,25 @@ LAYERS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
         "meta": ((64, 2), torch.int16),
     },
     "EETQ int8": {"weight": ((64, 64), torch.int8), "weight_scales": ((64,), torch.float16)},
+    "SINQ": {  # as sinq 0.2 wrote it: its scales are quantized again
+        "W_q": ((64, 32), torch.uint8), "meta.scale.x": ((64, 1), torch.uint8),
+        "meta.scale.m": ((1, 16), torch.float16), "meta.scale.s": ((1, 16), torch.float16),
+        "meta.zero.x": ((64, 1), torch.uint8), "meta.zero.m": ((1, 1), torch.float16),
+        "meta.zero.s": ((1, 1), torch.float16), "meta.scale2": ((1, 64), torch.float16),
+    },
+    "NVFP4 with swizzled scales": {  # buffers of transformers' NVFP4Linear
+        "weight": ((64, 32), torch.uint8), "weight_sf": ((128, 1), torch.int32),
+        "weight_sf_rowmajor": ((64, 4), torch.uint8), "weight_global_scale": ((1,), torch.float32),
+    },
+    "QQQ": {  # as gptqmodel 7.7 wrote it
+        "B": ((4, 128), torch.int32), "s_group": ((2, 64), torch.float16),
+        "s_channel": ((1, 64), torch.float32),
+    },
+    "ParoQuant": {  # as gptqmodel 7.7 wrote it
+        "qweight": ((64, 8), torch.int32), "qzeros": ((2, 8), torch.int32),
+        "scales": ((2, 64), torch.float16), "theta": ((8, 32), torch.float16),
+        "pairs": ((8, 64), torch.int16), "channel_scales": ((1, 64), torch.float16),
+    },
     "Metal": {
         "weight": ((64, 8), torch.uint32), "scales": ((64, 2), torch.float16),
         "qbiases": ((64, 2), torch.float16),
@@ -298,6 +317,7 @@ def test_schemes_are_named_with_who_reads_them(name: str, tmp_path: Path) -> Non
     state |= {"fc.bias": torch.ones(64).half(), "norm.weight": torch.ones(64).half()}
     save_file(state, tmp_path / "in" / "model.safetensors", {"format": "pt"})
     plan = ckptmap.plan(tmp_path / "in", "hf-bf16")
+    assert not any("converted as a weight" in note for note in plan.notes), plan.notes
     assert {item.key for item in plan.unresolved} == parts
     assert all(f"is part of a {name} tensor" in item.reason for item in plan.unresolved)
     with pytest.raises(ckptmap.CkptmapError) as caught:

@@ -34,11 +34,13 @@ def dequantize(
     out: torch.Tensor,
     factor: float = 1.0,
     rounded: torch.dtype | None = None,
+    divides: bool = False,
 ) -> None:
     """Fill `out` [box.sizes] T with the values of a box.
 
     `codes` is that box of the codes; `scale` and `zero` are the box `grid_box(box, block)` of their
     grids. `factor` is multiplied last, in fp32. The product is rounded to the dtype `rounded` first, if given.
+    With `divides` values are divided by their scales.
     """
     if not box.numel:
         return
@@ -49,7 +51,7 @@ def dequantize(
         part = window(out, inner)
         shift = None if zeros is None else zeros.spread(inner)
         values = _shifted(window(codes, inner), shift, out.dtype)
-        scales.multiply(values, inner)
+        (scales.divide if divides else scales.multiply)(values, inner)
         product = values if factor == 1.0 else values.mul_(factor)
         part.copy_(product if rounded is None else product.to(rounded))
 
@@ -119,6 +121,10 @@ class _Grid:
             return
         blocks = values.view(*inner.sizes[:-1], count // size, size)
         blocks.mul_(self.spread(inner, by_block=True).unsqueeze(-1))
+
+    def divide(self, values: torch.Tensor, inner: Box) -> None:
+        """Divide values of `inner` (relative to the box) by their scales."""
+        values.div_(self.spread(inner))
 
     def spread(self, inner: Box, by_block: bool = False) -> torch.Tensor:
         """Return the scales for `inner` (relative to the box), in a shape that broadcasts against it.

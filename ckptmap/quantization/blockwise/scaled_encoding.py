@@ -59,6 +59,8 @@ class ScaledEncoding(HasExtraParts):
     codes_dtype: ClassVar[str] = "int8"
     factor: ClassVar[float] = 1.0
     """A constant that decoding multiplies by last, in fp32."""
+    divides: ClassVar[bool] = False
+    """Whether decoding divides by the scales."""
 
     block: tuple[int, ...] = ()
     scale_dtype: str = "float32"
@@ -125,7 +127,7 @@ class ScaledEncoding(HasExtraParts):
         scale = block_geometry.as_grid(wide, grid)
         zero = block_geometry.as_grid(parts[self.zero_part], grid) if self.zero_dtype else None
         codes = parts[self.codes_part]
-        dequantize(codes, scale, zero, box, block, out, self.factor)
+        dequantize(codes, scale, zero, box, block, out, self.factor, divides=self.divides)
 
     def rule(self, info: TensorInfo) -> RoundingRule:
         """Return the rule by which values become codes."""

@@ -8,6 +8,7 @@ along each row, and of AutoGPTQ along each column.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -105,6 +106,64 @@ class Packing:
             return codes // self._whole - start // self._whole, codes % self._whole * self.bits
         at = codes * self.bits
         return at // WORD - start * self.bits // WORD, at % WORD
+
+
+@dataclass(frozen=True)
+class PlanePacking:
+    """How gptqmodel's planes hold codes: of each 32 codes first the low bits, then the higher ones.
+
+        32 codes of 7 bits -> 4 words of their 4 low bits, 2 words of the next 2, 1 word of the highest
+
+    A plane holds as many bits of a code as divide a word, so that codes of 2, 4 and 8 bits lie as in `Packing`.
+    Source: `utils/planar_packing.py` (gptqmodel 7.7).
+    """
+
+    bits: int
+
+    @property
+    def planes(self) -> Iterator[tuple[int, int]]:
+        """Yield (bits of a code in the plane, bits below it), from the lowest plane on."""
+        below = 0
+        for width in (8, 4, 2, 1):
+            if self.bits & width:
+                yield width, below
+                below += width
+
+    def words(self, count: int) -> int:
+        """Return the number of words for `count` codes."""
+        return -(-count // WORD) * self.bits
+
+    def span(self, start: int, count: int) -> tuple[int, int]:
+        """Return the first word and the number of words that hold these codes."""
+        low = start // WORD * self.bits
+        return low, self.words(start + count) - low
+
+    def unpacked(self, words: torch.Tensor, start: int, count: int) -> torch.Tensor:
+        """Unpack words i32 [r, n], the first of which begins the 32 codes of `start` -> codes i8 [r, count]."""
+        import torch
+
+        blocks = words.reshape(len(words), -1, self.bits)
+        codes = words.new_zeros((len(words), blocks.shape[1], WORD), dtype=torch.uint8)
+        at = 0
+        for width, below in self.planes:
+            plane = blocks[:, :, at : at + width].reshape(len(words), -1)
+            signed = Packing(width).unpacked(plane, 0, codes[0].numel())
+            unsigned = (signed.to(torch.int16) + (1 << (width - 1))).to(torch.uint8)
+            codes |= unsigned.view(codes.shape) << below
+            at += width
+        wanted = codes.view(len(words), -1).narrow(1, start % WORD, count)
+        return (wanted.to(torch.int16) - (1 << (self.bits - 1))).to(torch.int8)
+
+    def packed(self, codes: torch.Tensor) -> torch.Tensor:
+        """Pack codes i8 [r, n], n a multiple of 32, into words i32 [r, n * bits / 32]."""
+        import torch
+
+        unsigned = (codes.to(torch.int16) + (1 << (self.bits - 1))).to(torch.uint8)
+        words = []
+        for width, below in self.planes:
+            plane = (unsigned >> below) & ((1 << width) - 1)
+            words.append(_packed_bytes(plane, width).view(len(codes), -1, width))
+        return torch.cat(words, 2).view(len(codes), -1)
 
 
 def _of_bytes(words: torch.Tensor) -> torch.Tensor:

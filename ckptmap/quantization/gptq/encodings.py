@@ -5,7 +5,7 @@
     AWQ   qweight i32 [in, out / 8]            8 codes of 4 bits of a row in a word, in the order 0 2 4 6 1 3 5 7
 
 Zero points are packed along each row, as AWQ's codes are, or in their order for GPTQ, which stores them minus 1
-in its first version (`checkpoint_format` "gptq") and as they are in its second ("gptq_v2").
+in its first version (`checkpoint_format` "gptq") and as they are in its second ("gptq_v2") and in planes ("gptq_p").
 Sources: AutoGPTQ's `QuantLinear.pack` as auto-round 0.16 has it (auto_round_extension/torch/qlinear_torch_zp.py
 and qlinear_torch.py), AutoAWQ 0.2.9 (awq/modules/linear/gemm.py).
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.protocols import Refusal
 from ckptmap.quantization.blockwise.chunks import constant
-from ckptmap.quantization.blockwise.word_packing import packed
+from ckptmap.quantization.blockwise.word_packing import WORD, PlanePacking, packed
 from ckptmap.quantization.gptq.columns import GroupedColumns
 from ckptmap.tensors import Box, TensorInfo
 
@@ -56,6 +56,28 @@ class GptqV2(GroupedColumns):
 class Gptq(GptqV2):
     scheme: ClassVar[str] = "gptq"
     zero_offset: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class GptqPlanes(GptqV2):
+    """gptqmodel's "gptq_p": bits of codes and zero points in planes, see `PlanePacking`."""
+
+    scheme: ClassVar[str] = "gptq-p"
+
+    @property
+    def packing(self) -> PlanePacking:
+        return PlanePacking(self.bits)
+
+    def refusal(self, info: TensorInfo) -> Refusal | None:
+        if any(size % WORD for size in info.shape):
+            return Refusal(f"packs 32 codes together, found shape {list(info.shape)}")
+        return super().refusal(info)
+
+    def packed_band(self, codes: torch.Tensor) -> torch.Tensor:
+        return self.packing.packed(codes).t()
+
+    def packed_zeros(self, zeros: torch.Tensor) -> torch.Tensor:
+        return self.packing.packed(zeros)
 
 
 @dataclass(frozen=True)

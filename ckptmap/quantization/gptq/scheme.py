@@ -27,7 +27,7 @@ from ckptmap.quantization.blockwise.model_dtype import model_dtype
 from ckptmap.quantization.blockwise.read_config import model_type, stated_dtype
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.gptq.columns import LISTED, ORDERED, UNORDERED, GroupedColumns
-from ckptmap.quantization.gptq.encodings import Awq, Gptq, GptqV2
+from ckptmap.quantization.gptq.encodings import Awq, Gptq, GptqPlanes, GptqV2
 from ckptmap.quantization.gptq.settings import settings_beside
 from ckptmap.quantization.gptq.statement import Kind, Statement, declared, encoding_of, statement_of
 from ckptmap.quantization.linear_weights import CONV1D, CONV1D_MODELS
@@ -103,7 +103,7 @@ class _Scheme(ReadsFiles, ReadOnlyScheme):
 
 class GptqScheme(_Scheme):
     name = "gptq"
-    kinds = (Gptq, GptqV2)
+    kinds = (Gptq, GptqV2, GptqPlanes)
 
 
 class AwqScheme(_Scheme):

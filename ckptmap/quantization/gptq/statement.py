@@ -26,14 +26,14 @@ from ckptmap.quantization.blockwise.group_checks import (
 )
 from ckptmap.quantization.blockwise.word_packing import WORD
 from ckptmap.quantization.gptq.columns import LISTED, ORDERED, UNORDERED, GroupedColumns
-from ckptmap.quantization.gptq.encodings import AWQ_BITS, Awq, Gptq, GptqV2
+from ckptmap.quantization.gptq.encodings import AWQ_BITS, Awq, Gptq, GptqPlanes, GptqV2
 from ckptmap.quantization.gptq.settings import CONFIG, Settings
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 BITS = range(2, 9)
 Kind: TypeAlias = type[GroupedColumns]
 _PACKING: Mapping[str, Kind] = {"auto_round:auto_gptq": Gptq, "auto_round:auto_awq": Awq}
-_GPTQ_FORMATS: Mapping[str, Kind] = {"gptq": Gptq, "gptq_v2": GptqV2}
+_GPTQ_FORMATS: Mapping[str, Kind] = {"gptq": Gptq, "gptq_v2": GptqV2, "gptq_p": GptqPlanes}
 _OVERRIDES = ("dynamic", "extra_config")
 Infos: TypeAlias = Mapping[str, StoredTensor]
 """The parts of one weight that are stored, by their names."""
@@ -230,5 +230,5 @@ def declared(
         return config | {
             "version": "gemm", "zero_point": not symmetric, "modules_to_not_convert": sorted(dense),
         }  # fmt: skip
-    version = "gptq" if kind is Gptq else "gptq_v2"
+    version = next(form for form, made in _GPTQ_FORMATS.items() if made is kind)
     return config | {"sym": symmetric, "desc_act": ordered, "checkpoint_format": version}

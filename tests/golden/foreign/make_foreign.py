@@ -4,8 +4,9 @@
         py-cpuinfo datasets pyarrow dill multiprocess pandas python-dateutil pytz tzdata six
     PYTHONPATH=EXTRAS python tests/golden/foreign/make_foreign.py [NAME ...]
 
-hqq 0.2.8, optimum-quanto 0.2.7, auto-round 0.16.1 (which packs as GPTQ and as AWQ; gptqmodel and
-autoawq build CUDA kernels to be installed) and gguf 0.19.0 were run with torch 2.13 on the CPU.
+hqq 0.2.8, optimum-quanto 0.2.7, auto-round 0.16.1 (which packs as GPTQ and as AWQ; autoawq builds CUDA
+kernels to be installed), gptqmodel 7.7 (its package unpacked, not installed) and gguf 0.19.0 were run with
+torch 2.13 on the CPU.
 
 `sentencepiece.model` is by sentencepiece 0.2.3. `sentencepiece.json` has the files that lay beside it, and the keys
 that llama.cpp's convert_hf_to_gguf.py (of llama-cpp-python 0.3.36) then wrote for a Llama of 320 rows.
@@ -75,6 +76,28 @@ def packed(name: str) -> dict[str, Tensor]:
     return {f"0.{key}": value.contiguous() for key, value in made.state_dict().items()} | norm
 
 
+def planes() -> dict[str, Tensor]:
+    """Layers of 3, 5, 6 and 7 bits in gptqmodel's planes, each with the values that its module multiplies by."""
+    library: Any = importlib.import_module("gptqmodel.nn_modules.qlinear.torch")
+    form: Any = importlib.import_module("gptqmodel.quantization").FORMAT.GPTQ_P
+    state: dict[str, Tensor] = {}
+    for bits in (3, 5, 6, 7):
+        torch.manual_seed(bits)
+        linear = nn.Linear(96, 64, bias=False).half().requires_grad_(False)
+        groups = linear.weight.float().unflatten(1, (-1, 32))
+        low, high = groups.amin(-1), groups.amax(-1)
+        scales = ((high - low) / (2**bits - 1)).clamp_min(1e-8)
+        zeros = (-low / scales).round().clamp(0, 2**bits - 1)
+        made = library.TorchLinear(
+            bits=bits, group_size=32, sym=False, desc_act=False, in_features=96, out_features=64, format=form
+        )  # fmt: skip
+        made.pack_original(linear, scales, zeros, torch.arange(96, dtype=torch.int32) // 32)
+        state |= {f"layers.{bits}.fc.{key}": value for key, value in made.state_dict().items()}
+        made.post_init()
+        state[f"values.{bits}"] = made.dequantize_weight().t().contiguous().half()
+    return state
+
+
 def gguf(file: Path) -> None:
     library: Any = importlib.import_module("gguf")
     writer = library.GGUFWriter(str(file), "llama")
@@ -100,6 +123,7 @@ def sentencepiece(file: Path) -> None:
 
 def main() -> None:
     made = {"hqq": hqq, **{name: lambda name=name: packed(name) for name in ("gptq", "awq")}}
+    made["gptq-planes"] = planes
     made |= {f"quanto-{k}": lambda k=k: quanto(k) for k in ("qint4", "qint8", "qfloat8")}
     for name in sys.argv[1:] or [*made, "gguf", "sentencepiece"]:
         if name == "gguf":
