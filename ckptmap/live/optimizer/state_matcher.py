@@ -19,6 +19,7 @@ from ckptmap.live.optimizer import flat_lowbit, lbfgs, rank_settings, state_plac
 from ckptmap.live.optimizer.as_saved import AsSaved, SavedClasses
 from ckptmap.live.optimizer.family import STEP
 from ckptmap.live.optimizer.local_state import ParamOwner, owners
+from ckptmap.live.optimizer.own_values import OwnValues
 from ckptmap.live.optimizer.param_groups import ParamGroups
 from ckptmap.live.optimizer.param_order_check import refuse_other_order
 from ckptmap.live.optimizer.state_loader import Policy, StateLoader, StateNotes
@@ -125,6 +126,7 @@ class StateMatcher:
         self._exact = flat_lowbit.saved_entries(checkpoint, targets, rank) if flat else None
         self._used_exact: set[str] = set()
         self._placements = state_placement.recorded(checkpoint)
+        self._own = OwnValues.recorded(checkpoint, targets)
         self._classes = SavedClasses(checkpoint, self._optimizer)
         self._plan = StatePlan()
 
@@ -133,8 +135,10 @@ class StateMatcher:
         plan = self._plan
         self._refuse_unnamed()
         refuse_other_order(self._checkpoint, self._owners, self._targets)
-        stored = self._checkpoint.optimizer_groups
-        empty = rank_settings.without_params(self._checkpoint, [*groups_of(self._optimizer)])
+        stored = self._own.over(self._checkpoint.optimizer_groups)
+        empty = rank_settings.without_params(
+            self._checkpoint, [*groups_of(self._optimizer)], stored
+        )
         groups = ParamGroups(self._owners, stored, self._tensors, empty, self._classes.is_same)
         grouped_fqns = {fqn for group in stored for fqn in group["params"]}
         used: set[str] = set()
@@ -145,6 +149,8 @@ class StateMatcher:
         for owner in self._owners:
             family = owner.part.family
             sources = [family.named(self._source(target, used)) for target, _ in owner.members]
+            own = self._own.state.get(owner.fqn, {})
+            sources = [source and {**source, **own} for source in sources]
             self._decide(owner, sources, groups, grouped_fqns)
         plan.steps.append(lambda reader: self._classes.restore_keys())
         vectors = lbfgs.Loading(self._checkpoint, self._owners)
