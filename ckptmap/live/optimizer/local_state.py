@@ -106,7 +106,7 @@ class LocalState:
     """Plain values of optimizer state that are stored as values of a simpler class."""
     placements: dict[str, dict[str, object]] = field(default_factory=dict)
     """How optimizer state is placed (see `state_placement`)."""
-    own: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    own: dict[Path, torch.Tensor] = field(default_factory=dict)
     """Copies of what each rank may have of its own in optimizer state, by FQN and name."""
     groups: list[HeldGroup] = field(default_factory=list)
     """The parameter groups, which become one list with those of other ranks."""

@@ -135,7 +135,7 @@ class Shared:
     placements: Mapping[str, Mapping[str, object]]
     simplified: Sequence[str]
     groups: Sequence[HeldGroup]
-    own: Mapping[tuple[str, str], torch.Tensor]
+    own: Mapping[Path, torch.Tensor]
     replicas: str
     token: str = field(default_factory=lambda: os.urandom(16).hex())
 
