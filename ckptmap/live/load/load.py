@@ -253,7 +253,7 @@ def _plan(
         ),
     )  # fmt: skip
     checkpoint = listed_states.of_all(checkpoint, model, optimizer, targets)
-    state = _plan_state(checkpoint, targets, optimizer, options, of_others)
+    state = _plan_state(checkpoint, targets, optimizer, options, of_others, weights.unfit)
     continuation = Continuation(
         checkpoint, model, optimizer, one_scheduler(scheduler), targets, options.stateful
     )
@@ -320,11 +320,11 @@ def _of_other_ranks(
 
 def _plan_state(
     checkpoint: Checkpoint, targets: Sequence[LiveTensor], optimizer: Optimizers | None,
-    options: LoadOptions, of_others: frozenset[str],
+    options: LoadOptions, of_others: frozenset[str], unfit: Sequence[LiveTensor],
 ) -> StatePlan | None:  # fmt: skip
     if optimizer is None:
         return None
-    state = StateMatcher(checkpoint, targets, optimizer, options.precision).plan()
+    state = StateMatcher(checkpoint, targets, optimizer, options.precision, unfit).plan()
     state.unexpected = [name for name in state.unexpected if name not in of_others]
     state.refuse(checkpoint.path, options.strict)
     return state

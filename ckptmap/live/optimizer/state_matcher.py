@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -112,8 +112,11 @@ class StateMatcher:
         targets: Sequence[LiveTensor],
         optimizer: object,
         precision: str,
+        unfit: Collection[LiveTensor] = (),
     ) -> None:
+        """`unfit` are the weights that keep their values, because the checkpoint's do not fit: their state begins anew."""
         self._checkpoint = checkpoint
+        self._unfit_names = {target.fqn for target in unfit}
         self._optimizer = unwrapped(optimizer)
         self._owners = owners(self._optimizer, targets)
         self._tensors, self._values = checkpoint.optimizer, checkpoint.optimizer_nested_values
@@ -151,6 +154,7 @@ class StateMatcher:
             sources = [family.named(self._source(target, used)) for target, _ in owner.members]
             own = self._own.state.get(owner.fqn, {})
             sources = [source and {**source, **own} for source in sources]
+            sources = self._of_fitting(owner, sources)
             self._decide(owner, sources, groups, grouped_fqns)
         plan.steps.append(lambda reader: self._classes.restore_keys())
         vectors = lbfgs.Loading(self._checkpoint, self._owners)
@@ -174,14 +178,15 @@ class StateMatcher:
         reader = self._checkpoint.optimizer_reader
         if self._tensors or self._values or self._checkpoint.optimizer_groups:
             return
-        reason = reader.why or "it has none"
-        hint = "say which parameter is which: ckptmap.open(path, param_order=...)"
+        reason, hint = reader.why or "it has none", "load the model alone"
         if reader.count > 1:
-            hint = "give all optimizers in the order in which they were saved: load(path, model, [first, second])"
+            hint += ", or give all optimizers in the order in which they were saved: load(path, model, [first, second])"
+        elif reader.why:
+            hint += ", or say which parameter is which: ckptmap.open(path, param_order=...)"
         raise LoadError(
             "CKM506",
             f"{self._checkpoint.path}: no optimizer state can be loaded from it: {reason}",
-            f"load the model alone, or {hint}",
+            hint,
         )
 
     def _source(self, target: LiveTensor, used: set[str]) -> Source:
@@ -193,6 +198,16 @@ class StateMatcher:
                 used.add(name)
                 first_state = first_state or state
         return first_state
+
+    def _of_fitting(self, owner: ParamOwner, sources: Sequence[Source]) -> list[Source]:
+        """Return the state of the tensors of a parameter, none for one whose weight is not loaded."""
+        found = list(sources)
+        for at, (target, _) in enumerate(owner.members):
+            if found[at] and target.fqn in self._unfit_names:
+                found[at] = {}
+                self._plan.notes.initialised.append(f"{target.fqn}: the weight does not fit")
+                self._plan.lossy.append(f"{target.fqn}: state begins anew")
+        return found
 
     def _decide(
         self,
