@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.formatting import counted, some
@@ -182,12 +183,20 @@ class StateMatcher:
         if reader.count > 1:
             hint += ", or give all optimizers in the order in which they were saved: load(path, model, [first, second])"
         elif reader.why:
-            hint += ", or say which parameter is which: ckptmap.open(path, param_order=...)"
+            hint += f", or {self._naming()}"
         raise LoadError(
             "CKM506",
             f"{self._checkpoint.path}: no optimizer state can be loaded from it: {reason}",
             hint,
         )
+
+    def _naming(self) -> str:
+        """Return how a caller names the parameters. An adapter alone is opened with its model only."""
+        adapted = (t for t in self._targets if t.adapted is not None and t.fqn not in self._checkpoint)
+        if any(target.named_in(self._checkpoint) for target in adapted):
+            root = str(Path(self._checkpoint.path).parent)
+            return f"in the order of your optimizer: ckptmap.CheckpointManager({root!r}).restore(model, optimizer)"
+        return "say which parameter is which: ckptmap.open(path, param_order=...)"
 
     def _source(self, target: LiveTensor, used: set[str]) -> Source:
         """Return the checkpoint's state of one parameter, under the first of its names."""
