@@ -192,7 +192,9 @@ class StateMatcher:
 
     def _naming(self) -> str:
         """Return how a caller names the parameters. An adapter alone is opened with its model only."""
-        adapted = (t for t in self._targets if t.adapted is not None and t.fqn not in self._checkpoint)
+        adapted = (
+            t for t in self._targets if t.adapted is not None and t.fqn not in self._checkpoint
+        )
         if any(target.named_in(self._checkpoint) for target in adapted):
             root = str(Path(self._checkpoint.path).parent)
             return f"in the order of your optimizer: ckptmap.CheckpointManager({root!r}).restore(model, optimizer)"

@@ -58,7 +58,8 @@ def save(
     Buffers may differ between ranks, as statistics of BatchNorm do under FSDP: those of the lowest
     rank are saved, and a note of `wait()` says so. Under DDP rank 0's buffers are broadcast.
 
-    The error of a save in the background that no `wait()` has raised is raised by the next call.
+    The error of a save in the background that no `wait()` has raised is raised by the next call. Ranks need their process
+    group until then: call `wait()` before `dist.destroy_process_group()`.
 
     Raises, on all ranks: DestinationError before a byte is written, LoadError CKM505 or CKM508 and
     ArgumentError CKM516 for what cannot be saved, CKM518 where gradients are pending and `gradients`
