@@ -115,7 +115,7 @@ def load(
             peers = peer_groups(one, _timeout(keywords))
             with agreed(peers) as facts:
                 options = LoadOptions.of(keywords)
-                _check(path, model, scheduler, options)
+                _check(path, model, optimizer, scheduler, options)
                 planned = _plan(path, one, optimizer, scheduler, options, facts, closing)
         verify = "full" if options.exact else options.verify
         closing.callback(setattr, planned.checkpoint.files.sums, "is_on", True)
@@ -198,6 +198,7 @@ def _timeout(keywords: LoadKeywords) -> float | None:
 def _check(
     path: str | os.PathLike[str] | Checkpoint,
     model: Models,
+    optimizer: object,
     scheduler: object,
     options: LoadOptions,
 ) -> None:
@@ -205,6 +206,7 @@ def _check(
     if not isinstance(path, Checkpoint):
         argument_checks.path("path", path)
     several_models.check("model", model)
+    argument_checks.optimizer(optimizer)
     check_scheduler(scheduler, "load_state_dict")
     stateful.check(options.stateful)
     options.check()

@@ -82,7 +82,7 @@ def save_all(
         mine = Mine(path, one, optimizer, one_scheduler(scheduler), options, peers, managed)
 
         def first() -> Told:
-            _check(path, model, scheduler, options, unseen)
+            _check(path, model, optimizer, scheduler, options, unseen)
             return mine.told()
 
         told = told_by_all(peers, first)
@@ -111,6 +111,7 @@ def save_all(
 def _check(
     path: str | os.PathLike[str],
     model: Models,
+    optimizer: object,
     scheduler: object,
     options: SaveOptions,
     unseen: BaseException | None,
@@ -122,4 +123,5 @@ def _check(
     options.check()
     argument_checks.path("path", path)
     several_models.check("model", model)
+    argument_checks.optimizer(optimizer)
     check_scheduler(scheduler, "state_dict")
