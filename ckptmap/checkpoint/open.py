@@ -153,7 +153,11 @@ def located_like(like: str | os.PathLike[str], mounts: Mounts) -> FilePath:
 def open_as(path: str | os.PathLike[str], directory: Directory) -> Checkpoint:
     """Open a directory as this framework's, where it holds several checkpoints."""
     files = Files()
-    place = look(locate(path, files.mounts).path, files.mounts)
+    return open_place(files, look(locate(path, files.mounts).path, files.mounts), directory)
+
+
+def open_place(files: Files, place: Place, directory: Directory) -> Checkpoint:
+    """Likewise, of a directory that was looked at, whose bytes are read by `files`."""
     with paused_gc():
         return _opened(files, place, merge_members(directory, place), None, _own(place))
 

@@ -126,6 +126,8 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 def path(name: str, value: object) -> None:
     if not isinstance(value, str | os.PathLike):
         raise _refusal(name, value, "a path")
+    if not os.fspath(value):
+        raise _refusal(name, value, "a path, not an empty one")
 
 
 def device(name: str, value: object) -> None:
@@ -182,6 +184,18 @@ def scheduler(value: object, method: str) -> None:
     if value is not None and not callable(getattr(value, method, None)):
         hint = "pass the scheduler itself"
         raise _refusal("scheduler", value, f"an object with {method}()", hint)
+
+
+def optimizer(value: object) -> None:
+    """Refuse a scheduler, whose optimizer would be taken for it, and what is none in a dict, as a state dict has."""
+    from torch.optim.lr_scheduler import LRScheduler
+
+    hint = "pass the optimizer itself, and the scheduler after it"
+    if isinstance(value, LRScheduler):
+        raise _refusal("optimizer", value, "an optimizer", hint)
+    for name, one in value.items() if isinstance(value, Mapping) else ():
+        if not any(hasattr(one, attribute) for attribute in ("param_groups", "optimizer")):
+            raise _refusal(f"optimizer[{name!r}]", one, "an optimizer", hint)
 
 
 def state_dict(name: str, value: object) -> None:

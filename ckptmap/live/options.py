@@ -158,6 +158,8 @@ class LoadOptions:
         argument_checks.choice("precision", self.precision, PRECISIONS)
         argument_checks.choice("rounding", self.rounding, ROUNDINGS)
         argument_checks.choice("nf4", self.nf4, NF4_CLASSES)
+        for name in ("strict", "strict_encoding", "exact", "fix"):
+            argument_checks.flag(name, getattr(self, name))
         argument_checks.choice("random", self.random, RANDOM)
         argument_checks.choice("verify", self.verify, VERIFY)
         if self.base is not None:
@@ -276,5 +278,11 @@ class SaveOptions:
                 'give "trainable" or patterns of names, or leave it out to save all weights',
             )
         argument_checks.choice("replicas", self.replicas, ("check", "first"))
+        for name in (
+            "overwrite",
+            "background",
+            *(["gradients"] if self.gradients is not None else []),
+        ):
+            argument_checks.flag(name, getattr(self, name))
         if self.step is not None:
             argument_checks.integer("step", self.step, 0)

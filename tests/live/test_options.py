@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from torch import nn
 
 import ckptmap
 from ckptmap.errors import ArgumentError
@@ -40,3 +41,60 @@ def test_an_unknown_keyword_is_refused_with_the_nearest_name(tmp_path: Path) -> 
     ) as caught:
         ckptmap.load(tmp_path, torch.nn.Linear(2, 2), **keywords)
     assert caught.value.code == "CKM516"
+
+
+def built() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.StepLR]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def test_what_is_no_optimizer_is_told_by_its_argument(tmp_path: Path) -> None:
+    """A scheduler was taken for its optimizer, and was itself not saved; of a state dict the error named a class of
+    ours."""
+    model, optimizer, schedule = built()
+    with pytest.raises(ArgumentError, match=r"optimizer=.*StepLR.*, expected an optimizer"):
+        ckptmap.save(tmp_path / "out", model, schedule)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"optimizer\['state'\]=a dict, expected an optimizer"):
+        ckptmap.save(tmp_path / "out", model, optimizer.state_dict())
+    assert not [*tmp_path.iterdir()]
+    ckptmap.save(tmp_path / "out", model, {"all": optimizer}).wait()
+    with pytest.raises(ArgumentError, match="expected an optimizer"):
+        ckptmap.load(tmp_path / "out", model, schedule)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["strict", "strict_encoding", "exact", "fix"])
+def test_a_flag_of_load_is_no_text(name: str, tmp_path: Path) -> None:
+    """exact="no" was exact."""
+    model, _, _ = built()
+    ckptmap.save(tmp_path / "out", model).wait()
+    with pytest.raises(ArgumentError, match=f"{name}='no', expected True or False"):
+        ckptmap.load(tmp_path / "out", model, **{name: "no"})
+
+
+@pytest.mark.parametrize("name", ["overwrite", "background", "gradients"])
+def test_a_flag_of_save_is_no_text(name: str, tmp_path: Path) -> None:
+    keywords: Any = {name: "no"}
+    with pytest.raises(ArgumentError, match=f"{name}='no', expected True or False"):
+        ckptmap.save(tmp_path / "out", built()[0], **keywords)
+
+
+def test_an_empty_path_is_refused_at_once() -> None:
+    """It was the working directory, and refused in the background."""
+    with pytest.raises(ArgumentError, match="path='', expected a path, not an empty one"):
+        ckptmap.save("", built()[0])
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_list_of_one_scheduler_is_the_scheduler(listed: bool, tmp_path: Path) -> None:
+    """Its state was refused where one side has a list."""
+    model, optimizer, schedule = built()
+    schedule.step()
+    saved: Any = [schedule] if listed else schedule
+    ckptmap.save(tmp_path / "out", model, optimizer, saved).wait()
+    other, theirs, again = built()
+    ckptmap.load(tmp_path / "out", other, theirs, again if listed else [again], exact=True)
+    assert again.state_dict() == schedule.state_dict() and again.last_epoch == 1

@@ -43,6 +43,13 @@ def weights(place: Place) -> list[Member]:
     return [member for member in copies if member is not None]
 
 
+def adapter(place: Place) -> list[Member]:
+    """Return the weights of an adapter; an empty list if there are none."""
+    names = ("adapter_model.safetensors", "adapter_model.bin")
+    copies = [_file(place, name, "model") for name in names]
+    return [member for member in copies if member is not None]
+
+
 def optimizers(place: Place) -> list[Member]:
     """Return every copy of the optimizer's state; an empty list if there is none."""
     copies = [

@@ -34,6 +34,7 @@ from ckptmap.live.optimizer import (
     gradient_hooks,
     gradients,
     lbfgs,
+    own_values,
     rank_settings,
     run_settings,
 )
@@ -90,7 +91,7 @@ class Continuation:
             None if how_renamed(checkpoint) else self._saved.get(module_extra_state.NAMES),
             self._takers,
         )  # fmt: skip
-        for key in (rng_state.KEY, flat_lowbit.KEY, lbfgs.KEY, beside_params.KEY):
+        for key in (rng_state.KEY, flat_lowbit.KEY, lbfgs.KEY, beside_params.KEY, own_values.KEY):
             everything.pop(key, None)
         self._per_rank = self._own_extra(pop_dict(everything, PER_RANK))
         everything.pop(gradients.PENDING, None)
@@ -179,9 +180,7 @@ class Continuation:
         if text := self._saved.get(run_settings.WITHOUT):
             yield f"gradients of an accumulation were left out when it was saved ({text})"
         yield from (f"gradient of {name}" for name in self.gradients.left)
-        unlike = self._saved.get(run_settings.UNLIKE)
-        for name in unlike if isinstance(unlike, list | tuple) else ():
-            yield f"each rank had its own {name}, one was saved"
+        yield from self._of_other_shards()
         forms = self._saved.get(run_settings.FORMS)
         for name in forms if isinstance(forms, list | tuple) else ():
             yield f"{name} is no longer of the class that it was when it was saved"
@@ -191,6 +190,14 @@ class Continuation:
         yield from self._unsaved_hooks
         if self._saved.get("rounded_scales"):
             yield "a forward on the CPU rounded the scales of quantized weights before it was saved"
+
+    def _of_other_shards(self) -> Iterator[str]:
+        """Yield what of the optimizer's values is another rank's, or of other elements than this rank has."""
+        unlike = self._saved.get(run_settings.UNLIKE)
+        own = own_values.OwnValues.recorded(self._checkpoint, self._targets).titles()
+        for name in unlike if isinstance(unlike, list | tuple) else ():
+            if name not in own:
+                yield f"each rank had its own {name}, one was saved"
 
     def _own(self, saved: Mapping[str, object]) -> Mapping[str, object]:
         """Return the recorded settings with the layout of this rank alone."""

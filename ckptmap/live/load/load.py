@@ -115,7 +115,7 @@ def load(
             peers = peer_groups(one, _timeout(keywords))
             with agreed(peers) as facts:
                 options = LoadOptions.of(keywords)
-                _check(path, model, scheduler, options)
+                _check(path, model, optimizer, scheduler, options)
                 planned = _plan(path, one, optimizer, scheduler, options, facts, closing)
         verify = "full" if options.exact else options.verify
         closing.callback(setattr, planned.checkpoint.files.sums, "is_on", True)
@@ -198,6 +198,7 @@ def _timeout(keywords: LoadKeywords) -> float | None:
 def _check(
     path: str | os.PathLike[str] | Checkpoint,
     model: Models,
+    optimizer: object,
     scheduler: object,
     options: LoadOptions,
 ) -> None:
@@ -205,6 +206,7 @@ def _check(
     if not isinstance(path, Checkpoint):
         argument_checks.path("path", path)
     several_models.check("model", model)
+    argument_checks.optimizer(optimizer)
     check_scheduler(scheduler, "load_state_dict")
     stateful.check(options.stateful)
     options.check()
@@ -253,7 +255,7 @@ def _plan(
         ),
     )  # fmt: skip
     checkpoint = listed_states.of_all(checkpoint, model, optimizer, targets)
-    state = _plan_state(checkpoint, targets, optimizer, options, of_others)
+    state = _plan_state(checkpoint, targets, optimizer, options, of_others, weights.unfit)
     continuation = Continuation(
         checkpoint, model, optimizer, one_scheduler(scheduler), targets, options.stateful
     )
@@ -320,11 +322,11 @@ def _of_other_ranks(
 
 def _plan_state(
     checkpoint: Checkpoint, targets: Sequence[LiveTensor], optimizer: Optimizers | None,
-    options: LoadOptions, of_others: frozenset[str],
+    options: LoadOptions, of_others: frozenset[str], unfit: Sequence[LiveTensor],
 ) -> StatePlan | None:  # fmt: skip
     if optimizer is None:
         return None
-    state = StateMatcher(checkpoint, targets, optimizer, options.precision).plan()
+    state = StateMatcher(checkpoint, targets, optimizer, options.precision, unfit).plan()
     state.unexpected = [name for name in state.unexpected if name not in of_others]
     state.refuse(checkpoint.path, options.strict)
     return state

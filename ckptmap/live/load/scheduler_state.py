@@ -65,7 +65,10 @@ class SchedulerState:
         taken: Mapping[str, Any] = integer_keys.restored_below(
             state if isinstance(state, Mapping) else {}
         )
-        if rank_settings.GROUPS in settings:
+        listed = isinstance(scheduler, SeveralSchedulers) and [*scheduler.by_name] == ["0"]
+        if (
+            rank_settings.GROUPS in settings or listed or [*taken] == ["0"]
+        ):  # a list of one is the one
             taken = _for_as_many(taken, scheduler)
         return cls(scheduler, taken, settings.get(run_settings.SCHEDULER), of_others)
 
@@ -83,7 +86,7 @@ class SchedulerState:
         elif self._live is not None:
             yield from _not_in_either("scheduler", self._live, self._state)
             now = scheduler_classes(self._live)
-            if self._saved is not None and repr(self._saved) != repr(now):
+            if self._saved is not None and repr(_the_one(self._saved)) != repr(_the_one(now)):
                 yield f"scheduler: was {self._saved}, is {now}"
             for name in filter(None, self._of_others):
                 yield f"scheduler: each rank had its own {name}, that of rank 0 is taken"
@@ -93,6 +96,12 @@ class SchedulerState:
         if self._live is not None and self._state:
             _load_scheduler(self._live, self._state)
             _take_rates(self._live, bool(self._of_others))
+
+
+def _the_one(classes: object) -> object:
+    """Return the classes in a list of one scheduler as those of the scheduler."""
+    is_one = isinstance(classes, Mapping) and [*classes] == ["0"]
+    return classes["0"] if is_one and isinstance(classes, Mapping) else classes
 
 
 def _unlike(states: Sequence[object]) -> list[str]:

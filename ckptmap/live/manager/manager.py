@@ -335,7 +335,12 @@ class CheckpointManager:
         wanted = ranks.all(wanted)[0]
         for number, found in enumerate(wanted, 1):
             try:
-                with ranks.together(), named_by_live(found.path, model, optimizer) as place:
+                with (
+                    ranks.together(),
+                    named_by_live(
+                        found.path, model, optimizer, bool(keywords.get("strict", True))
+                    ) as place,
+                ):
                     report = load(place, model, optimizer, scheduler, **keywords)
             except CkptmapError as error:
                 if not error.code.startswith(_UNUSABLE) or number == len(wanted):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.open import open as open_checkpoint
+from ckptmap.live.model.peft import open_base_or_adapter
 from ckptmap.live.model.several_models import Models
 from ckptmap.live.options import Optimizers
 from ckptmap.live.state_dict.hooks import name_by_live
@@ -19,7 +19,7 @@ from ckptmap.live.state_dict.hooks import name_by_live
 
 @contextmanager
 def named_by_live(
-    path: Path, model: Models, optimizer: Optimizers | None
+    path: Path, model: Models, optimizer: Optimizers | None, strict: bool = True
 ) -> Iterator[Path | Checkpoint]:
     """Yield the path of a checkpoint; where its optimizer state is keyed by number and nothing in it
     names the numbers, the opened checkpoint with names in the live optimizer's order.
@@ -28,8 +28,10 @@ def named_by_live(
     if optimizer is None or isinstance(model, Mapping | Sequence) or isinstance(optimizer, Mapping):
         yield path
         return
-    with open_checkpoint(path) as checkpoint:
-        if checkpoint.optimizer_reader.present and checkpoint.optimizer_by_index:
+    checkpoint, differences = open_base_or_adapter(path, model, strict)
+    with checkpoint:
+        is_numbered = checkpoint.optimizer_reader.present and checkpoint.optimizer_by_index
+        if is_numbered and not differences:  # of which `load` tells
             yield name_by_live(checkpoint, model, optimizer)
             return
     yield path

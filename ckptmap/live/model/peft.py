@@ -26,7 +26,7 @@ from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import CONFIG, HEAD, WEIGHTS
 from ckptmap.checkpoint.open import open as open_checkpoint
-from ckptmap.checkpoint.open import open_in
+from ckptmap.checkpoint.open import open_in, open_place
 from ckptmap.core.formatting import some
 from ckptmap.errors import LoadError
 from ckptmap.formats.detect import look
@@ -223,10 +223,10 @@ def open_base_or_adapter(
 def _open_wrapped(
     files: Files, path: str | os.PathLike[str], found: PeftWrapping, strict: bool
 ) -> tuple[Checkpoint, list[str]]:
-    weights = _weights(path, files.mounts)
-    if weights is None:
+    place = look(locate(path, files.mounts).path, files.mounts)
+    if CONFIG not in place.names or registry.knows(place):
         return open_in(files, path), []
-    config = weights.parent / CONFIG
+    config = Path(place.path) / CONFIG
     other = _differences(config, found.config.get(found.active), files.mounts)
     if other and strict:
         raise LoadError(
@@ -234,15 +234,14 @@ def _open_wrapped(
             f"{path}: its adapter is not the model's: {some(other)}",
             "wrap the model with the adapter's own config: PeftConfig.from_pretrained",
         )
-    return open_in(files, weights), [f"adapter {text}" for text in other]
-
-
-def _weights(path: str | os.PathLike[str], mounts: Mounts) -> Path | None:
-    """Return the weights file of an adapter's directory; None: the path is something else."""
-    place = locate(path, mounts).path
-    if not place.is_dir() or not (place / CONFIG).is_file() or registry.knows(look(place, mounts)):
-        return None
-    return next((place / name for name in WEIGHTS if (place / name).is_file()), None)
+    weights = next((name for name in WEIGHTS if name in place.names), "")
+    inside = replace(place, names=tuple(name for name in place.names if name != CONFIG))
+    directory = registry.directory_for(inside)
+    if directory is not None:  # of a run: its optimizer and its step lie beside the adapter
+        ckpt = open_place(files, inside, directory)
+    else:
+        ckpt = open_in(files, Path(place.path) / weights)
+    return ckpt, [f"adapter {text}" for text in other]
 
 
 def _differences(file: Path, live: object, mounts: Mounts) -> list[str]:

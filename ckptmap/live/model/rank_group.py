@@ -110,6 +110,7 @@ class RankGroup:
             return [value]
         import torch.distributed as dist
 
+        self._backend()
         found = [value] * self.world
         with self.named_if_lost():
             dist.all_gather_object(found, value, group=self.group)
@@ -123,7 +124,7 @@ class RankGroup:
         import torch
         import torch.distributed as dist
 
-        if dist.get_backend(self.group) != "gloo":
+        if self._backend() != "gloo":
             return any(self.all(flag))
         mine = torch.tensor([flag], dtype=torch.uint8, device="cpu")
         found = torch.zeros(self.world, dtype=torch.uint8, device="cpu")
@@ -156,9 +157,7 @@ class RankGroup:
 
     def _gathered(self, text: bytes) -> list[bytes]:
         """Return the bytes of every rank, in order of rank: over gloo one collective where all are short."""
-        import torch.distributed as dist
-
-        if dist.get_backend(self.group) != "gloo":
+        if self._backend() != "gloo":
             return self.all(text)
         first = self._of_one_size(
             len(text).to_bytes(_HEAD, "little") + text[:_SHORT], _HEAD + _SHORT
@@ -183,6 +182,19 @@ class RankGroup:
         everything = bytes(tensor_bytes(found))
         return [everything[start : start + size] for start in range(0, len(everything), size)]
 
+    def _backend(self) -> str:
+        """Return the backend of the group. Raises RunError CKM307 where the program has destroyed it meanwhile."""
+        import torch.distributed as dist
+
+        try:
+            return str(dist.get_backend(self.group))
+        except ValueError as error:
+            raise LostRanks(
+                "CKM307",
+                "the process group was destroyed before a save in the background had ended",
+                "call wait() of the handle, or close() of the manager, before dist.destroy_process_group()",
+            ) from error
+
     @contextmanager
     def named_if_lost(self) -> Iterator[None]:
         """Raise RunError CKM307, with the ranks that did not come, in place of an error of gloo in the
@@ -191,7 +203,8 @@ class RankGroup:
             self.arrivals.arrive()
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            self._backend()
             what = "a rank did not come to a collective of all ranks, or was lost in it"
             if self.arrivals is not None:
                 self.arrivals.leave(failed=True)

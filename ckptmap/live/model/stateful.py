@@ -128,10 +128,10 @@ class SavedStates:
                 " saved it",
                 "load with as many ranks, or leave it out of stateful= and set it up anew",
             )
-        known = ", ".join(map(repr, sorted(self._states))) or "none"
+        known = ", ".join(map(repr, sorted(self._states)))
         raise LoadError(
             "CKM519",
-            f"{path}: has no state of {name!r}, expected one of {known}",
+            f"{path}: has no state of {name!r}, {f'expected one of {known}' if known else 'nor of any other object'}",
             "leave it out of stateful=, or load with strict=False",
         )
 

@@ -120,6 +120,13 @@ class OptimizerParam:
         state: Mapping[str, object] = self.optimizer.state.get(self.param, {})
         return state
 
+    def may_be_of_shard(self, name: str, value: torch.Tensor) -> bool:
+        """Return whether an entry may be of this rank's shard of the parameter alone: one number, as a norm is that
+        a step computes of what it sees. A matrix that every rank has whole would be saved as often as there are ranks."""
+        if name == STEP or value.numel() != 1 or is_dtensor(value):
+            return False
+        return self.family.name == "other" or name not in self.family.needs(self)
+
 
 class OptimizerFamily:
     """A family of optimizers. The defaults are those of most: state by its own names, in the dtype of

@@ -40,5 +40,5 @@ def of_all(
     named = replace(checkpoint, optimizer_reader=checkpoint.optimizer_reader.as_one())
     if all(NAMES in group for group in named.optimizer_reader.raw.groups):
         return named
-    order = [group for one in ones for group in live_order(one, targets, model)]
+    order = [group for one in ones for group in live_order(one, targets, model, checkpoint)]
     return named.with_optimizer_order(order)

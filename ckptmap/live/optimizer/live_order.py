@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.live.model.live_tensor import LiveTensor
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 
 def live_order(
-    optimizer: object, targets: Sequence[LiveTensor], model: torch.nn.Module
-) -> list[list[str]]:
+    optimizer: object, targets: Sequence[LiveTensor], model: torch.nn.Module,
+    source: Container[str] = frozenset(),
+) -> list[list[str]]:  # fmt: skip
     """Return the FQNs of the live optimizer's parameters by group, in the order in which torch numbers
     them. The tensors of a flat parameter come in the order of the model. A group may be empty, as
-    Trainer's group without weight decay is for an adapter."""
+    Trainer's group without weight decay is for an adapter. A tensor has the name that `source` has for it, as the file
+    of an adapter has other names than the model."""
     inner = unwrapped(optimizer)
     listed = [] if is_offloaded(inner) else inner.param_groups
     by_group: dict[int, list[LiveTensor]] = {id(group): [] for group in listed}
@@ -29,7 +31,7 @@ def live_order(
         whole = whole or len(owner.members) > 1
     groups = by_group.values()
     ordered = [in_module_order(model, group) if whole else group for group in groups]
-    return [[target.fqn for target in group] for group in ordered]
+    return [[next(iter(t.named_in(source)), t.fqn) for t in group] for group in ordered]
 
 
 def in_module_order(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> list[LiveTensor]:

@@ -59,6 +59,7 @@ class LocalTensor:
                whole tensor, and the ranks agree on the one that saves it
     checked    must all ranks that hold the tensor hold the same values?
     is_buffer  a buffer of the model: ranks may differ, one is saved, and a note says so
+    is_own     ranks may differ, one is saved here, and all beside it (see `own_values`)
     """
 
     path: Path
@@ -67,6 +68,7 @@ class LocalTensor:
     primary: bool | None
     checked: bool = False
     is_buffer: bool = False
+    is_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class LocalState:
     """Plain values of optimizer state that are stored as values of a simpler class."""
     placements: dict[str, dict[str, object]] = field(default_factory=dict)
     """How optimizer state is placed (see `state_placement`)."""
+    own: dict[Path, torch.Tensor] = field(default_factory=dict)
+    """Copies of what each rank may have of its own in optimizer state, by FQN and name."""
     groups: list[HeldGroup] = field(default_factory=list)
     """The parameter groups, which become one list with those of other ranks."""
 
@@ -195,15 +199,17 @@ class ParamOwner:
         return any(target.is_flat for target, _ in self.members)
 
     @property
+    def is_cut(self) -> bool:
+        return any(target.is_cut for target, _ in self.members)
+
+    @property
     def fqn(self) -> str:
         return self.members[0].target.fqn
 
 
 def owners(optimizer: object, targets: Sequence[LiveTensor]) -> list[ParamOwner]:
-    """Return every parameter of the optimizer, in its order, with the model's tensors.
-
-    Raises LoadError CKM508 for a parameter that is not the model's.
-    """
+    """Return every parameter of the optimizer, in its order, with the model's tensors. Raises LoadError CKM508 for
+    a parameter that is not the model's."""
     by_id: dict[int, list[ParamMember]] = {}
     for target in targets:
         if isinstance(target, FlatParamTensor):
@@ -212,11 +218,11 @@ def owners(optimizer: object, targets: Sequence[LiveTensor]) -> list[ParamOwner]
                     named_param = getattr(module, name, None)
                     by_id.setdefault(id(named_param), [ParamMember(target, 0)])
                 by_id.setdefault(id(target.param), [ParamMember(target, 0)])
-            members_of_flat = by_id.setdefault(id(target.handle.flat_param), [])
-            members_of_flat.append(ParamMember(target, target.at))
+            of_flat = by_id.setdefault(id(target.handle.flat_param), [])
+            of_flat.append(ParamMember(target, target.at))
         else:
             by_id[id(target.tensor)] = [ParamMember(target, None)]
-    param_owners = []
+    found = []
     for number, param in enumerate(parts_of(optimizer)):
         members = by_id.get(id(param.model))
         if members is None:
@@ -225,9 +231,9 @@ def owners(optimizer: object, targets: Sequence[LiveTensor]) -> list[ParamOwner]
                 f"optimizer: parameter {number} {tuple(param.model.shape)} is not the model's",
                 "build the optimizer after wrapping the model, from model.parameters()",
             )
-        param_owners.append(ParamOwner(param, members))
-    _refuse_shared(param_owners)
-    return param_owners
+        found.append(ParamOwner(param, members))
+    _refuse_shared(found)
+    return found
 
 
 def _refuse_shared(param_owners: Sequence[ParamOwner]) -> None:
@@ -282,7 +288,10 @@ def _hold_values(state: LocalState, owner: ParamOwner, name: str, value: torch.T
     _require_values(what, local)
     require_memory("CKM508", what, local)
     if not _is_like_param(owner, value):
-        state.holdings += [_own_shape_entry(value, path) for path in _paths(owner, name)]
+        if is_own := owner.is_cut and owner.part.may_be_of_shard(name, value):
+            copy = value.detach().to("cpu", copy=True)
+            state.own |= {(target.fqn, name): copy for target, _ in owner.members}
+        state.holdings += [_own_shape_entry(value, path, is_own) for path in _paths(owner, name)]
         return
     for target, views in owner.windows(local):
         pieces = [LocalShard(box, view) for box, view in views]
@@ -346,20 +355,20 @@ def is_cut_alike(value: torch.Tensor, param: torch.Tensor) -> bool:
     return bool(value.device_mesh == param.device_mesh and value.placements == param.placements)
 
 
-def _own_shape_entry(value: torch.Tensor, path: Path) -> LocalTensor:
+def _own_shape_entry(value: torch.Tensor, path: Path, is_own: bool) -> LocalTensor:
     """Return the boxes of an entry with a shape and mesh of its own: a step, a row of a matrix."""
     local = local_of(value)
     info = info_of(value.shape, local)
     if not is_dtensor(value):
-        return LocalTensor(path, info, [LocalShard(Box.whole(info.shape), local)], None, True)
+        piece = LocalShard(Box.whole(info.shape), local)
+        return LocalTensor(path, info, [piece], None, not is_own, is_own=is_own)
     mesh = value.device_mesh
     place = mesh.get_coordinate()
     assert place is not None, "a rank that holds the entry is part of its mesh"
     boxes = cut(value.shape, mesh.shape, place, value.placements, str(path[-1]))
     primary = not any(at for at, p in zip(place, value.placements, strict=True) if p.is_replicate())
-    return LocalTensor(
-        path, info, [LocalShard(box, window(local, at)) for box, at in boxes], primary, True
-    )
+    pieces = [LocalShard(box, window(local, at)) for box, at in boxes]
+    return LocalTensor(path, info, pieces, primary, True)
 
 
 def _hold_codes(state: LocalState, owner: ParamOwner, name: str, codes: Codes) -> None:
@@ -373,8 +382,9 @@ def _hold_codes(state: LocalState, owner: ParamOwner, name: str, codes: Codes) -
             "save it with an optimizer in float32, or on a mesh of Shard placements",
         )
     piece = local_codes(boxes[0][0], codes, info.shape)
-    for path in _paths(owner, name):
-        state.holdings.append(LocalTensor(path, info, [piece], _primary(target), True))
+    state.holdings += [
+        LocalTensor(path, info, [piece], _primary(target), True) for path in _paths(owner, name)
+    ]
 
 
 def local_codes(box: Box, codes: Codes, shape: Sequence[int]) -> LocalCodes:
@@ -385,7 +395,6 @@ def local_codes(box: Box, codes: Codes, shape: Sequence[int]) -> LocalCodes:
 def decoded(codes: Codes) -> torch.Tensor:
     """Return the decoded values, float32 and flat."""
     if codes.segments is not None:
-        return lowbit_codes.decode_each(
-            codes.codes, codes.qmap, codes.segments.of_each(codes.scale)
-        )
+        scales = codes.segments.of_each(codes.scale)
+        return lowbit_codes.decode_each(codes.codes, codes.qmap, scales)
     return LowBit(codes.scheme, codes.block_size, codes.signed).values(codes.parts)

@@ -64,13 +64,12 @@ def is_same_layout(
 
 
 def without_params(
-    checkpoint: Checkpoint, live: Sequence[ParamGroup]
+    checkpoint: Checkpoint, live: Sequence[ParamGroup], stored: Sequence[StoredGroup]
 ) -> tuple[list[ParamGroup], list[StoredGroup]]:
-    """Return the live groups without parameters, and the checkpoint's groups for them. They go by their order, and
+    """Return the live groups without parameters, and the checkpoint's, `stored`, for them. They go by their order, and
     where ranks had other parameters by the numbers that this rank's groups had. Of ranks as many as now, or not, one
     may have groups without parameters that another has no use for."""
     empty = [group for group in live if not group["params"]]
-    stored: list[StoredGroup] = [*checkpoint.optimizer_groups]
     stored_empty = [group for group in stored if not group["params"]]
     by_rank = run_settings.recorded(checkpoint).get(GROUPS)
     if not isinstance(by_rank, list | tuple):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.formatting import counted, some
@@ -19,6 +20,7 @@ from ckptmap.live.optimizer import flat_lowbit, lbfgs, rank_settings, state_plac
 from ckptmap.live.optimizer.as_saved import AsSaved, SavedClasses
 from ckptmap.live.optimizer.family import STEP
 from ckptmap.live.optimizer.local_state import ParamOwner, owners
+from ckptmap.live.optimizer.own_values import OwnValues
 from ckptmap.live.optimizer.param_groups import ParamGroups
 from ckptmap.live.optimizer.param_order_check import refuse_other_order
 from ckptmap.live.optimizer.state_loader import Policy, StateLoader, StateNotes
@@ -111,8 +113,11 @@ class StateMatcher:
         targets: Sequence[LiveTensor],
         optimizer: object,
         precision: str,
+        unfit: Collection[LiveTensor] = (),
     ) -> None:
+        """`unfit` are the weights that keep their values, because the checkpoint's do not fit: their state begins anew."""
         self._checkpoint = checkpoint
+        self._unfit_names = {target.fqn for target in unfit}
         self._optimizer = unwrapped(optimizer)
         self._owners = owners(self._optimizer, targets)
         self._tensors, self._values = checkpoint.optimizer, checkpoint.optimizer_nested_values
@@ -125,6 +130,7 @@ class StateMatcher:
         self._exact = flat_lowbit.saved_entries(checkpoint, targets, rank) if flat else None
         self._used_exact: set[str] = set()
         self._placements = state_placement.recorded(checkpoint)
+        self._own = OwnValues.recorded(checkpoint, targets)
         self._classes = SavedClasses(checkpoint, self._optimizer)
         self._plan = StatePlan()
 
@@ -133,8 +139,10 @@ class StateMatcher:
         plan = self._plan
         self._refuse_unnamed()
         refuse_other_order(self._checkpoint, self._owners, self._targets)
-        stored = self._checkpoint.optimizer_groups
-        empty = rank_settings.without_params(self._checkpoint, [*groups_of(self._optimizer)])
+        stored = self._own.over(self._checkpoint.optimizer_groups)
+        empty = rank_settings.without_params(
+            self._checkpoint, [*groups_of(self._optimizer)], stored
+        )
         groups = ParamGroups(self._owners, stored, self._tensors, empty, self._classes.is_same)
         grouped_fqns = {fqn for group in stored for fqn in group["params"]}
         used: set[str] = set()
@@ -145,6 +153,9 @@ class StateMatcher:
         for owner in self._owners:
             family = owner.part.family
             sources = [family.named(self._source(target, used)) for target, _ in owner.members]
+            own = self._own.state.get(owner.fqn, {})
+            sources = [source and {**source, **own} for source in sources]
+            sources = self._of_fitting(owner, sources)
             self._decide(owner, sources, groups, grouped_fqns)
         plan.steps.append(lambda reader: self._classes.restore_keys())
         vectors = lbfgs.Loading(self._checkpoint, self._owners)
@@ -168,15 +179,26 @@ class StateMatcher:
         reader = self._checkpoint.optimizer_reader
         if self._tensors or self._values or self._checkpoint.optimizer_groups:
             return
-        reason = reader.why or "it has none"
-        hint = "say which parameter is which: ckptmap.open(path, param_order=...)"
+        reason, hint = reader.why or "it has none", "load the model alone"
         if reader.count > 1:
-            hint = "give all optimizers in the order in which they were saved: load(path, model, [first, second])"
+            hint += ", or give all optimizers in the order in which they were saved: load(path, model, [first, second])"
+        elif reader.why:
+            hint += f", or {self._naming()}"
         raise LoadError(
             "CKM506",
             f"{self._checkpoint.path}: no optimizer state can be loaded from it: {reason}",
-            f"load the model alone, or {hint}",
+            hint,
         )
+
+    def _naming(self) -> str:
+        """Return how a caller names the parameters. An adapter alone is opened with its model only."""
+        adapted = (
+            t for t in self._targets if t.adapted is not None and t.fqn not in self._checkpoint
+        )
+        if any(target.named_in(self._checkpoint) for target in adapted):
+            root = str(Path(self._checkpoint.path).parent)
+            return f"in the order of your optimizer: ckptmap.CheckpointManager({root!r}).restore(model, optimizer)"
+        return "say which parameter is which: ckptmap.open(path, param_order=...)"
 
     def _source(self, target: LiveTensor, used: set[str]) -> Source:
         """Return the checkpoint's state of one parameter, under the first of its names."""
@@ -187,6 +209,16 @@ class StateMatcher:
                 used.add(name)
                 first_state = first_state or state
         return first_state
+
+    def _of_fitting(self, owner: ParamOwner, sources: Sequence[Source]) -> list[Source]:
+        """Return the state of the tensors of a parameter, none for one whose weight is not loaded."""
+        found = list(sources)
+        for at, (target, _) in enumerate(owner.members):
+            if found[at] and target.fqn in self._unfit_names:
+                found[at] = {}
+                self._plan.notes.initialised.append(f"{target.fqn}: the weight does not fit")
+                self._plan.lossy.append(f"{target.fqn}: state begins anew")
+        return found
 
     def _decide(
         self,

@@ -31,6 +31,7 @@ class Offer:
     coded  scheme, block size and sign of a moment's codes
     span   flat positions of its blocks, where they are no box because a shard ends inside a block
     cuts_blocks  is its box one that cuts blocks of the whole tensor?
+    is_own  may each rank have other values?
     """
 
     path: Path
@@ -43,6 +44,7 @@ class Offer:
     span: tuple[int, int] | None = None
     is_buffer: bool = False
     cuts_blocks: bool = False
+    is_own: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -67,7 +69,7 @@ def compared_digests(holdings: Sequence[LocalTensor]) -> list[Digest]:
 
 def is_compared(one: LocalTensor | Offer) -> bool:
     """Return whether ranks compare their values of a tensor, which each of them holds whole."""
-    return one.primary is None and (one.checked or one.is_buffer)
+    return one.primary is None and (one.checked or one.is_buffer or one.is_own)
 
 
 def with_digests(offers: Sequence[Offer], digests: Sequence[Digest]) -> list[Offer]:
@@ -87,7 +89,7 @@ def _offer(holding: LocalTensor) -> Offer:
     boxes = tuple(piece.box for piece in holding.pieces)
     return Offer(
         holding.path, holding.info, boxes, holding.primary, holding.checked,
-        (), coded, span, holding.is_buffer, cuts_blocks,
+        (), coded, span, holding.is_buffer, cuts_blocks, holding.is_own,
     )  # fmt: skip
 
 
@@ -191,8 +193,7 @@ class Assigner:
                 raise RunError(
                     "CKM509",
                     f"{name}: ranks {rank} and {other} hold replicas that differ",
-                    "the replicas have drifted apart (stochastic rounding needs equal random"
-                    " streams); save with replicas='first' to keep the lowest rank's",
+                    f"{_why_apart(path)}; save with replicas='first' to keep the lowest rank's",
                 )
             if one.checked and path[0] == "model" and one.is_whole != first.is_whole:
                 ranks = (rank, other) if first.is_whole else (other, rank)
@@ -295,6 +296,13 @@ class Assigner:
                 self._found.places[where, box] = ValuesPlace(holding, number, part)
             elif cell is not None and piece.box == cell.box:
                 self._found.places[where, box] = ValuesPlace(holding, number, is_flat=True)
+
+
+def _why_apart(path: Path) -> str:
+    """Return what makes replicas differ that ought to be alike."""
+    drifted = "the replicas have drifted apart (stochastic rounding needs equal random streams)"
+    of_shard = ", or the optimizer computes it from each rank's shard alone"
+    return drifted + (of_shard if path[: len(STATE)] == STATE else "")
 
 
 def _places(encoding: LowBit, info: TensorInfo, cell: LowBitCell) -> Mapping[str, Box]:

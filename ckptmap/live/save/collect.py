@@ -30,6 +30,7 @@ from ckptmap.live.optimizer import (
     flat_lowbit,
     gradients,
     lbfgs,
+    own_values,
     run_settings,
     state_placement,
 )
@@ -60,7 +61,7 @@ OWN_NAMES = frozenset(
         run_settings.KEY, rng_state.KEY, flat_lowbit.KEY, module_extra_state.KEY, "scheduler",
         module_extra_state.OF_RANKS, run_settings.SCHEDULERS,
         PER_RANK, gradients.PENDING, stateful.KEY,
-        lbfgs.KEY, tuples.KEY, integer_keys.KEY, beside_params.KEY,
+        lbfgs.KEY, tuples.KEY, integer_keys.KEY, beside_params.KEY, own_values.KEY,
     }
 )  # fmt: skip
 """Names among the extra values that ckptmap uses itself."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from ckptmap.core.formatting import some
 from ckptmap.errors import ArgumentError
 from ckptmap.live.model import module_walk, unsaved_buffers
 from ckptmap.live.model.rank_group import RankGroup
-from ckptmap.live.optimizer import rank_settings, run_settings
+from ckptmap.live.optimizer import own_values, rank_settings, run_settings
 from ckptmap.live.optimizer.local_state import STATE, HeldGroup, LocalState
 from ckptmap.live.options import SaveOptions
 from ckptmap.live.rounding import record as rounding
@@ -135,6 +135,7 @@ class Shared:
     placements: Mapping[str, Mapping[str, object]]
     simplified: Sequence[str]
     groups: Sequence[HeldGroup]
+    own: Mapping[Path, torch.Tensor]
     replicas: str
     token: str = field(default_factory=lambda: os.urandom(16).hex())
 
@@ -143,7 +144,7 @@ class Shared:
         groups = held.groups if has_params else merged_groups.without_params(held.groups)
         return cls(
             dict(held.values), dict(held.records), dict(held.settings), bool(held.decoded),
-            held.placements, held.simplified, groups, replicas,
+            held.placements, held.simplified, groups, held.own, replicas,
         )  # fmt: skip
 
     def settled(self) -> tuple[Shared, Exception | None]:
@@ -172,6 +173,7 @@ def merge(
     same_groups  are the same parameters in the same groups of each rank's optimizer?"""
     settings = [one.settings for one in everything]
     groups = _groups([one.groups for one in everything], same_groups)
+    unlike = _unlike([one.values for one in everything])
     described = {
         **settings[0],
         "layout": [one["layout"] for one in settings],
@@ -184,8 +186,8 @@ def merge(
         run_settings.FORMS: list(dict.fromkeys(n for one in everything for n in one.simplified)),
         "buffers": [*drifted.buffers],
         run_settings.UNLIKE: [
-            *_unlike([one.values for one in everything]),
-            *groups.unlike,
+            *unlike,
+            *groups.titles(),
             *drifted.others,
         ],
     }
@@ -193,7 +195,10 @@ def merge(
     for one in reversed(everything):
         held.records.update(one.records)
         held.values |= one.values
-    return _with_groups(held, groups)
+    own = dict(groups.own())
+    for rank, one in enumerate(everything if unlike or drifted.others else ()):
+        own |= _own_state(rank, one, {*unlike, *drifted.others})
+    return _with_groups(held, groups.groups, own)
 
 
 def _bases(settings: Sequence[Mapping[str, Any]]) -> dict[str, object]:
@@ -219,11 +224,27 @@ def _groups(by_rank: Sequence[Sequence[HeldGroup]], are_same: bool) -> MergedGro
     return of_all(by_rank)
 
 
-def _with_groups(held: LocalState, merged: MergedGroups) -> FoundTogether:
-    """Add the groups to what is stored, and return the tensors in them."""
+def _own_state(rank: int, one: Shared, unlike: Collection[str]) -> dict[Path, object]:
+    """Return the entries of optimizer state in which a rank differs from others."""
+    found: dict[Path, object] = {
+        path[len(STATE) :]: value for path, value in one.values.items() if path[:2] == STATE
+    }
+    found.update(one.own)
+    return {
+        own_values.place_in_state(rank, str(fqn), str(name)): value
+        for (fqn, name), value in found.items()
+        if f"{fqn}.{name}" in unlike
+    }
+
+
+def _with_groups(
+    held: LocalState, groups: Sequence[object], own: Mapping[Path, object]
+) -> FoundTogether:
+    """Add the groups, and what each rank has of its own, to what is stored, and return the tensors in them."""
     found = LocalState()
-    if merged.groups:
-        put(found, group_values.GROUPS, merged.groups)
+    stored: Mapping[Path, object] = {group_values.GROUPS: groups} if groups else {}
+    for path, value in {**stored, **own}.items():
+        put(found, path, value)
     held.values |= found.values
     pieces = [(one, piece) for one in found.holdings for piece in one.pieces]
     return FoundTogether(
@@ -254,7 +275,7 @@ def _unlike(values_of: Sequence[Mapping[Path, object]]) -> list[str]:
     """Return the names of the plain values of optimizer state that differ between ranks."""
     first: dict[Path, object] = {}
     differing = {
-        ".".join(map(str, path[2:])): None
+        ".".join(map(str, path[len(STATE) :])): None
         for values in values_of
         for path, value in values.items()
         if path[: len(STATE)] == STATE and repr(first.setdefault(path, value)) != repr(value)

@@ -68,11 +68,12 @@ def _kinds(value: object) -> object:
 
 
 class Compared(NamedTuple):
-    """A tensor of which ranks compare their values: its name, whether it is a buffer, and each rank that has it
-    with the number of its digest there."""
+    """A tensor of which ranks compare their values: its name, whether it is a buffer, whether ranks may differ, and
+    each rank that has it with the number of its digest there."""
 
     name: str
     is_buffer: bool
+    may_differ: bool
     at: Sequence[tuple[int, int]]
 
 
@@ -117,7 +118,7 @@ class KnownPlan:
         for one in self.compared:
             first = digests_of[one.at[0][0]][one.at[0][1]]
             if any(differ(digests_of[rank][at], first) for rank, at in one.at[1:]):
-                if is_checked and not one.is_buffer:
+                if is_checked and not one.may_differ:
                     return None
                 found[not one.is_buffer].append(one.name)
         return Drifted(*found)
@@ -132,7 +133,10 @@ def _compared(offers: Sequence[Sequence[Offer]]) -> tuple[list[Compared], bool]:
         for number, path in enumerate(paths):
             at.setdefault(path, []).append((rank, number))
     buffers = {one.path for some in offers for one in some if one.is_buffer}
-    found = [Compared(title[path], path in buffers, ranks) for path, ranks in at.items()]
+    free = buffers | {one.path for some in offers for one in some if one.is_own}
+    found = [
+        Compared(title[path], path in buffers, path in free, ranks) for path, ranks in at.items()
+    ]
     return found, all(paths == names[0] for paths in names)
 
 

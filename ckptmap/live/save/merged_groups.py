@@ -10,11 +10,13 @@ as stages of a pipeline and experts have, groups of equal hyper-parameters are o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ckptmap.live.optimizer import own_values
 from ckptmap.live.optimizer.local_state import HeldGroup
 from ckptmap.live.save.extra_values import digests
+from ckptmap.tensors import Path
 
 Mark = tuple[str, Mapping[str, str]]
 """The class of an optimizer, and digests of the hyper-parameters of a group by name."""
@@ -33,12 +35,28 @@ class MergedGroups:
     """The groups that are stored.
 
     numbers  for the groups of each rank the number of the stored one; empty: all ranks have those of rank 0
-    unlike   names of values that differ between ranks for the same parameters
+    unlike   by the number of a stored group, names of values that differ between ranks for the same parameters
+    of_rank  for each rank its group of a stored one's number
     """
 
     groups: list[dict[str, object]] = field(default_factory=list)
     numbers: list[list[int]] = field(default_factory=list)
-    unlike: list[str] = field(default_factory=list)
+    unlike: dict[int, dict[str, None]] = field(default_factory=dict)
+    of_rank: list[dict[int, HeldGroup]] = field(default_factory=list)
+
+    def own(self) -> Iterator[tuple[Path, object]]:
+        """Yield what ranks have of their own, with the place where it is stored."""
+        for rank, groups in enumerate(self.of_rank):
+            for number, names in self.unlike.items():
+                values = groups[number].values if number in groups else {}
+                for name in names.keys() & values.keys():
+                    yield own_values.place_in_group(rank, number, name), values[name]
+
+    def titles(self) -> list[str]:
+        """Return the names of what differs, for the user."""
+        return [
+            own_values.group_title(n, name) for n, names in self.unlike.items() for name in names
+        ]
 
     def _add(self, group: HeldGroup) -> int:
         self.groups.append({**group.values, "params": [*group.params]})
@@ -47,8 +65,8 @@ class MergedGroups:
     def _compare(self, number: int, one: Mark, other: Mark) -> None:
         (_, values), (_, others) = one, other
         names = [name for name in {**values, **others} if values.get(name) != others.get(name)]
-        texts = (f"{name} of group {number}" for name in names)
-        self.unlike += [text for text in texts if text not in self.unlike]
+        if names:
+            self.unlike.setdefault(number, {}).update(dict.fromkeys(names))
 
 
 def of_same_params(by_rank: Sequence[Sequence[HeldGroup]]) -> MergedGroups:
@@ -57,7 +75,8 @@ def of_same_params(by_rank: Sequence[Sequence[HeldGroup]]) -> MergedGroups:
     for group in by_rank[0]:
         merged._add(group)
     marks = [_mark(group) for group in by_rank[0]]
-    for groups in by_rank[1:]:
+    for groups in by_rank:
+        merged.of_rank.append(dict(enumerate(groups)))
         for number, group in enumerate(groups):
             merged._compare(number, marks[number], _mark(group))
     return merged
@@ -70,6 +89,7 @@ def of_other_params(by_rank: Sequence[Sequence[HeldGroup]]) -> MergedGroups:
     for groups in by_rank:
         taken: set[tuple[int, int]] = set()
         merged.numbers.append([])
+        merged.of_rank.append({})
         for group in groups:
             mark = _mark(group)
             known = [number_of[fqn] for fqn in group.params if fqn in number_of]
@@ -84,6 +104,7 @@ def of_other_params(by_rank: Sequence[Sequence[HeldGroup]]) -> MergedGroups:
                 marks.append(mark)
             taken.add((group.part, number))
             merged.numbers[-1].append(number)
+            merged.of_rank[-1][number] = group
             new = [fqn for fqn in group.params if fqn not in number_of]
             number_of |= dict.fromkeys(new, number)
             merged.groups[number]["params"] += new  # type: ignore[operator]

@@ -58,7 +58,8 @@ def save(
     Buffers may differ between ranks, as statistics of BatchNorm do under FSDP: those of the lowest
     rank are saved, and a note of `wait()` says so. Under DDP rank 0's buffers are broadcast.
 
-    The error of a save in the background that no `wait()` has raised is raised by the next call.
+    The error of a save in the background that no `wait()` has raised is raised by the next call. Ranks need their process
+    group until then: call `wait()` before `dist.destroy_process_group()`.
 
     Raises, on all ranks: DestinationError before a byte is written, LoadError CKM505 or CKM508 and
     ArgumentError CKM516 for what cannot be saved, CKM518 where gradients are pending and `gradients`
@@ -81,7 +82,7 @@ def save_all(
         mine = Mine(path, one, optimizer, one_scheduler(scheduler), options, peers, managed)
 
         def first() -> Told:
-            _check(path, model, scheduler, options, unseen)
+            _check(path, model, optimizer, scheduler, options, unseen)
             return mine.told()
 
         told = told_by_all(peers, first)
@@ -110,6 +111,7 @@ def save_all(
 def _check(
     path: str | os.PathLike[str],
     model: Models,
+    optimizer: object,
     scheduler: object,
     options: SaveOptions,
     unseen: BaseException | None,
@@ -121,4 +123,5 @@ def _check(
     options.check()
     argument_checks.path("path", path)
     several_models.check("model", model)
+    argument_checks.optimizer(optimizer)
     check_scheduler(scheduler, "state_dict")

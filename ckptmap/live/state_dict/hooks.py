@@ -231,7 +231,7 @@ def name_by_live(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: obje
     if not checkpoint.optimizer_by_index:
         return checkpoint
     targets, _ = find_targets(model)
-    return checkpoint.with_optimizer_order(live_order(optimizer, targets, model))
+    return checkpoint.with_optimizer_order(live_order(optimizer, targets, model, checkpoint))
 
 
 def _tensors(value: object) -> list[object]:

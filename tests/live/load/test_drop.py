@@ -86,3 +86,35 @@ def test_state_whose_weight_is_not_there_matches(tmp_path: Path) -> None:
         tmp_path / "a.pt", first, torch.optim.AdamW(first.parameters()), drop=["2.*"]
     )
     assert len(report.loaded) == 2 and not report.unexpected
+
+
+def test_a_grown_vocabulary(tmp_path: Path) -> None:
+    """Not strict, the weights that have another shape here keep their values, and their state begins anew. With an
+    optimizer that was refused, and its hint was to leave all state behind."""
+    path, model = saved(tmp_path)
+    grown = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 5))
+    before = grown[2].weight.detach().clone()
+    optimizer = torch.optim.AdamW(grown.parameters())
+    with pytest.raises(LoadError, match="strict=False") as refused:
+        ckptmap.load(path, grown, optimizer)
+    assert refused.value.code == "CKM502"
+    report = ckptmap.load(path, grown, optimizer, strict=False)
+    assert torch.equal(grown[0].weight, model[0].weight) and torch.equal(grown[2].weight, before)
+    assert [one.fqn for one in report.mismatched] == ["2.weight", "2.bias"]
+    assert report.state is not None
+    assert report.state.initialised == (
+        "2.weight: the weight does not fit", "2.bias: the weight does not fit",
+    )  # fmt: skip
+    assert "2.weight: state begins anew" in report.inexact
+    assert [param in optimizer.state for param in grown.parameters()] == [True, True, False, False]
+    with pytest.raises(LoadError, match="cannot go on bit for bit"):
+        ckptmap.load(path, grown, optimizer, strict=False, exact=True)
+
+
+def test_no_state_at_all(tmp_path: Path) -> None:
+    """The hint is not to name parameters of what is not there."""
+    ckptmap.save(tmp_path / "run", net(0)).wait()
+    model = net(1)
+    with pytest.raises(LoadError, match="it has none") as refused:
+        ckptmap.load(tmp_path / "run", model, torch.optim.AdamW(model.parameters()))
+    assert refused.value.hint == "load the model alone"

@@ -155,7 +155,8 @@ def test_a_list_of_a_scheduler_keeps_its_length(tmp_path: Path) -> None:
 
 
 def test_on_two_ranks_and_then_on_one(tmp_path: Path) -> None:
-    run_ranks("tests.ranks.resume_entries", 2, [str(tmp_path), "ddp", "fsdp2", "fsdp1"], 240)
+    wraps = ["ddp", "fsdp2", "fsdp1", "fsdp1-flat"]
+    run_ranks("tests.ranks.resume_entries", 2, [str(tmp_path), *wraps], 240)
     run_alone("tests.ranks.resume_entries", [str(tmp_path), "from", "fsdp2"], timeout=120)
 
 

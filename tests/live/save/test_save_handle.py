@@ -18,6 +18,7 @@ import ckptmap
 from ckptmap.errors import CkptmapError, DestinationError
 from ckptmap.live.save import save_handle
 from ckptmap.live.save.save_handle import SaveHandle, settle_started
+from tests.corpus.ranks import run_ranks
 
 
 def failed(folder: Path, step: int) -> object:
@@ -144,3 +145,8 @@ def test_the_working_directory_may_change_while_it_writes(
     manager.close()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["out", "runs", "sub"]
     assert not [*(tmp_path / "sub").iterdir()] and manager.latest() == tmp_path / "runs" / "step-1"
+
+
+def test_a_group_that_is_destroyed_before_the_end(tmp_path: Path) -> None:
+    """It was a ValueError of torch, about a group that it does not know."""
+    run_ranks("tests.ranks.destroyed_group", 2, [str(tmp_path)], timeout=120)
