@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptmap.core.formatting import some
@@ -336,8 +336,8 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
     if checkpoints:
         return SourceError(
             "CKM111",
-            f"{place.path}: is not a checkpoint, but holds some: {', '.join(checkpoints[:6])}",
-            f"give the path of one: {quote(str(Path(place.path) / checkpoints[-1]))}",
+            f"{place.path}: is not a checkpoint, but holds some: {some(checkpoints)}",
+            _choice(Path(place.path), checkpoints),
         )
     names_text = ", ".join(place.names[:6]) + (", ..." if len(place.names) > 6 else "")
     description, hint = "a directory without a checkpoint", "check the path"
@@ -345,6 +345,14 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
         description = "a directory of a model's config and tokenizer without its weights"
         hint = "give the directory that holds the weights too, or fetch them: hf download REPO"
     return SourceError("CKM111", f"{place.path}: is {description}; it holds {names_text}", hint)
+
+
+def _choice(place: Path, names: Sequence[str]) -> str:
+    """Return the hint that names one of several checkpoints: the newest of the steps of a run, else the first."""
+    if len({re.sub(r"\d+", "", name) for name in names}) == 1 and re.search(r"\d", names[0]):
+        return f"give the path of one; the highest number has {quote(str(place / names[-1]))}"
+    unnumbered = [name for name in names if not re.search(r"\d", name)]
+    return f"give the path of one: {quote(str(place / (unnumbered or names)[0]))}"
 
 
 def adapters_in(place: Place) -> list[str]:

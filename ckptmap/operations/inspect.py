@@ -28,6 +28,8 @@ from ckptmap.tensors import TensorInfo
 
 SHOWN = 8
 """Entries of `extra`, wrappers and ties that the text lists; JSON has all."""
+METADATA_SHOWN = 24
+"""Keys of the metadata of a GGUF file that the text lists, each on a line."""
 EQUAL_SHOWN = 4
 """Names of one tensor that the text lists: a mask may have one for each layer."""
 
@@ -232,7 +234,10 @@ class InspectReport:
         extra = [f"{join(path)} = {_short_text(value)}" for path, value in ckpt.plain.items()]
         yield "extra", some(extra, SHOWN)
         told = [f"{key} = {value}" for key, value in ckpt.index.metadata.items()]
-        yield "metadata", ", ".join(told)
+        for number, line in enumerate(told[:METADATA_SHOWN]):
+            yield "" if number else "metadata", line
+        more = len(told) - METADATA_SHOWN
+        yield "", f"and {more:,} more (all of them with --json)" if more > 0 else ""
         for item in ckpt.refused:
             yield "refused", f"{item.key}: {item.reason}"
         for note in self.notes:
