@@ -15,7 +15,7 @@ from ckptmap.core.columns import distinct, distinct_at, each
 from ckptmap.core.formatting import counted, human, some
 from ckptmap.core.name_globs import matches, suggestion
 from ckptmap.core.name_shapes import digit_masks
-from ckptmap.core.printable import as_lines, quote
+from ckptmap.core.printable import advised, as_lines, quote
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import KeyPattern, TensorSummary, fold, table
 from ckptmap.errors import CkptmapError
@@ -239,7 +239,8 @@ class InspectReport:
         more = len(told) - METADATA_SHOWN
         yield "", f"and {more:,} more (all of them with --json)" if more > 0 else ""
         for item in ckpt.refused:
-            yield "refused", f"{item.key}: {item.reason}"
+            option = f"; {advised(drop=item.key)} leaves it behind" if item.droppable else ""
+            yield "refused", f"{item.key}: {item.reason}{option}"
         for note in self.notes:
             yield "note", note
 
