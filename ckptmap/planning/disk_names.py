@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.errors import CkptmapError, PlanError
@@ -18,12 +19,13 @@ from ckptmap.mapping.catalog import CatalogEntry
 from ckptmap.mapping.detect import recognise
 from ckptmap.mapping.memory_names import joined_experts, memory_scheme
 from ckptmap.mapping.model_config import config_beside
-from ckptmap.mapping.renamed_in_memory import named_as_in_memory
+from ckptmap.mapping.renamed_in_memory import named_as_in_memory, renamings_on_disk
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.mapping.rules import HUB
 from ckptmap.planning.options import Options
 from ckptmap.planning.reference import Reference
 from ckptmap.protocols import Setup
+from ckptmap.storage.files import Files
 
 BODY = "model"
 """The segment before the names of a model below its head."""
@@ -42,15 +44,19 @@ def wants_disk_names(ckpt: Checkpoint, options: Options, setup: Setup) -> bool:
 
 
 def in_disk_names(
-    ckpt: Checkpoint, options: Options, leave: Callable[[str], str | None], casts: bool
+    ckpt: Checkpoint,
+    options: Options,
+    leave: Callable[[str], str | None],
+    casts: bool,
+    reference: Reference | None = None,
 ) -> tuple[Checkpoint, Sequence[str]]:
     """Return the checkpoint under its names on disk, and what to tell the user.
 
     It stays as it is where its names are no model's in memory, where a rule does not fit it, and where
     a quantized tensor would have to be decoded. Then the notes say who can load it. `casts`: an encoding is
-    asked for, in which a tensor is written whether it has to be decoded or not.
+    asked for, in which a tensor is written whether it has to be decoded or not. `reference` is the checkpoint of --as.
     """
-    config = _config(ckpt, options)
+    config = _config(ckpt, options, reference)
     if ckpt.index.naming:
         return _from_format(ckpt, options, leave, casts)
     try:
@@ -61,8 +67,7 @@ def in_disk_names(
         key = None if config is None else joined_experts(list(ckpt), config)
         if key is not None:
             return ckpt, [_without_rules(key)]
-        key = named_as_in_memory(list(ckpt), config)
-        return ckpt, [] if key is None else [_renamed(key)]
+        return _by_modules(ckpt, options, config, reference)
     if config is None:
         return ckpt, [_without_config(scheme)]
     try:
@@ -74,6 +79,42 @@ def in_disk_names(
         return ckpt, [_in_memory(scheme, reason)]
     notes = [*on_disk.notes, "names as save_pretrained writes them; as they are: --names hf-memory"]
     return replace(on_disk, notes=notes), []
+
+
+def is_in_memory(ckpt: Checkpoint, options: Options) -> bool:
+    """Return whether the names are those in memory of a family whose modules are renamed on disk."""
+    return bool(renamings_on_disk(list(ckpt), _config(ckpt, options)))
+
+
+def _by_modules(
+    ckpt: Checkpoint,
+    options: Options,
+    config: Mapping[str, object] | None,
+    reference: Reference | None,
+) -> tuple[Checkpoint, Sequence[str]]:
+    """Return the checkpoint with its modules named as on disk: as those of the release are, where its weights are at hand."""
+    ways = renamings_on_disk(list(ckpt), config)
+    if not ways:
+        key = named_as_in_memory(list(ckpt), config)
+        return ckpt, [] if key is None else [_renamed(key)]
+    named = [renamed(ckpt, Renaming.of(rename=way)) for way in ways]
+    known = _released(ckpt, options, reference)
+    best = max(named, key=lambda one: sum(fqn in known for fqn in one))
+    note = "names as save_pretrained writes them; as they are: --names hf-memory"
+    return replace(best, notes=[*best.notes, note]), []
+
+
+def _released(ckpt: Checkpoint, options: Options, reference: Reference | None) -> frozenset[str]:
+    """Return the names of the weights of --as, or of those beside the config.json of --config-from; empty: there are none."""
+    if reference is not None:
+        return frozenset(reference.ckpt)
+    if options.config_from is None:
+        return frozenset()
+    try:
+        with open_in(Files(mounts=ckpt.files.mounts), options.config_from) as release:
+            return frozenset(release)
+    except CkptmapError:
+        return frozenset()
 
 
 def in_own_names(
@@ -133,10 +174,15 @@ def _from_format(
     ]
 
 
-def _config(ckpt: Checkpoint, options: Options) -> Mapping[str, object] | None:
-    """Return the model's config.json, None without one; one that cannot be read is told later on."""
+def _config(
+    ckpt: Checkpoint, options: Options, reference: Reference | None = None
+) -> Mapping[str, object] | None:
+    """Return the model's config.json, that of --as where it is given, None without one; one that cannot be read is told
+    later on."""
     try:
         where = ckpt.index.sidecar_dir or ckpt.path
+        if reference is not None:
+            where = reference.ckpt.index.sidecar_dir or reference.ckpt.path
         return config_beside(where, ckpt.files.mounts, options.config_from)
     except CkptmapError:
         return None

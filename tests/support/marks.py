@@ -153,6 +153,7 @@ SLOW = frozenset(
         "mapping/test_goldens.py::test_composition_equals_what_the_other_peer_makes",
         "mapping/test_published_shapes.py::test_every_scheme_there_and_back",
         "mapping/test_renamed_in_memory.py::test_transformers_loads_both_and_a_note_tells_them_apart",
+        "mapping/test_renamed_in_memory.py::test_modules_are_named_as_on_disk_and_as_in_memory",
         "mapping/test_transformers_live.py::test_gemma_3_with_images_in_all_its_names",
         "mapping/test_transformers_live.py::test_transformers_still_writes_and_loads_these_names",
         "operations/hub/test_as_hub.py::test_as_a_release_on_the_hub",

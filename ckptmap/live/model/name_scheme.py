@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.errors import CkptmapError
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.mapping.detect import MEMORY, recognise
 from ckptmap.mapping.model_config import as_config
+from ckptmap.mapping.renamed_in_memory import renamings_on_disk
+from ckptmap.mapping.renaming import Renaming
 from ckptmap.mapping.rules import HUB
 
 if TYPE_CHECKING:
@@ -47,6 +51,12 @@ def by_model_names(
     if not lacking or not has_unknown_names(targets, checkpoint):
         return NamedCheckpoint(checkpoint)
     config = config_of(model)
+    names = dict.fromkeys(name for target in targets for name in target.known)
+    ways = [{new: old for old, new in way.items()} for way in renamings_on_disk(names, config)]
+    by_modules = [renamed(checkpoint, Renaming.of(rename=way), lenient=True) for way in ways]
+    best = min(by_modules, key=partial(missing_count, targets), default=checkpoint)
+    if missing_count(targets, best) < lacking:
+        return NamedCheckpoint(best, f"{HUB} -> {MEMORY}")
     for scheme in schemes_for(targets, config):
         try:
             found = translated(checkpoint, scheme, config=config)
