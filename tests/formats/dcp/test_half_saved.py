@@ -57,8 +57,8 @@ def test_items_of_another_size_name_the_cause(tmp_path: Path) -> None:
     files = [file.name for file in saved(tmp_path / "run", 1.0)]
     saved(tmp_path / "next", 100.0, rows=500)
     shutil.copy(tmp_path / "next" / files[1], tmp_path / "run" / files[1])
-    with ckptmap.open(tmp_path / "run") as ckpt:
-        with pytest.raises(SourceError, match=r"item 'w\d' at byte 0") as caught:
-            [ckpt[name].read() for name in ckpt]
+    ckpt = ckptmap.open(tmp_path / "run")
+    with ckpt, pytest.raises(SourceError, match=r"item 'w\d' at byte 0") as caught:
+        [ckpt[name].read() for name in ckpt]
     assert "a save into this directory" in caught.value.hint
     assert caught.value.hint.endswith("or use an earlier checkpoint")
