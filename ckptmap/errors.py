@@ -46,6 +46,7 @@ class CkptmapError(Exception):
 
     exit_code = 2
     keeps_work = False
+    _hint: str
 
     def __init__(self, code: str, message: str, hint: str = "") -> None:
         super().__init__(message)

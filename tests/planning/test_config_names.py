@@ -159,6 +159,12 @@ def test_matrices_that_another_program_transposes_are_refused(tmp_path: Path) ->
     assert ckptmap.diff(tmp_path / "out", tmp_path / "gpt2", values=True).equal
     torch.save(model.state_dict(), tmp_path / "own.pt")
     assert "config.json describes" not in told(tmp_path / "own.pt", tmp_path / "gpt2")
+    for strict in (True, False):
+        live = GPT2LMHeadModel(config)
+        report = ckptmap.load(tmp_path / "ckpt.pt", live, strict=strict)
+        assert report.names == "gpt2/nanogpt -> hf"
+        pairs = zip(live.state_dict().items(), model.state_dict().items(), strict=True)
+        assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
 
 
 def test_a_class_without_the_output_layer_lacks_nothing(
