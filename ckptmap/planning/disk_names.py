@@ -13,15 +13,15 @@ from dataclasses import replace
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.rename import renamed
-from ckptmap.checkpoint.translate_names import translated
+from ckptmap.checkpoint.translate_names import translated, translated_by
 from ckptmap.errors import CkptmapError, PlanError
-from ckptmap.mapping.catalog import CatalogEntry
-from ckptmap.mapping.detect import recognise
+from ckptmap.mapping.detect import SchemeChoice, recognise
 from ckptmap.mapping.memory_names import joined_experts, memory_scheme
 from ckptmap.mapping.model_config import config_beside
 from ckptmap.mapping.renamed_in_memory import named_as_in_memory, renamings_on_disk
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.mapping.rules import HUB
+from ckptmap.mapping.split_experts import memory_scheme_of
 from ckptmap.planning.options import Options
 from ckptmap.planning.reference import Reference
 from ckptmap.protocols import Setup
@@ -63,27 +63,33 @@ def in_disk_names(
         scheme = memory_scheme(list(ckpt), config)
     except CkptmapError:  # a mapping file of the user's that cannot be read; nobody asked for names
         return ckpt, []
-    if scheme is None:
+    experts = memory_scheme_of(list(ckpt), config) if scheme is None else None
+    title = scheme.title if scheme is not None else "" if experts is None else experts.title
+    if not title:
         key = None if config is None else joined_experts(list(ckpt), config)
         if key is not None:
             return ckpt, [_without_rules(key)]
         return _by_modules(ckpt, options, config, reference)
     if config is None:
-        return ckpt, [_without_config(scheme)]
+        return ckpt, [_without_config(title)]
     try:
-        on_disk = translated(ckpt, HUB, scheme.title, options.config_from, leave)
+        if experts is not None:
+            on_disk = translated_by(ckpt, SchemeChoice(experts, None), config, leave)
+        else:
+            on_disk = translated(ckpt, HUB, title, options.config_from, leave)
     except CkptmapError as error:
-        return ckpt, [_in_memory(scheme, str(error.message))]
+        return ckpt, [_in_memory(title, str(error.message))]
     reason = _hindrance(on_disk)
     if reason is not None:
-        return ckpt, [_in_memory(scheme, reason)]
+        return ckpt, [_in_memory(title, reason)]
     notes = [*on_disk.notes, "names as save_pretrained writes them; as they are: --names hf-memory"]
     return replace(on_disk, notes=notes), []
 
 
 def is_in_memory(ckpt: Checkpoint, options: Options) -> bool:
-    """Return whether the names are those in memory of a family whose modules are renamed on disk."""
-    return bool(renamings_on_disk(list(ckpt), _config(ckpt, options)))
+    """Return whether the names are those in memory of a family without a mapping file, which are changed on disk."""
+    names, config = list(ckpt), _config(ckpt, options)
+    return bool(renamings_on_disk(names, config) or memory_scheme_of(names, config))
 
 
 def _by_modules(
@@ -199,16 +205,16 @@ def _hindrance(on_disk: Checkpoint) -> str | None:
     return None
 
 
-def _in_memory(scheme: CatalogEntry, reason: str) -> str:
+def _in_memory(title: str, reason: str) -> str:
     return (
-        f"the names stay those of a model in memory ({scheme.title}): {reason}; {READERS};"
+        f"the names stay those of a model in memory ({title}): {reason}; {READERS};"
         " rename them anyway: --names hf"
     )
 
 
-def _without_config(scheme: CatalogEntry) -> str:
+def _without_config(title: str) -> str:
     return (
-        f"the names are those of a model in memory ({scheme.title}): {READERS}; with the model's"
+        f"the names are those of a model in memory ({title}): {READERS}; with the model's"
         " config.json they become those on disk: --config-from PATH"
     )
 

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.rename import renamed
-from ckptmap.checkpoint.translate_names import translated
+from ckptmap.checkpoint.translate_names import translated, translated_by
 from ckptmap.errors import CkptmapError
 from ckptmap.live.model.live_tensor import LiveTensor
-from ckptmap.mapping.detect import MEMORY, recognise
+from ckptmap.mapping.detect import MEMORY, SchemeChoice, recognise
 from ckptmap.mapping.model_config import as_config
 from ckptmap.mapping.renamed_in_memory import renamings_on_disk
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.mapping.rules import HUB
+from ckptmap.mapping.split_experts import memory_scheme_of
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,14 @@ def by_model_names(
     best = min(by_modules, key=partial(missing_count, targets), default=checkpoint)
     if missing_count(targets, best) < lacking:
         return NamedCheckpoint(best, f"{HUB} -> {MEMORY}")
+    experts = memory_scheme_of(names, config)
+    if experts is not None:
+        try:
+            joined = translated_by(checkpoint, SchemeChoice(None, experts), config)
+        except CkptmapError:
+            joined = checkpoint
+        if missing_count(targets, joined) < lacking:
+            return _named(joined)
     for scheme in schemes_for(targets, config):
         try:
             found = translated(checkpoint, scheme, config=config)
