@@ -26,6 +26,9 @@ REFUSED_VALUES = frozenset({"CKM309", "CKM310", "CKM311", "CKM315", "CKM318", "C
 """Codes of values that the output cannot hold. Only reading them shows it, so the run has begun; but every run
 of the same command would meet them again."""
 
+CONTINUES = "run the same command again"
+"""What the hint of a run that keeps its work says."""
+
 
 def _shortened(text: str) -> str:
     """Return the text without the middle of names that are too long to read; a hint keeps them whole."""
@@ -44,6 +47,7 @@ class CkptmapError(Exception):
 
     exit_code = 2
     keeps_work = False
+    _hint: str
 
     def __init__(self, code: str, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -56,6 +60,8 @@ class CkptmapError(Exception):
         self.keeps_work = True
         if isinstance(self, SourceError):
             self.exit_code = RunError.exit_code
+            if CONTINUES not in self._hint:
+                self._hint = f"{self._hint}{'; then ' * bool(self._hint)}{CONTINUES} to continue"
 
     @property
     def message(self) -> str:

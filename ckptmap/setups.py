@@ -133,7 +133,11 @@ def _nearest(name: str) -> str:
     suffixes = [scheme.suffix for scheme in registry.schemes() if scheme.suffix]
     known = [setup.name for setup in registry.setups() if _begins_with(meant, setup.name)]
     named = max(known, key=len, default="")
-    encoding = _meant_encoding(meant.removeprefix(named).lstrip("-"), named or "hf")
+    suffix = meant.removeprefix(named).lstrip("-")
+    if suffix in MEANT:  # hf-bin: files of one kind for a setup of another
+        one_file = " It writes one file of torch.save" if MEANT[suffix] == "full" else ""
+        return f"did you mean --to {MEANT[suffix]}?{one_file}"
+    encoding = _meant_encoding(suffix, named or "hf")
     if encoding:
         return encoding
     if known:

@@ -36,6 +36,9 @@ from tests.support.paths import GOLDEN
         ("fsdp2-qlora", "fsdp2-nf4"),
         ("q8", "gguf-q8_0"),
         ("gguf-q4", "gguf-q4_0"),
+        ("hf-bin", "full"),
+        ("hf-safetensors", "hf"),
+        ("fsdp2-pt", "full"),
     ],
 )
 def test_a_word_for_a_format_is_answered_with_the_setup_that_is_meant(

@@ -144,6 +144,18 @@ def translated(
         return _apply_choice(ckpt, choice, config, left)
 
 
+def translated_by(
+    ckpt: Checkpoint,
+    choice: SchemeChoice,
+    config: Mapping[str, object] | None,
+    leave: Callable[[str], str | None] = lambda key: None,
+) -> Checkpoint:
+    """Return the checkpoint translated from one scheme to another. Raises PlanError as `translated` does."""
+    with paused_gc():
+        left = {key: why for key in ckpt if (why := leave(key)) is not None}
+        return _apply_choice(ckpt, choice, config, left)
+
+
 def translated_as(ckpt: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
     """Return the checkpoint translated as the record of a manifest says."""
     source, target = (

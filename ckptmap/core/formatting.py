@@ -56,18 +56,19 @@ def terminal_width() -> int | None:
 def fitted(heads: Sequence[str], tails: Sequence[str]) -> list[str]:
     """Return lines of a table: `head  tail`, the heads aligned.
 
-    Where a line would be wider than the terminal, each tail stands below its head: no name is cut.
+    Where a line would be wider than the terminal, its tail stands below its head, in the column of the others: no name
+    is cut, and one long name costs one line.
     """
-    width = max(map(len, heads), default=0)
-    lines = [f"  {head:<{width}}  {tail}" for head, tail in zip(heads, tails, strict=True)]
     limit = terminal_width()
-    if limit is None or max(map(len, lines), default=0) <= limit:
-        return lines
-    return [
-        line
-        for head, tail in zip(heads, tails, strict=True)
-        for line in (f"  {head}", f"      {tail.lstrip()}")
-    ]
+    beside = sys.maxsize if limit is None else limit - max(map(len, tails), default=0) - 4
+    width = max((len(head) for head in heads if len(head) <= beside), default=0)
+    lines = []
+    for head, tail in zip(heads, tails, strict=True):
+        if len(head) <= beside:
+            lines.append(f"  {head:<{width}}  {tail}")
+        else:
+            lines += [f"  {head}", f"  {'':<{max(width, 2)}}  {tail}"]
+    return lines
 
 
 def first_line(error: BaseException) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptmap.core.formatting import natural, some
 from ckptmap.core.printable import join, quote
 from ckptmap.errors import SourceError
+from ckptmap.formats.foreign_files import OTHER_FRAMEWORKS, PYTORCH, foreign_file
 from ckptmap.protocols import Place
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.own_files import PENDING
@@ -74,7 +75,7 @@ def _way_to(path: Path, error: OSError) -> str:
 TEXT = re.compile(rb"[\n\r\t -~]{4,}")
 """The head of a plain text: `Entry not found`, as the Hub answers."""
 SIDE_FILES = re.compile(
-    r"(data|dataloader.*|training_args|optim.*|scheduler|scaler|rng_state.*)\.(pt|pth|bin|ckpt)"
+    r"(data|dataloader.*|training_args|optim.*|scheduler|scaler|recipe_state|rng_state.*)\.(pt|pth|bin|ckpt)"
     r"|random_states_\d+\.pkl|optimizer_\d+"
 )
 """Names of files that training frameworks write beside weights; none is a checkpoint by itself."""
@@ -171,23 +172,6 @@ def refuse_place(place: Place, is_checkpoint: Callable[[Place], bool]) -> Source
     return _of_directory(place, is_checkpoint) if place.is_dir else _of_file(place)
 
 
-_PYTORCH = "give a PyTorch checkpoint; ckptmap reads no other framework's files"
-_ORIGINAL = "convert from the original safetensors instead"
-_BARE = "if you trust it, load it with its own program and torch.save a dict of tensors"
-FOREIGN: tuple[tuple[bytes, str, str], ...] = (
-    (b"ggjt", "a GGML file of llama.cpp", _ORIGINAL),
-    (b"tjgg", "a GGML file of llama.cpp", _ORIGINAL),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it", _PYTORCH),
-    (b"\x93NUMPY", "a numpy array", "save a state dict with safetensors or torch.save"),
-    (b"\x1f\x8b", "packed with gzip", "unpack it first: gunzip -k {}"),
-    (b"\x28\xb5\x2f\xfd", "packed with zstd", "unpack it first: zstd -d {}"),
-    (b"\xfd7zXZ", "packed with xz", "unpack it first: xz -dk {}"),
-    (b"BZh", "packed with bzip2", "unpack it first: bunzip2 -k {}"),
-    *((b"\x80" + bytes([n]), "a bare pickle", _BARE) for n in range(2, 6)),
-)
-"""The first bytes of a file, what such a file is, and the next step, in which {} becomes the path."""
-
-
 LEGACY_MAGIC = re.compile(
     rb"\x80[\2-\5](\x95.{8})?\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\.|L119547037146038801333356L\n\.",
     re.DOTALL,
@@ -196,30 +180,6 @@ LEGACY_MAGIC = re.compile(
 protocol (torch/serialization.py, MAGIC_NUMBER)."""
 LEGACY_NBYTES = 32
 """Bytes from the start of a file that are enough for LEGACY_MAGIC to match."""
-PACKED_TAR = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)$")
-TAR_MAGIC = 257
-"""Offset of the magic bytes of a tar archive."""
-OTHER_FRAMEWORKS = (
-    r".*\.(h5|keras|msgpack|ckpt\.index|onnx|tflite)|saved_model\.pb"
-    r"|manifest\.ocdbt|_CHECKPOINT_METADATA"
-)
-
-
-def _foreign(place: Place) -> tuple[str, str] | None:
-    """Return what a file of another program is, and a hint; None if its program is not known."""
-    for magic, what, hint in FOREIGN:
-        if place.head.startswith(magic):
-            if PACKED_TAR.search(place.path):  # tar finds out what it is packed with
-                return (
-                    f"a tar archive {what}",
-                    f"unpack it first: tar -xf {quote(place.path)}",
-                )
-            return what, hint.replace("{}", quote(place.path))
-    if place.head[TAR_MAGIC:].startswith(b"ustar"):
-        return "a tar archive", f"unpack it first: tar -xf {quote(place.path)}"
-    if re.fullmatch(OTHER_FRAMEWORKS, Path(place.path).name):
-        return "by its name a file of another framework", _PYTORCH
-    return None
 
 
 def legacy(path: str) -> SourceError:
@@ -269,7 +229,7 @@ def _of_file(place: Place) -> SourceError:
         )
     if LEGACY_MAGIC.match(head):
         return legacy(path)
-    foreign = _foreign(place)
+    foreign = foreign_file(place)
     if foreign is not None:
         what, hint = foreign
         return SourceError("CKM101", f"{path}: is {what}, which ckptmap does not read", hint)
@@ -298,7 +258,7 @@ MARKS: tuple[tuple[str, str, str], ...] = (
     (r"adapter_config\.json", "a peft adapter without its base weights", ""),  # merge_step
     (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; if there is none, the save did not finish: use an earlier checkpoint"),
     (r".*\.ggml", "GGML weights", "convert them from the original safetensors"),
-    (OTHER_FRAMEWORKS, "a directory of weights of another framework", _PYTORCH),
+    (OTHER_FRAMEWORKS, "a directory of weights of another framework", PYTORCH),
 )  # fmt: skip
 """A pattern of the whole name of an entry, what a directory with such an entry is, and the next step; that of an
 adapter depends on its kind."""
@@ -308,6 +268,8 @@ BESIDE_WEIGHTS = re.compile(r"config\.json|tokenizer(_config)?\.(json|model)|voc
 """Files that lie beside a model's weights. Without weights they make no checkpoint."""
 
 
+TUNE_PART = re.compile(r"hf_model_\d{4}_\d+\.pt")
+"""What torchtune before 0.5 calls the parts of a model; the last number is the epoch."""
 HUB_CACHE = "models--"
 """How the folders of models begin in the Hub's cache (HF_HOME/hub). Each holds `snapshots`, whose files are links into
 `blobs`."""
@@ -329,11 +291,18 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
             f"{place.path}: holds peft adapters without their base weights: {', '.join(adapters[:6])}",
             f"take one of them: {merge_step(Path(place.path) / adapters[-1], place.mounts)}",
         )
+    parts = list(filter(TUNE_PART.fullmatch, checkpoints))
+    if len(parts) > 1:
+        return SourceError(
+            "CKM111",
+            f"{place.path}: holds parts of one model, as torchtune names them, and not how many there are: {some(parts)}",
+            f"if none is missing, name them as shards: pytorch_model-00001-of-{len(parts):05d}.bin, and so on",
+        )
     if checkpoints:
         return SourceError(
             "CKM111",
-            f"{place.path}: is not a checkpoint, but holds some: {', '.join(checkpoints[:6])}",
-            f"give the path of one: {quote(str(Path(place.path) / checkpoints[-1]))}",
+            f"{place.path}: is not a checkpoint, but holds some: {some(checkpoints)}",
+            _choice(Path(place.path), checkpoints),
         )
     names_text = ", ".join(place.names[:6]) + (", ..." if len(place.names) > 6 else "")
     description, hint = "a directory without a checkpoint", "check the path"
@@ -344,6 +313,14 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
         description = "a directory of a model's config and tokenizer without its weights"
         hint = "give the directory that holds the weights too, or fetch them: hf download REPO"
     return SourceError("CKM111", f"{place.path}: is {description}; it holds {names_text}", hint)
+
+
+def _choice(place: Path, names: Sequence[str]) -> str:
+    """Return the hint that names one of several checkpoints: the newest of the steps of a run, else the first."""
+    if len({re.sub(r"\d+", "", name) for name in names}) == 1 and re.search(r"\d", names[0]):
+        return f"give the path of one; the highest number has {quote(str(place / names[-1]))}"
+    unnumbered = [name for name in names if not re.search(r"\d", name)]
+    return f"give the path of one: {quote(str(place / (unnumbered or names)[0]))}"
 
 
 def adapters_in(place: Place) -> list[str]:

@@ -16,10 +16,12 @@ from ckptmap.mapping.detect import KeyCounts, recognise
 from ckptmap.mapping.name_patterns import skeleton, skeletons
 from ckptmap.mapping.prefixes import PrefixChange, averaged_model, known_prefix
 from ckptmap.mapping.resolve import resolve
+from ckptmap.mapping.rule_errors import ShapeError
 from ckptmap.mapping.rules import HUB, NamingScheme
 from ckptmap.tensors import TensorInfo
 
-WITH_HEAD = ("ForCausalLM", "ForConditionalGeneration")
+AT_RANDOM = "transformers initializes at random what it does not find"
+WITH_HEAD = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How the names of classes end that have the output layer which mapping files list."""
 
 
@@ -59,8 +61,8 @@ class Family:
     def differences(
         self, infos: Mapping[str, TensorInfo], config: Mapping[str, object]
     ) -> tuple[str | None, Sequence[str]]:
-        """Return the first name that the weights lack, or the first shape that differs from the
-        model's, in words, and the names that are none of the model's; (None, []): they are the model.
+        """Return the first name that the weights lack, or the first shape that differs from the model's, after
+        "config.json describes", and the names that are none of the model's; (None, []): they are the model.
 
         So also where nothing tells: for a class without the output layer, for the names of a base
         model, and where a rule needs a value that the config lacks.
@@ -76,8 +78,13 @@ class Family:
             resolve(self.disk, infos, to_hub=True, config=config)
         except PlanError as error:
             if error.code == "CKM607":
-                return f"more than is there: {error.message.partition('; config')[0]}", strays
-            return (f"other shapes: {error.message}" if error.code == "CKM606" else None), strays
+                lacking = error.message.partition("; config")[0]
+                return f"more than is there: {lacking}; {AT_RANDOM}", strays
+            return (
+                f"{error.told}: from_pretrained refuses such weights until config.json is corrected"
+                if isinstance(error, ShapeError)
+                else None
+            ), strays
         return None, strays
 
     def _strays(self, names: Iterable[str]) -> list[str]:

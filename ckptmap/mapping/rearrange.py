@@ -214,7 +214,7 @@ class _AxisSpace:
             if expected != source.info.shape and not self._filled(term, source, expected):
                 raise wrong_shape(
                     self.scheme, self.rule, source.key, source.info, expected,
-                    _axes(term).text, self.dims,
+                    _axes(term), self.dims,
                 )  # fmt: skip
 
     def _filled(self, term: Term, source: RuleSource, expected: tuple[int, ...]) -> bool:

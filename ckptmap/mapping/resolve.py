@@ -378,7 +378,7 @@ class _Resolver:
     ) -> PlanError:
         axes = rule.side(not self.to_hub)[0].axes
         assert axes is not None, "only axes give an expected shape"
-        return wrong_shape(self.scheme, rule, key, info, expected, axes.text, self.dims)
+        return wrong_shape(self.scheme, rule, key, info, expected, axes, self.dims)
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:

@@ -14,6 +14,12 @@ DIM = "a dim "
 """A needed name begins with this where the mapping file, not the config, must supply it."""
 
 
+class ShapeError(PlanError):
+    """PlanError CKM606 of one tensor; `told` says it to who knows config.json and no mapping file."""
+
+    told = ""
+
+
 def missing_config(scheme: NamingScheme, names: Sequence[str], subject: str) -> PlanError:
     """Return PlanError CKM605: `subject` needs values that neither the config nor `[dims]` supplies."""
     dims = [name for name in names if name.startswith(DIM)]
@@ -36,22 +42,31 @@ def wrong_shape(
     key: str,
     info: TensorInfo,
     expected: Sequence[int | None],
-    axes: str,
+    axes: Axes,
     dims: Dims,
-) -> PlanError:
+) -> ShapeError:
     """Return PlanError CKM606: the shape of `key` is not the product of its axes."""
     shape = ", ".join("any" if n is None else str(n) for n in expected)
     sizes = ", ".join(
         f"{axis} {dims.size(axis)}"
-        for axis in dict.fromkeys(axes.replace("(", " ").replace(")", " ").split())
-        if axis.isidentifier() and dims.size(axis) is not None
+        for axis in dict.fromkeys(axes.names())
+        if dims.size(axis) is not None
     )
-    return PlanError(
+    error = ShapeError(
         "CKM606",
-        f"{scheme.title}: {rule.label}: {key}: expected [{shape}] = {axes}"
+        f"{scheme.title}: {rule.label}: {key}: expected [{shape}] = {axes.text}"
         f" ({sizes}; {dims.describe()}), found {list(info.shape)}",
         "give the config.json of exactly this model with --config-from, or name another scheme or era",
     )
+    differing = [
+        Axes("", (dim,)).names()
+        for dim, size, found in zip(axes.dims, expected, info.shape, strict=False)
+        if size != found
+    ]
+    values = dict.fromkeys(v for names in differing for axis in names for v in dims.needed(axis))
+    reasons = ", ".join(f"{name} {dims.used[name]}" for name in values if name in dims.used)
+    error.told = f"{key} as [{shape}]{f' ({reasons})' * bool(reasons)}, found {list(info.shape)}"
+    return error
 
 
 def known_shape(rule: Rule, hub: bool, dims: Dims) -> tuple[int | None, ...] | None:

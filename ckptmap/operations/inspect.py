@@ -15,7 +15,7 @@ from ckptmap.core.columns import distinct, distinct_at, each
 from ckptmap.core.formatting import counted, human, some
 from ckptmap.core.name_globs import matches, suggestion
 from ckptmap.core.name_shapes import digit_masks
-from ckptmap.core.printable import as_lines, quote
+from ckptmap.core.printable import advised, as_lines, quote
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_table import KeyPattern, TensorSummary, fold, table
 from ckptmap.errors import CkptmapError
@@ -28,6 +28,8 @@ from ckptmap.tensors import TensorInfo
 
 SHOWN = 8
 """Entries of `extra`, wrappers and ties that the text lists; JSON has all."""
+METADATA_SHOWN = 24
+"""Keys of the metadata of a GGUF file that the text lists, each on a line."""
 EQUAL_SHOWN = 4
 """Names of one tensor that the text lists: a mask may have one for each layer."""
 
@@ -232,9 +234,13 @@ class InspectReport:
         extra = [f"{join(path)} = {_short_text(value)}" for path, value in ckpt.plain.items()]
         yield "extra", some(extra, SHOWN)
         told = [f"{key} = {value}" for key, value in ckpt.index.metadata.items()]
-        yield "metadata", ", ".join(told)
+        for number, line in enumerate(told[:METADATA_SHOWN]):
+            yield "" if number else "metadata", line
+        more = len(told) - METADATA_SHOWN
+        yield "", f"and {more:,} more (all of them with --json)" if more > 0 else ""
         for item in ckpt.refused:
-            yield "refused", f"{item.key}: {item.reason}"
+            option = f"; {advised(drop=item.key)} leaves it behind" if item.droppable else ""
+            yield "refused", f"{item.key}: {item.reason}{option}"
         for note in self.notes:
             yield "note", note
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from math import isnan
 
 from ckptmap.checkpoint.compare_tensors import Difference, same_parts
+from ckptmap.core.formatting import fitted
 from ckptmap.core.tensor_table import NUMBER, TensorSummary, fold
 from ckptmap.storage.lazy_tensor import LazyTensor
 
@@ -101,14 +102,25 @@ def change_of(
 
 # ---------------------------------------------------------------- as text
 
+TITLE = (
+    "tensors that differ, with the number of values, the largest difference and the relative rms"
+)
+"""Heads the table where values were compared; a row of several tensors has the rms of the worst."""
+
 
 def lines_of(changes: Mapping[str, TensorChange]) -> list[str]:
-    """Return a line for each pattern of names whose tensors differ alike, the largest errors first.
+    """Return a table with a row for each pattern of names whose tensors differ alike, the largest errors first.
 
     Tensors of other shapes come before all, then those of other dtypes and encodings.
     """
     groups = sorted(_groups(changes), key=lambda group: _order(changes[group[0]]))
-    return [_line(names, [changes[name] for name in names]) for names in groups]
+    if not groups:
+        return []
+    rows = [_row(names, [changes[name] for name in names]) for names in groups]
+    widest = max(len(count) for _, count, _ in rows)
+    tails = [f"{count:>{widest}}  {difference}" for _, count, difference in rows]
+    title = TITLE if any(change.values for change in changes.values()) else "tensors that differ"
+    return [f"{title}:", *fitted([pattern for pattern, _, _ in rows], tails)]
 
 
 def _groups(changes: Mapping[str, TensorChange]) -> list[list[str]]:
@@ -125,19 +137,24 @@ def _order(change: TensorChange) -> tuple[bool, bool, float]:
     return change.shapes is None, not change.kind, -error
 
 
-def _line(names: Sequence[str], changes: Sequence[TensorChange]) -> str:
-    """Return the line of one group; the first name is that of the largest error."""
-    worst = changes[0]
-    if len(names) == 1:
-        return f"{names[0]}: {worst}"
+def _row(names: Sequence[str], changes: Sequence[TensorChange]) -> tuple[str, str, str]:
+    """Return the pattern, the count and the difference of one group; the first name is that of the largest error."""
     look = TensorSummary("", (), (), "", 0)
     pattern = fold(sorted(names), [look] * len(names))[0].pattern
-    if worst.values is None:
-        return f"{pattern}: {worst}  {len(names)}x"
-    count, numel = (sum(getattr(c, name) for c in changes) for name in ("count", "numel"))
-    kind = f"{worst.kind}; " if worst.kind else ""
-    return (
-        f"{pattern}: {kind}{count} of {numel} values differ, by at most"
-        f" {max(c.max_abs for c in changes):.3e}, most in {names[0]} ({worst.rms:.3e} relative rms)"
-        f"  {len(names)}x"
-    )
+    worst = changes[0]
+    told = [worst.kind] if worst.kind else []
+    if worst.values is not None:
+        count, numel = (sum(getattr(c, name) for c in changes) for name in ("count", "numel"))
+        place = f"first at {list(worst.values.index)}"
+        if len(names) > 1:
+            place = f"worst in {_numbered(names)}"
+        largest = max(c.max_abs for c in changes)
+        told += [f"{count} of {numel}", f"max {largest:.3e}", f"rms {worst.rms:.3e}", place]
+    return pattern, f"{len(names)}x", ", ".join(told)
+
+
+def _numbered(names: Sequence[str]) -> str:
+    """Return the segments of the first name that tell it from the others: `layers.4`."""
+    columns = list(zip(*(name.split(".") for name in names), strict=True))
+    differing = [at for at, column in enumerate(columns) if len(set(column)) > 1]
+    return ".".join(column[0] for column in columns[max(differing[0] - 1, 0) : differing[-1] + 1])

@@ -8,8 +8,10 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.formatting import counted
 from ckptmap.core.printable import advised, quote
 from ckptmap.errors import CkptmapError, PlanError
-from ckptmap.mapping.config_fit import Family, family_of, other_family, other_scheme
+from ckptmap.mapping.config_fit import AT_RANDOM, Family, family_of, other_family, other_scheme
+from ckptmap.mapping.detect import choose
 from ckptmap.mapping.model_config import readable_config
+from ckptmap.mapping.rules import HUB
 from ckptmap.mapping.wrappers import ADAPTER, BASE_LAYER
 from ckptmap.planning.class_names import ModelClass, class_of
 from ckptmap.planning.key_selection import Selection
@@ -24,7 +26,6 @@ DIRECTORIES = ("hf", "hf-bin")
 FITTING = 0.1
 """Share of the names below which they are taken for those of another model: the last norm has one name
 in many schemes."""
-AT_RANDOM = "transformers initializes at random what it does not find"
 
 
 def config_names(request: Request, selection: Selection, names: OutputNames) -> Remarks:
@@ -63,7 +64,30 @@ def config_names(request: Request, selection: Selection, names: OutputNames) -> 
         kept = {*selection.weights}
         of_model = family.fitting({fqn: infos[fqn] for fqn in infos if fqn not in kept})
         return Remarks(notes=[*notes, *_left_out(of_model)])
-    return Remarks(notes=[f"config.json describes {difference}; {AT_RANDOM}", *notes])
+    if not _is_wanted(request, config):
+        _require_own_axes(request, family, written, config)
+    return Remarks(notes=[f"config.json describes {difference}", *notes])
+
+
+def _require_own_axes(
+    request: Request,
+    family: Family,
+    written: Mapping[str, TensorInfo],
+    config: Mapping[str, object],
+) -> None:
+    """Raise PlanError CKM619 where the names are the model's and the shapes those of another program's scheme, as nanoGPT's
+    matrices of GPT-2: square ones would load, transposed."""
+    try:
+        source = choose(written, HUB, request.options.names_from, config).source
+    except PlanError:  # no scheme, or several, have these shapes
+        return
+    if source is not None and not source.is_hub:
+        raise PlanError(
+            "CKM619",
+            f"{request.ckpt.shown}: the names fit {family.model_type}, which config.json describes, and the shapes are"
+            f" those of {source.title}: matrices lie in another order of their axes",
+            "add --names hf",
+        )
 
 
 def _require_class_names(

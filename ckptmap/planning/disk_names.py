@@ -11,18 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.open import open_in
 from ckptmap.checkpoint.rename import renamed
-from ckptmap.checkpoint.translate_names import translated
+from ckptmap.checkpoint.translate_names import translated, translated_by
 from ckptmap.errors import CkptmapError, PlanError
-from ckptmap.mapping.catalog import CatalogEntry
-from ckptmap.mapping.detect import recognise
+from ckptmap.mapping.detect import SchemeChoice, recognise
 from ckptmap.mapping.memory_names import joined_experts, memory_scheme, named_as_in_memory
 from ckptmap.mapping.model_config import config_beside, readable_config
 from ckptmap.mapping.renaming import Renaming
+from ckptmap.mapping.renamings_on_disk import renamings_on_disk
 from ckptmap.mapping.rules import HUB
+from ckptmap.mapping.split_experts import memory_scheme_of
 from ckptmap.planning.options import Options
 from ckptmap.planning.reference import Reference
 from ckptmap.protocols import Setup
+from ckptmap.storage.files import Files
 
 BODY = "model"
 """The segment before the names of a model below its head."""
@@ -41,38 +44,83 @@ def wants_disk_names(ckpt: Checkpoint, options: Options, setup: Setup) -> bool:
 
 
 def in_disk_names(
-    ckpt: Checkpoint, options: Options, leave: Callable[[str], str | None], casts: bool
+    ckpt: Checkpoint,
+    options: Options,
+    leave: Callable[[str], str | None],
+    casts: bool,
+    reference: Reference | None = None,
 ) -> tuple[Checkpoint, Sequence[str]]:
     """Return the checkpoint under its names on disk, and what to tell the user.
 
     It stays as it is where its names are no model's in memory, where a rule does not fit it, and where
     a quantized tensor would have to be decoded. Then the notes say who can load it. `casts`: an encoding is
-    asked for, in which a tensor is written whether it has to be decoded or not.
+    asked for, in which a tensor is written whether it has to be decoded or not. `reference` is the checkpoint of --as.
     """
-    config = _config(ckpt, options)
+    config = _config(ckpt, options, reference)
     if ckpt.index.naming:
         return _from_format(ckpt, options, leave, casts)
     try:
         scheme = memory_scheme(list(ckpt), config)
     except CkptmapError:  # a mapping file of the user's that cannot be read; nobody asked for names
         return ckpt, []
-    if scheme is None:
+    experts = memory_scheme_of(list(ckpt), config) if scheme is None else None
+    title = scheme.title if scheme is not None else "" if experts is None else experts.title
+    if not title:
         key = None if config is None else joined_experts(list(ckpt), config)
         if key is not None:
             return ckpt, [_without_rules(key)]
-        key = named_as_in_memory(list(ckpt), config)
-        return ckpt, [] if key is None else [_renamed(key)]
+        return _by_modules(ckpt, options, config, reference)
     if config is None:
-        return ckpt, [_without_config(scheme)]
+        return ckpt, [_without_config(title)]
     try:
-        on_disk = translated(ckpt, HUB, scheme.title, options.config_from, leave)
+        if experts is not None:
+            on_disk = translated_by(ckpt, SchemeChoice(experts, None), config, leave)
+        else:
+            on_disk = translated(ckpt, HUB, title, options.config_from, leave)
     except CkptmapError as error:
-        return ckpt, [_in_memory(scheme, str(error.message))]
+        return ckpt, [_in_memory(title, str(error.message))]
     reason = _hindrance(on_disk)
     if reason is not None:
-        return ckpt, [_in_memory(scheme, reason)]
+        return ckpt, [_in_memory(title, reason)]
     notes = [*on_disk.notes, "names as save_pretrained writes them; as they are: --names hf-memory"]
     return replace(on_disk, notes=notes), []
+
+
+def is_in_memory(ckpt: Checkpoint, options: Options) -> bool:
+    """Return whether the names are those in memory of a family without a mapping file, which are changed on disk."""
+    names, config = list(ckpt), _config(ckpt, options)
+    return bool(renamings_on_disk(names, config) or memory_scheme_of(names, config))
+
+
+def _by_modules(
+    ckpt: Checkpoint,
+    options: Options,
+    config: Mapping[str, object] | None,
+    reference: Reference | None,
+) -> tuple[Checkpoint, Sequence[str]]:
+    """Return the checkpoint with its modules named as on disk: as those of the release are, where its weights are at hand."""
+    ways = renamings_on_disk(list(ckpt), config)
+    if not ways:
+        key = named_as_in_memory(list(ckpt), config)
+        return ckpt, [] if key is None else [_renamed(key)]
+    named = [renamed(ckpt, Renaming.of(rename=way)) for way in ways]
+    known = _released(ckpt, options, reference)
+    best = max(named, key=lambda one: sum(fqn in known for fqn in one))
+    note = "names as save_pretrained writes them; as they are: --names hf-memory"
+    return replace(best, notes=[*best.notes, note]), []
+
+
+def _released(ckpt: Checkpoint, options: Options, reference: Reference | None) -> frozenset[str]:
+    """Return the names of the weights of --as, or of those beside the config.json of --config-from; empty: there are none."""
+    if reference is not None:
+        return frozenset(reference.ckpt)
+    if options.config_from is None:
+        return frozenset()
+    try:
+        with open_in(Files(mounts=ckpt.files.mounts), options.config_from) as release:
+            return frozenset(release)
+    except CkptmapError:
+        return frozenset()
 
 
 def in_own_names(
@@ -132,8 +180,13 @@ def _from_format(
     ]
 
 
-def _config(ckpt: Checkpoint, options: Options) -> Mapping[str, object] | None:
-    where = ckpt.index.sidecar_dir or ckpt.path
+def _config(
+    ckpt: Checkpoint, options: Options, reference: Reference | None = None
+) -> Mapping[str, object] | None:
+    """Return the model's config.json, that of --as where it is given, None without one; one that cannot be read is told
+    later on."""
+    asked = ckpt if reference is None else reference.ckpt
+    where = asked.index.sidecar_dir or asked.path
     return readable_config(where, ckpt.files.mounts, options.config_from)
 
 
@@ -148,16 +201,16 @@ def _hindrance(on_disk: Checkpoint) -> str | None:
     return None
 
 
-def _in_memory(scheme: CatalogEntry, reason: str) -> str:
+def _in_memory(title: str, reason: str) -> str:
     return (
-        f"the names stay those of a model in memory ({scheme.title}): {reason}; {READERS};"
+        f"the names stay those of a model in memory ({title}): {reason}; {READERS};"
         " rename them anyway: --names hf"
     )
 
 
-def _without_config(scheme: CatalogEntry) -> str:
+def _without_config(title: str) -> str:
     return (
-        f"the names are those of a model in memory ({scheme.title}): {READERS}; with the model's"
+        f"the names are those of a model in memory ({title}): {READERS}; with the model's"
         " config.json they become those on disk: --config-from PATH"
     )
 

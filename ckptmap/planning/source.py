@@ -16,8 +16,14 @@ from ckptmap.checkpoint.translate_names import translated
 from ckptmap.core.name_globs import matches
 from ckptmap.core.printable import quote
 from ckptmap.errors import PlanError
+from ckptmap.mapping.detect import MEMORY
 from ckptmap.mapping.rules import HUB
-from ckptmap.planning.disk_names import in_disk_names, in_own_names, wants_disk_names
+from ckptmap.planning.disk_names import (
+    in_disk_names,
+    in_own_names,
+    is_in_memory,
+    wants_disk_names,
+)
 from ckptmap.planning.file_plan import Compare
 from ckptmap.planning.options import Options
 from ckptmap.planning.reference import Reference
@@ -74,13 +80,15 @@ def open_source(
         if names is None and own and not _has_names_of(own, source, options, reference):
             source, told = in_own_names(source, options, own, leave, reference)
             notes = [*notes, *told]
+        elif names == MEMORY and is_in_memory(source, options):
+            pass
         elif names is not None:
             config = options.config_from
             source = translated(source, names, options.names_from, config, leave)
         elif reference is not None and all(fqn in source for fqn in reference.ckpt):
             pass
         elif wants_disk_names(source, options, aim.setup):
-            source, told = in_disk_names(source, options, leave, aim.scheme is not None)
+            source, told = in_disk_names(source, options, leave, aim.scheme is not None, reference)
             notes = [*notes, *told]
     if names is None and options.names_from is not None:
         notes = [*notes, f"--names-from {options.names_from}: {UNNAMED}"]

@@ -117,7 +117,9 @@ def check_destination(dst: Path, one_file: bool, overwrite: bool) -> None:
     wanted, kind = ("directory", "file")[one_file], ("directory", "file")[stat.S_ISREG(mode)]
     if wanted != kind:
         raise DestinationError(
-            "CKM301", f"{dst}: is a {kind}, expected a {wanted} or nothing", "name a new path"
+            "CKM301",
+            f"{dst}: is a {kind}, expected a {wanted} or nothing",
+            f"name a new path, or move the {kind} away: --overwrite replaces a {wanted} by a {wanted} only",
         )
     if empty:
         return

@@ -117,7 +117,18 @@ def test_commands_in_hints_can_be_pasted(run: Run, source: Path, tmp_path: Path)
         (tmp_path / "two runs" / name).mkdir(parents=True)
         shutil.copy(source, tmp_path / "two runs" / name)
     code, _, err = run("plan", "two runs", "--to", "hf")
-    assert code == 2 and "give the path of one: 'two runs/check 2'" in err
+    assert code == 2 and "give the path of one; the highest number has 'two runs/check 2'\n" in err
+    for name in ("actor", "critic"):
+        (tmp_path / "two models" / name).mkdir(parents=True)
+        shutil.copy(source, tmp_path / "two models" / name)
+    code, _, err = run("plan", "two models", "--to", "hf")
+    assert code == 2 and "give the path of one: 'two models/actor'\n" in err
+    (tmp_path / "tune").mkdir()
+    for name in ("hf_model_0001_0.pt", "hf_model_0002_0.pt", "recipe_state.pt"):
+        shutil.copy(source, tmp_path / "tune" / name)
+    code, _, err = run("plan", "tune", "--to", "hf")
+    assert code == 2 and "parts of one model, as torchtune names them" in err
+    assert "name them as shards: pytorch_model-00001-of-00002.bin" in err
     _, _, err = run("plan", "two runs/check 1", "--to", "hf", "-o", "my plan.json")
     command = shlex.split(err.partition("run it with: ckptmap ")[2].replace("DST", "out"))
     assert run(*command)[0] == 0

@@ -56,12 +56,21 @@ def test_a_table_has_one_line_a_row(width: int | None, monkeypatch: pytest.Monke
     ]
 
 
-def test_in_a_narrow_terminal_names_stand_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_narrow_terminal_a_long_name_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formatting, "terminal_width", lambda: 60)
     lines = fitted(HEADS, TAILS)
-    assert [line.strip() for line in lines] == [HEADS[0], TAILS[0], HEADS[1], TAILS[1].strip()]
+    assert [line.strip() for line in lines] == [HEADS[0], TAILS[0], f"{HEADS[1]}  {TAILS[1]}"]
     assert all(len(line) <= 60 for line in lines)
     assert fitted([], []) == []
+
+
+def test_one_long_name_costs_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others keep theirs, and the columns stay aligned; all rows were split for one name."""
+    monkeypatch.setattr(formatting, "terminal_width", lambda: 40)
+    lines = fitted(["a.weight", "a.name.that.is.far.too.long.weight", "b"], ["1x  x"] * 3)
+    assert lines == [
+        "  a.weight  1x  x", "  a.name.that.is.far.too.long.weight", "            1x  x", "  b         1x  x",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [None, "closed"])

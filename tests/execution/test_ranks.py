@@ -454,6 +454,8 @@ def test_the_exit_code_of_kept_work_goes_from_rank_to_rank() -> None:
     error = SourceError("CKM101", "a.pt: cannot be read", "check the disk")
     assert sent_error(json.loads(own_words(error))).exit_code == 2
     error.keep_work()
+    error.keep_work()
+    assert error.hint == "check the disk; then run the same command again to continue"
     sent = sent_error(json.loads(own_words(error)), "[rank 1] ")
     assert (type(sent), sent.exit_code) == (SourceError, 3)
     stopped = Stopped()

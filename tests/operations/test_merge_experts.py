@@ -93,8 +93,9 @@ def test_a_base_of_single_experts_is_named_as_in_memory_first(tmp_path: Path) ->
     wrapped = saved(tmp_path, model, target_parameters=EXPERTS)
     with refused(SourceError, "CKM321", r"has no model.layers.0.mlp.experts.\w+_proj") as caught:
         merge(tmp_path / "disk", tmp_path / "adapter", tmp_path / "no")
-    assert "convert --names FAMILY/hf-memory" in caught.value.hint
-    ckptmap.convert(tmp_path / "disk", tmp_path / "memory", to="hf", names="mixtral/hf-memory")
+    typed = f"ckptmap convert {tmp_path / 'disk'} MEMORY --to hf --names hf-memory;"
+    assert typed in caught.value.hint
+    ckptmap.convert(tmp_path / "disk", tmp_path / "memory", to="hf", names="hf-memory")
     merge(tmp_path / "memory", tmp_path / "adapter", tmp_path / "merged")
     ckptmap.convert(tmp_path / "merged", tmp_path / "out", to="hf", names="hf")
     given = {"input_ids": torch.arange(8)[None]}

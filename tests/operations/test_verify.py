@@ -329,11 +329,10 @@ def test_diff_groups_by_pattern_and_sorts_by_error(tmp_path: Path) -> None:
     lines = str(report).splitlines()
     assert lines[0].endswith("b.pt: extra")
     assert lines[1:-1] == [
-        "h.3.norm: shape [4, 4] and [5]",
-        "h.{0..4}.q: 80 of 80 values differ, by at most 7.000e+00, most in h.4.q (7.000e+00 relative"
-        " rms)  5x",
-        "h.{0..4}.up: 5 of 80 values differ, by at most 1.000e+00, most in h.0.up (2.500e-01 relative"
-        " rms)  5x",
+        "tensors that differ, with the number of values, the largest difference and the relative rms:",
+        "  h.3.norm     1x  shape [4, 4] and [5]",
+        "  h.{0..4}.q   5x  80 of 80, max 7.000e+00, rms 7.000e+00, worst in h.4",
+        "  h.{0..4}.up  5x  5 of 80, max 1.000e+00, rms 2.500e-01, worst in h.0",
     ]
     assert lines[-1].startswith("different: 4 tensors agree in shape, dtype, encoding and values; ")
     assert "; 11 of 15 differ, 1 is only in " in lines[-1]

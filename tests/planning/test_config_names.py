@@ -19,6 +19,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
     OPTConfig,
     OPTForCausalLM,
 )
@@ -125,7 +127,44 @@ def test_what_is_no_weight_of_the_model_is_not_missed(llama: Path, tmp_path: Pat
 def test_weights_of_another_size_are_told(llama: Path, tmp_path: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     (tmp_path / "c.json").write_text(json.dumps({**config, "vocab_size": 77}))
-    assert "config.json describes other shapes" in told(llama, tmp_path / "c.json")
+    note = told(llama, tmp_path / "c.json")
+    assert (
+        "config.json describes lm_head.weight as [77, 120] (vocab_size 77), found [102, 120]: from_pre"
+        in note
+    )
+
+
+def test_matrices_that_another_program_transposes_are_refused(tmp_path: Path) -> None:
+    """nanoGPT has the names of transformers' GPT-2. A square matrix would load, transposed, without a word."""
+    transposed = (
+        "attn.c_attn.weight",
+        "attn.c_proj.weight",
+        "mlp.c_fc.weight",
+        "mlp.c_proj.weight",
+    )
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=16)
+    model = GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "gpt2")
+    ours = {
+        k: v.t().contiguous() if k.endswith(transposed) else v
+        for k, v in model.state_dict().items()
+    }
+    torch.save({"model": ours, "iter_num": 7}, tmp_path / "ckpt.pt")
+    with pytest.raises(PlanError, match="the shapes are those of gpt2/nanogpt") as raised:
+        ckptmap.convert(tmp_path / "ckpt.pt", tmp_path / "out", "hf", config_from=tmp_path / "gpt2")
+    assert raised.value.code == "CKM619" and raised.value.hint == "add --names hf"
+    ckptmap.convert(
+        tmp_path / "ckpt.pt", tmp_path / "out", "hf", config_from=tmp_path / "gpt2", names="hf"
+    )
+    assert ckptmap.diff(tmp_path / "out", tmp_path / "gpt2", values=True).equal
+    torch.save(model.state_dict(), tmp_path / "own.pt")
+    assert "config.json describes" not in told(tmp_path / "own.pt", tmp_path / "gpt2")
+    for strict in (True, False):
+        live = GPT2LMHeadModel(config)
+        report = ckptmap.load(tmp_path / "ckpt.pt", live, strict=strict)
+        assert report.names == "gpt2/nanogpt -> hf"
+        pairs = zip(live.state_dict().items(), model.state_dict().items(), strict=True)
+        assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
 
 
 def test_a_class_without_the_output_layer_lacks_nothing(

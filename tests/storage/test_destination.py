@@ -65,5 +65,6 @@ def test_what_is_there_tells_more_than_its_name(source: Path, tmp_path: Path) ->
     (tmp_path / "odd.pt").mkdir()
     ckptmap.convert(source, tmp_path / "odd.pt", "hf")
     (tmp_path / "there.pt").write_bytes(b"x")
-    with pytest.raises(DestinationError, match="is a file, expected a directory or nothing"):
+    with pytest.raises(DestinationError, match="is a file, expected a directory or nothing") as at:
         ckptmap.convert(source, tmp_path / "there.pt", "hf")
+    assert "--overwrite replaces a directory by a directory only" in at.value.hint

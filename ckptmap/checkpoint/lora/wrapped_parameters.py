@@ -15,7 +15,7 @@ from collections.abc import Callable
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import Adapter, LowRankUpdate
 from ckptmap.checkpoint.lora.merged_tensor import Merged, Stacked
-from ckptmap.core.printable import advised
+from ckptmap.core.printable import advised, quote
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
 
@@ -117,6 +117,6 @@ def per_expert(ckpt: Checkpoint, name: str) -> str:
     if ".experts." not in name or not any(".experts.0." in fqn for fqn in ckpt):
         return ""
     return (
-        "the base has each expert by itself: name it first as transformers has it in memory, with"
-        " ckptmap convert --names FAMILY/hf-memory (ckptmap mappings list); else "
+        "the base has each expert by itself: join them first as transformers 5 does in memory, and give MEMORY as the"
+        f" base: ckptmap convert {quote(ckpt.shown)} MEMORY --to hf --names hf-memory; else "
     )

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from ckptmap.core.state_paths import ATOMS, RESOLVED, UNRESOLVED
 from ckptmap.errors import SourceError
+from ckptmap.formats.dcp.half_saved import HINT
 from ckptmap.formats.dcp.metadata_records import Item
 from ckptmap.formats.safetensors.file import looks_like_safetensors
 from ckptmap.formats.torch_save.reader import Loaded, load
@@ -193,7 +194,8 @@ class Items:
             start = min(10, self._nbytes(file) - item.offset)
             if looks_like_safetensors(self._files.read(file, item.offset, start)):
                 raise SourceError("CKM109", f"{where}: {AS_SAFETENSORS}", SAVE_TO_READ) from error
-            raise SourceError(error.code, f"{where}: {text}", error.hint) from error
+            hint = HINT if error.code in ("CKM104", "CKM105") else error.hint
+            raise SourceError(error.code, f"{where}: {text}", hint) from error
 
     def _same_kind(self, kind: _Kind, file: str, item: Item) -> Located | None:
         """Return the region and CRC-32 if the item is of this kind; None if it must be parsed."""

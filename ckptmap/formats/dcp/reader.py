@@ -24,6 +24,7 @@ from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.state_tree import holds_tensor
 from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
+from ckptmap.formats.dcp.half_saved import half_saved
 from ckptmap.formats.dcp.item_leaves import leaves_of_item
 from ckptmap.formats.dcp.item_reader import PLAIN_OVERHEAD, Items
 from ckptmap.formats.dcp.metadata_reader import read_metadata
@@ -93,7 +94,7 @@ class Dcp:
             (*files.values(), where),
             records=records,
             world=_world(used),
-            notes=_notes(place.names, used),
+            notes=(*_notes(place.names, used), *half_saved(files.values(), where)),
             unread_files=tuple(filter(SIDE_FILE.fullmatch, place.names)),
             keeps_order=_by_first_rank,
         )

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.errors import SourceError
 from ckptmap.live.model.peft import open_base_or_adapter
 from ckptmap.live.model.several_models import Models
 from ckptmap.live.options import Optimizers
@@ -32,6 +34,19 @@ def named_by_live(
     with checkpoint:
         is_numbered = checkpoint.optimizer_reader.present and checkpoint.optimizer_by_index
         if is_numbered and not differences:  # of which `load` tells
-            yield name_by_live(checkpoint, model, optimizer)
-            return
+            named = _named(checkpoint, model, optimizer)
+            if named is not None:
+                yield named
+                return
     yield path
+
+
+def _named(checkpoint: Checkpoint, model: Any, optimizer: Any) -> Checkpoint | None:
+    """Return the checkpoint named by the live order; None where the groups are others and a config.json names the
+    numbers, as of Trainer's two groups for an optimizer with one."""
+    try:
+        return name_by_live(checkpoint, model, optimizer)
+    except SourceError:
+        if checkpoint.optimizer_reader.config is None:
+            raise
+        return None

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.translate_names import translated
+from ckptmap.checkpoint.rename import renamed
+from ckptmap.checkpoint.translate_names import translated, translated_by
 from ckptmap.errors import CkptmapError
 from ckptmap.live.model.live_tensor import LiveTensor
-from ckptmap.mapping.detect import MEMORY, recognise
+from ckptmap.mapping.detect import MEMORY, SchemeChoice, recognise
 from ckptmap.mapping.model_config import as_config
+from ckptmap.mapping.renaming import Renaming
+from ckptmap.mapping.renamings_on_disk import renamings_on_disk
 from ckptmap.mapping.rules import HUB
+from ckptmap.mapping.split_experts import memory_scheme_of
 
 if TYPE_CHECKING:
     import torch
@@ -44,21 +49,62 @@ def by_model_names(
     """Return the checkpoint by the model's names; the checkpoint itself where its names are the
     model's, or no scheme has more of them."""
     lacking = missing_count(targets, checkpoint)
-    if not lacking or not has_unknown_names(targets, checkpoint):
-        return NamedCheckpoint(checkpoint)
     config = config_of(model)
+    if not lacking:
+        return _in_other_axes(checkpoint, targets, config) or NamedCheckpoint(checkpoint)
+    if not has_unknown_names(targets, checkpoint):
+        return NamedCheckpoint(checkpoint)
+    names = dict.fromkeys(name for target in targets for name in target.known)
+    ways = [{new: old for old, new in way.items()} for way in renamings_on_disk(names, config)]
+    by_modules = [renamed(checkpoint, Renaming.of(rename=way), lenient=True) for way in ways]
+    best = min(by_modules, key=partial(missing_count, targets), default=checkpoint)
+    if missing_count(targets, best) < lacking:
+        return NamedCheckpoint(best, f"{HUB} -> {MEMORY}")
+    experts = memory_scheme_of(names, config)
+    if experts is not None:
+        try:
+            joined = translated_by(checkpoint, SchemeChoice(None, experts), config)
+        except CkptmapError:
+            joined = checkpoint
+        if missing_count(targets, joined) < lacking:
+            return _named(joined)
     for scheme in schemes_for(targets, config):
         try:
             found = translated(checkpoint, scheme, config=config)
         except CkptmapError:
             continue  # another scheme may be the one
-        how = found.translation
-        if how is not None and missing_count(targets, found) < lacking:
-            reader = found.optimizer_reader.of_weights(found.infos())
-            return NamedCheckpoint(
-                replace(found, optimizer_reader=reader), how.choice.text, how.unmapped
-            )
+        if found.translation is not None and missing_count(targets, found) < lacking:
+            return _named(found)
     return NamedCheckpoint(checkpoint)
+
+
+def _named(found: Checkpoint) -> NamedCheckpoint:
+    """Return a translated checkpoint, whose optimizer state goes by the new names."""
+    how = found.translation
+    assert how is not None, "it has just been translated"
+    reader = found.optimizer_reader.of_weights(found.infos())
+    return NamedCheckpoint(replace(found, optimizer_reader=reader), how.choice.text, how.unmapped)
+
+
+def _in_other_axes(
+    checkpoint: Checkpoint, targets: Sequence[LiveTensor], config: Mapping[str, object] | None
+) -> NamedCheckpoint | None:
+    """Return the checkpoint translated, where its names are the model's and its shapes those of another scheme, as nanoGPT's
+    matrices of GPT-2; None: they are the model's, or no such scheme."""
+    infos = checkpoint.infos()
+    pairs = (
+        (one.tensor.shape, infos[name].shape) for one in targets for name in one.named_in(infos)
+    )
+    if config is None or all(tuple(live) == stored for live, stored in pairs):
+        return None
+    try:
+        found = translated(checkpoint, HUB, config=config)
+    except CkptmapError:
+        return None
+    source = None if found.translation is None else found.translation.choice.source
+    if source is None or source.is_hub or missing_count(targets, found):
+        return None
+    return _named(found)
 
 
 def missing_count(targets: Sequence[LiveTensor], source: Collection[str]) -> int:

@@ -43,6 +43,7 @@ from ckptmap.setups import parse
 from ckptmap.storage.hub.resolve import origins_in_errors
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.resource_limits import named_if_unreadable
+from ckptmap.typed_options import as_given
 from ckptmap.version import __version__
 
 ELSEWHERE = ("dtypes", "encodings", "refused", "note", "optimizer")
@@ -151,7 +152,7 @@ def _contents(
     for plan in plans if values else ():
         found, unmeasured = errors_of_plan(plan)
         refused += [_finding(plan.aim.text, error, fqn) for fqn, error in unmeasured.items()]
-        errors += [error_map(f"--to {plan.aim.text}", found)] if found else []
+        errors += [error_map(as_given(f"--to {plan.aim.text}"), found)] if found else []
     size = (len(tensors.names), tensors.nbytes)
     judged = verdict(ckpt, facts.notes, size, manifest, shards, plans, compared, refused)
     return Contents(ckpt, facts, tensors, shards, manifest, plans, compared, errors, judged)
@@ -204,7 +205,7 @@ def _sections(contents: Contents) -> dict[str, object]:
         ],
         "patterns": list(_patterns(contents.facts)),
         "shards": contents.shards,
-        "flows": [(plan, flow(plan)) for plan in contents.plans],
+        "flows": [(as_given(f"--to {plan.aim.text}"), plan, flow(plan)) for plan in contents.plans],
         "compared": contents.compared,
         "maps": contents.errors,
         "optimizer": provenance.optimizer_facts(contents.facts),

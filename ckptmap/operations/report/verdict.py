@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -17,6 +17,7 @@ from ckptmap.operations.verify import read_manifest
 from ckptmap.planning.options import Options
 from ckptmap.planning.plan import Plan
 from ckptmap.storage.manifest_schema import ManifestDocument
+from ckptmap.typed_options import as_given
 
 UNEVEN = 1.5
 """From this imbalance on the verdict tells of it."""
@@ -99,7 +100,10 @@ def verdict(
     said += _observed(ckpt, shards)
     level = WRONG if wrong else NOTE if said else FINE
     command, purpose = _next(ckpt, manifest, plans, compared)
-    findings = [*_first(wrong), *_first(said)]
+    findings = [
+        replace(found, text=as_given(found.text), hint=as_given(found.hint))
+        for found in (*_first(wrong), *_first(said))
+    ]
     return Verdict(
         level, one_line(ckpt.shown), _what(ckpt, *size), _who(ckpt, manifest), findings,
         one_line(command), purpose,

@@ -61,6 +61,18 @@ def test_trainer(trained: tuple[Path, Any]) -> None:
         assert torch.equal(optimizer.state[mine]["exp_avg"], theirs[other]["exp_avg"])
 
 
+def test_an_optimizer_with_other_groups_than_trainer(trained: tuple[Path, Any]) -> None:
+    """config.json names the numbers, as for `load`. It was refused: the live groups were said to be a given order."""
+    folder, trainer = trained
+    model = llama(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = ckptmap.CheckpointManager(folder).restore(model, optimizer)
+    assert report is not None and report.step == 10
+    theirs = trainer.optimizer.optimizer.state
+    for mine, other in zip(model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(optimizer.state[mine]["exp_avg"], theirs[other]["exp_avg"])
+
+
 def test_a_run_that_leaves_trainer(trained: tuple[Path, Any]) -> None:
     """The manager saves beside Trainer's directories, and removes none of them."""
     folder, _ = trained

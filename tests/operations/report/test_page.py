@@ -157,6 +157,16 @@ def test_errors_of_kept_codes_and_of_values_that_cannot_be_encoded(
     assert data(html)["errors"][0]["cells"][6] == ["b.weight"]
 
 
+@pytest.mark.python_texts
+def test_a_page_made_in_python_names_no_option_of_the_command_line(tmp_path: Path) -> None:
+    """But for the command to run next: titles said `--to`, hints `drop=`."""
+    torch.save({"model": {"w": torch.ones(2)}, "ratio": Fraction(1, 2)}, tmp_path / "model.pt")
+    text = Elements(ckptmap.report(tmp_path / "model.pt", to=["full", "hf"])).text
+    assert "to='full': ratio: " in text and "drop='ratio'" in text
+    commands = [line for line in text.splitlines() if "--to" in line]
+    assert all("ckptmap plan" in line for line in commands), commands
+
+
 def test_what_differs(tmp_path: Path) -> None:
     a = {
         "w": torch.arange(100.0),

@@ -1,0 +1,49 @@
+"""Name a file of another program, or a packed one, by its first bytes, and say what to do with it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ckptmap.core.printable import quote
+from ckptmap.protocols import Place
+
+PYTORCH = "give a PyTorch checkpoint; ckptmap reads no other framework's files"
+_ORIGINAL = "convert from the original safetensors instead"
+_BARE = "if you trust it, load it with its own program and torch.save a dict of tensors"
+FOREIGN: tuple[tuple[bytes, str, str], ...] = (
+    (b"ggjt", "a GGML file of llama.cpp", _ORIGINAL),
+    (b"tjgg", "a GGML file of llama.cpp", _ORIGINAL),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it", PYTORCH),
+    (b"\x93NUMPY", "a numpy array", "save a state dict with safetensors or torch.save"),
+    (b"\x1f\x8b", "packed with gzip", "unpack it first: gunzip -k {}"),
+    (b"\x28\xb5\x2f\xfd", "packed with zstd", "unpack it first: zstd -d {}"),
+    (b"\xfd7zXZ", "packed with xz", "unpack it first: xz -dk {}"),
+    (b"BZh", "packed with bzip2", "unpack it first: bunzip2 -k {}"),
+    *((b"\x80" + bytes([n]), "a bare pickle", _BARE) for n in range(2, 6)),
+)
+"""The first bytes of a file, what such a file is, and the next step, in which {} becomes the path."""
+PACKED_TAR = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)$")
+TAR_MAGIC = 257
+"""Offset of the magic bytes of a tar archive."""
+OTHER_FRAMEWORKS = (
+    r".*\.(h5|keras|msgpack|ckpt\.index|onnx|tflite)|saved_model\.pb"
+    r"|manifest\.ocdbt|_CHECKPOINT_METADATA"
+)
+
+
+def foreign_file(place: Place) -> tuple[str, str] | None:
+    """Return what a file of another program is, and a hint; None if its program is not known."""
+    for magic, what, hint in FOREIGN:
+        if place.head.startswith(magic):
+            if PACKED_TAR.search(place.path):  # tar finds out what it is packed with
+                return (
+                    f"a tar archive {what}",
+                    f"unpack it first: tar -xf {quote(place.path)}",
+                )
+            return what, hint.replace("{}", quote(place.path))
+    if place.head[TAR_MAGIC:].startswith(b"ustar"):
+        return "a tar archive", f"unpack it first: tar -xf {quote(place.path)}"
+    if re.fullmatch(OTHER_FRAMEWORKS, Path(place.path).name):
+        return "by its name a file of another framework", PYTORCH
+    return None
