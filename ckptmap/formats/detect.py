@@ -16,7 +16,6 @@ from pathlib import Path
 from ckptmap.core.formatting import natural, some
 from ckptmap.core.printable import join, quote
 from ckptmap.errors import SourceError
-from ckptmap.formats.foreign_files import OTHER_FRAMEWORKS, PYTORCH, foreign_file
 from ckptmap.protocols import Place
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.own_files import PENDING
@@ -229,6 +228,8 @@ def _of_file(place: Place) -> SourceError:
         )
     if LEGACY_MAGIC.match(head):
         return legacy(path)
+    from ckptmap.formats.foreign_files import foreign_file  # deferred, as in `_mark`
+
     foreign = foreign_file(place)
     if foreign is not None:
         what, hint = foreign
@@ -250,18 +251,6 @@ def _of_file(place: Place) -> SourceError:
         f"{path}: expected a torch.save zip or safetensors, found a file that begins {head[:8].hex(' ')}",
         "give the path of a checkpoint; `ckptmap doctor` lists the formats",
     )
-
-
-MARKS: tuple[tuple[str, str, str], ...] = (
-    (r"\.metadata\.tmp", "an unfinished DCP save (only .metadata.tmp)", "use an earlier checkpoint"),
-    (r"__\d+\.metadata", "a DCP save with one metadata file per rank (use_collectives=False)", "save it again with use_collectives=True"),
-    (r"adapter_config\.json", "a peft adapter without its base weights", ""),  # merge_step
-    (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; if there is none, the save did not finish: use an earlier checkpoint"),
-    (r".*\.ggml", "GGML weights", "convert them from the original safetensors"),
-    (OTHER_FRAMEWORKS, "a directory of weights of another framework", PYTORCH),
-)  # fmt: skip
-"""A pattern of the whole name of an entry, what a directory with such an entry is, and the next step; that of an
-adapter depends on its kind."""
 
 
 BESIDE_WEIGHTS = re.compile(r"config\.json|tokenizer(_config)?\.(json|model)|vocab\.(json|txt)")
@@ -330,11 +319,10 @@ def adapters_in(place: Place) -> list[str]:
 
 
 def _mark(place: Place) -> tuple[str, str] | None:
-    """Return what a directory is by the first pattern of MARKS that an entry matches, and a hint."""
-    for pattern, what, hint in MARKS:
-        if any(re.fullmatch(pattern, name) for name in place.names):
-            return what, hint
-    return None
+    """Return what a directory is that is no checkpoint, and a hint; None: nothing marks it."""
+    from ckptmap.formats.foreign_files import mark_of  # deferred: only what is refused needs it
+
+    return mark_of(place)
 
 
 def _candidates(place: Place, is_checkpoint: Callable[[Place], bool]) -> list[str]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, cast
 from ckptmap.core.formatting import human
 from ckptmap.core.toml_text import MAX_NBYTES, TomlError, parse_toml
 from ckptmap.errors import PlanError
-from ckptmap.mapping.expressions import FORM
 from ckptmap.mapping.name_patterns import NamePattern, parse_names
 from ckptmap.mapping.rules import (
     HUB,
@@ -289,6 +288,8 @@ class _Reader:
             )
 
     def _error(self, problem: str) -> PlanError:
+        from ckptmap.mapping.expressions import FORM  # deferred, as its parser is
+
         return PlanError("CKM601", f"{self._where}: {problem}", FORM)
 
 
