@@ -224,15 +224,15 @@ def test_a_wait_is_noticed(wait: object) -> None:
 
 # ------------------------------------------------------------------------------- forms that are only read
 
-READ = {f"{name} {encoding!r:.60} {number}": (encoding, info) for number, (name, encoding, info) in enumerate(more_forms())}  # fmt: skip
+ONLY_READ = {f"{name} {encoding!r:.60} {number}": (encoding, info) for number, (name, encoding, info) in enumerate(more_forms())}  # fmt: skip
 
 
-@pytest.mark.parametrize("title", READ)
+@pytest.mark.parametrize("title", ONLY_READ)
 def test_forms_that_are_read_are_decoded_on_their_device_without_a_wait(
     title: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What goes to the device for each box goes behind the host, by pinned memory."""
-    encoding, info = READ[title]
+    encoding, info = ONLY_READ[title]
     given = placed(encoding, info, random_parts(encoding, info), "meta")
     with OneDevice():
         decode(encoding, info, given, "meta")  # makes tables
