@@ -40,6 +40,9 @@ class DerivedEncoding:
     name: str
     dense: Encoding
 
+    remark = ""
+    """`core.quantized_codes.Repairs` asks for it beside `repaired`: without it the tensor would be written as it is."""
+
     def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
         return {"": info}
 
