@@ -73,7 +73,7 @@ BROKEN: list[tuple[str, str, Break, str]] = [
     ("tensor parallel", "z2w2", lambda s: shutil.copy(s / "mp_rank_00_model_states.pt", s / "mp_rank_01_model_states.pt"),
      "mp_rank_01_model_states.pt holds a part of the model"),
     ("pipeline", "z2w2", lambda s: (s / "layer_00-model_00-model_states.pt").touch(), "holds a layer of a pipeline"),
-    ("experts", "z2w2", lambda s: (s / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(), "holds experts"),
+    ("experts", "z2w2", lambda s: (s / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(), "holds an expert"),
 ]  # fmt: skip
 
 
