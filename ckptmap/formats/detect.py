@@ -83,6 +83,8 @@ SIDE_FILES = re.compile(
 ZERO_PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
 """Files of DeepSpeed. Under ZeRO-3 the weights in them are empty placeholders, which would convert
 without an error."""
+ZERO_MODEL = re.compile(r"mp_rank_\d+_model_states\.pt")
+"""The model's file of DeepSpeed under stages 0, 1 and 2, with weights in 16 bits."""
 DCP_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 UNFINISHED = "tmp_"
 """How the name of a directory of torch_checkpointing begins until all ranks have written it."""
@@ -156,11 +158,15 @@ def _left_beside(place: Place) -> tuple[str, ...]:
 
 
 def _one_of_many(place: Place) -> tuple[str, ...]:
-    """Return a note if the name of a file says that it is one of several shards."""
-    match = SHARD.fullmatch(Path(place.path).name)
+    """Return a note if the name of a file says that it is one of several shards, or DeepSpeed's copies."""
+    path = Path(place.path)
+    match, parent = SHARD.fullmatch(path.name), path.parent
+    if not place.is_dir and ZERO_MODEL.fullmatch(path.name):
+        beside = any(map(ZERO_PART.fullmatch, look(parent, place.mounts).names))
+        note = f"the weights in fp32 and the optimizer are in files beside it; give {quote(str(parent))}"
+        return (note,) if beside else ()
     if place.is_dir or match is None or int(match[1]) < 2:
         return ()
-    parent = Path(place.path).parent
     return (
         f"this is one of {int(match[1])} files of a model; to open all of them, give {quote(str(parent))}",
     )

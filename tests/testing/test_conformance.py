@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from ckptmap.testing.images import image
 from ckptmap.testing.key_forms import plain
 from ckptmap.testing.parts import stored
 from ckptmap.testing.samples import bits
+from tests.golden.deepspeed.make_deepspeed import unpack
 from tests.support.gguf_files import write as write_gguf
 from tests.support.mapping_state import state_of
 from tests.support.parallel_writers import (
@@ -41,6 +42,7 @@ from tests.support.parallel_writers import (
     write_meta,
     write_torch_dist,
 )
+from tests.support.zero_files import write_zero
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -120,6 +122,10 @@ def save_torch_checkpointing(tensors: dict[str, torch.Tensor], folder: Path) -> 
     return folder / "step-1"
 
 
+def save_zero(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    return write_zero(folder / "zero", tensors, 3)
+
+
 ONLY_READ = {
     "torch-checkpointing": save_torch_checkpointing,
     "gguf": save_gguf,
@@ -128,6 +134,7 @@ ONLY_READ = {
     "consolidated": save_consolidated,
     "megatron": save_megatron,
     "torch_dist": save_torch_dist,
+    "zero-step": save_zero,
 }
 """Formats that are not written here -> who writes them."""
 KNOWN = {"consolidated": "meta", "megatron": "megatron", "torch_dist": "megatron"}
@@ -234,6 +241,7 @@ def test_targets_that_only_encode_find_nothing_themselves() -> None:
 # ------------------------------------------------------------------------------- directories
 
 DIRECTORIES = {
+    "deepspeed": ("deepspeed", "trainer/checkpoint-2"),
     "accelerate": ("accelerate_bin_w2", ""),
     "lightning": ("lightning_w2", ""),
     "trainer": ("trainer_ddp_w2", "checkpoint-2"),
@@ -249,14 +257,31 @@ def test_every_reader_is_checked() -> None:
     assert set(DIRECTORIES) == {registry._load(known.spec).name for known in registry.DIRECTORIES}
 
 
-@pytest.mark.parametrize("name", DIRECTORIES)
-def test_directory(name: str, framework_directories: Path) -> None:
-    sample, inner = DIRECTORIES[name]
-    check_directory(READERS[name], framework_directories / sample / inner)
+@pytest.fixture(scope="module")
+def zero_samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("zero")
+    unpack(folder)
+    return folder
+
+
+@pytest.fixture
+def place_of(framework_directories: Path, zero_samples: Path) -> Callable[[str], Path]:
+    """Returns where the sample of an adapter lies."""
+
+    def place(name: str) -> Path:
+        sample, inner = DIRECTORIES[name]
+        return (zero_samples if name == "deepspeed" else framework_directories / sample) / inner
+
+    return place
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
-def test_no_directory_claims_another(name: str, framework_directories: Path) -> None:
-    for other, (sample, inner) in DIRECTORIES.items():
-        claimed = READERS[name].claims(look(framework_directories / sample / inner))
+def test_directory(name: str, place_of: Callable[[str], Path]) -> None:
+    check_directory(READERS[name], place_of(name))
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_no_directory_claims_another(name: str, place_of: Callable[[str], Path]) -> None:
+    for other in DIRECTORIES:
+        claimed = READERS[name].claims(look(place_of(other)))
         assert claimed == (other == name), other

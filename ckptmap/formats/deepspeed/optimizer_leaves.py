@@ -41,7 +41,7 @@ def optimizer_leaves(
         for vector, inside in by_vector.items():
             leaves.update(_state_of(vector, inside, ranks))
     except _Unreadable as error:
-        leaves = {(STATE,): StateNote(refused=str(error))}
+        return {(STATE,): StateNote(refused=str(error))}
     first = ranks[0]
     for rank in ranks[1:]:
         if _plain(rank.groups) != _plain(first.groups):
@@ -72,7 +72,7 @@ def _state_of(
     for name in dict.fromkeys(name for state in states for name in state):
         values = [state.get(name) for state in states]
         held = [value for value in values if value is not None]
-        if all(isinstance(value, StoredTensor) and not value.info.shape for value in held):
+        if held and all(isinstance(v, StoredTensor) and not v.info.shape for v in held):
             yield from _scalars(members, name, held)
         elif any(isinstance(value, StoredTensor) for value in held):
             yield from _cut(vector, members, name, values, ranks)

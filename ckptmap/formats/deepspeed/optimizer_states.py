@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap.errors import SourceError
 from ckptmap.formats.deepspeed.pickled import Pickled, attributes, stage_of
+from ckptmap.formats.deepspeed.step_files import cut_otherwise
 from ckptmap.tensors import Leaf, StoredTensor
 
 KEY = "optimizer_state_dict"
@@ -84,11 +86,11 @@ def partition_of(pickled: Pickled) -> RankPartition:
 
 def _refuse_experts(inner: Pickled) -> None:
     if inner.tree.get("ds_zero_partition_groups"):
-        raise SourceError(
-            "CKM118",
-            f"{inner.file}: its experts are cut over ranks of their own (expert parallel), which is not read",
-            "join them by DeepSpeed: python -m deepspeed.checkpoint.ds_to_universal --help",
+        file = FilePath(inner.file)
+        problem = (
+            f"{file.name} holds experts that are cut over ranks of their own (expert parallel)"
         )
+        raise cut_otherwise(file.parent, problem)
 
 
 def _state(

@@ -31,7 +31,7 @@ OPTIMIZER = "optimizer"
 class ZeroStep:
     """Reads the files of all ranks of one step. It refuses an incomplete set."""
 
-    name = "deepspeed"
+    name = "zero-step"
 
     def claims(self, place: Place) -> bool:
         """Return True for a directory with a rank's file of ZeRO, or with the folder of a universal checkpoint."""

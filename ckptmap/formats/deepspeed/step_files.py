@@ -129,16 +129,19 @@ def _refuse_other_cuts(root: FilePath, names: Sequence[str], universal: bool) ->
         match = OPTIMIZER.fullmatch(name) or MODEL_OF_RANK.fullmatch(name) or MODEL.fullmatch(name)
         other = match is not None and int(match[match.re.groups]) > 0
         if expert:
-            raise _cut_otherwise(root, f"{name} holds experts of their own, which are not joined")
+            raise SourceError(
+                "CKM118",
+                f"{root}: {name} holds an expert, and the files do not say which experts a rank trained",
+                "save the experts of all ranks as one state dict where the model is trained",
+            )
         if universal or not (layer or other):
             continue
         kind = "a layer of a pipeline" if layer else "a part of the model (tensor or pipeline)"
-        raise _cut_otherwise(
-            root, f"{name} holds {kind}, and the files do not say how to join them"
-        )
+        raise cut_otherwise(root, f"{name} holds {kind}, and the files do not say how to join them")
 
 
-def _cut_otherwise(root: FilePath, problem: str) -> SourceError:
+def cut_otherwise(root: FilePath, problem: str) -> SourceError:
+    """Return the error for a cut that DeepSpeed itself joins."""
     command = ["python", "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(root)]
     out = f"{root}_universal"
     return SourceError(

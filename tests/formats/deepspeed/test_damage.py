@@ -19,6 +19,7 @@ from ckptmap.errors import CkptmapError, SourceError
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.storage.files import Files
 from tests.golden import truth
+from tests.support.zero_files import write_zero
 
 Break = Callable[[Path], object]
 RANK = "{}zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -73,7 +74,7 @@ BROKEN: list[tuple[str, str, Break, str]] = [
     ("tensor parallel", "z2w2", lambda s: shutil.copy(s / "mp_rank_00_model_states.pt", s / "mp_rank_01_model_states.pt"),
      "mp_rank_01_model_states.pt holds a part of the model"),
     ("pipeline", "z2w2", lambda s: (s / "layer_00-model_00-model_states.pt").touch(), "holds a layer of a pipeline"),
-    ("experts", "z2w2", lambda s: (s / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(), "holds experts"),
+    ("experts", "z2w2", lambda s: (s / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(), "holds an expert"),
 ]  # fmt: skip
 
 
@@ -237,3 +238,30 @@ def test_no_damage_is_an_internal_error(
             continue
         if kind in ("cut", "gone", "swap"):
             assert all(read[name].to(value.dtype).equal(value) for name, value in expected.items())
+
+
+def test_experts_over_ranks_of_their_own_are_refused(tmp_path: Path) -> None:
+    step = write_zero(tmp_path / "step", {"w": torch.ones(6)}, 2)
+    rewritten_partition = torch.load(rank(step, 1), weights_only=True)
+    rewritten_partition["optimizer_state_dict"]["ds_zero_partition_groups"] = [{"sub_group": 0}]
+    torch.save(rewritten_partition, rank(step, 1))
+    with pytest.raises(SourceError, match=r"expert parallel") as raised:
+        ckptmap.open(step)
+    assert "ds_to_universal" in raised.value.hint
+
+
+def test_vectors_that_were_offloaded_to_nvme_are_refused(tmp_path: Path) -> None:
+    """Their files hold no weights: DeepSpeed copies its swap files beside them."""
+    step = tmp_path / "step"
+    step.mkdir()
+    for number in (0, 1):
+        model = {"module": {"w": torch.empty(0)}, "param_shapes": [{"w": torch.Size((5,))}]}
+        torch.save(model, step / f"zero_pp_rank_{number}_mp_rank_00_model_states.pt")
+        held = {"fp32_flat_groups": [torch.empty(0)], "partition_count": 2}
+        held["optimizer_state_dict"] = {"state": {}, "param_groups": [{"params": [0]}]}
+        torch.save({"optimizer_state_dict": held}, step / RANK.format("", number))
+    with pytest.raises(
+        SourceError, match=r"fp32_flat_groups holds \[0\] elements, expected \[3\]"
+    ) as raised:
+        ckptmap.open(step)
+    assert "offloaded to NVMe" in raised.value.hint

@@ -24,7 +24,7 @@ def run_of(samples: Path, out: Path, name: str = "z2w2") -> Path:
 
 def assert_is_the_run(path: Path, run: Path) -> None:
     with ckptmap.open(path) as ckpt:
-        assert ckpt.index.container == "deepspeed"
+        assert ckpt.index.container in ("deepspeed", "zero-step")
         assert len(ckpt.optimizer) == len(truth.moments(run))
         for name, value in truth.weights(run).items():
             assert_same(ckpt[name].read().to(value.dtype), value, name)
@@ -171,3 +171,11 @@ def test_trainer_goes_on_without_deepspeed(samples: Path, tmp_path: Path) -> Non
     assert trainer.state.global_step == 3
     steps = {float(state["step"]) for state in trainer.optimizer.state.values()}
     assert steps == {3.0}
+
+
+def test_the_file_of_the_model_alone_says_where_the_rest_is(samples: Path) -> None:
+    step = samples / "z2w2" / "global_step3"
+    with ckptmap.open(step / "mp_rank_00_model_states.pt") as ckpt:
+        assert ckpt["embed.weight"].dtype == "bfloat16"
+        (note,) = (note for note in ckpt.notes if "beside it" in note)
+        assert note.endswith(f"give {step}")

@@ -269,8 +269,10 @@ def train_by_trainer(out: Path) -> None:
     Trainer(model, args, train_dataset=data).train()
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        for name in ("zero_to_fp32.py", "zero_to_torch.py", "training_args.bin"):
-            (out / "trainer" / "checkpoint-2" / name).unlink()
+        folder = out / "trainer" / "checkpoint-2"
+        for name in ("zero_to_torch.py", "training_args.bin"):
+            (folder / name).unlink()
+        (folder / "zero_to_fp32.py").write_text("")  # its name marks the directory
 
 
 def _main(rank: int, world: int, port: int, runs: Sequence[Run], out: Path) -> None:
@@ -310,6 +312,13 @@ def unpack(out: Path) -> None:
         archive.extractall(out, filter="data")
 
 
+def pack(folder: Path) -> None:
+    """Make the samples of what lies in `folder`."""
+    with tarfile.open(SAMPLES, "w:xz", preset=9) as archive:
+        for name in (*(run.name for run in RUNS), "trainer"):
+            archive.add(folder / name, name, filter=_plain)
+
+
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
     info.uid = info.gid = info.mtime = 0
     info.uname = info.gname = ""
@@ -320,6 +329,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parents[2]))
     with tempfile.TemporaryDirectory() as folder:
         write(RUNS, Path(folder))
-        with tarfile.open(SAMPLES, "w:xz", preset=9) as archive:
-            for name in (*(run.name for run in RUNS), "trainer"):
-                archive.add(Path(folder) / name, name, filter=_plain)
+        pack(Path(folder))
