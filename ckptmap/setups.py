@@ -55,7 +55,7 @@ ONLY_READ = {"gptq": "ct-int4", "awq": "ct-int4", "hqq": "ct-int4", "quanto": "i
 """Forms that are read and not written -> the suffix of a form as wide that is written."""
 OTHERS_READ = {
     "megatron": "hf", "deepspeed": "full", "nemo": "hf", "onnx": "hf", "tensorrt": "hf", "openvino": "hf", "mlx": "hf",
-    "coreml": "hf", "flax": "hf", "jax": "hf", "tensorflow": "hf", "keras": "hf",
+    "torch-checkpointing": "hf", "torch_checkpointing": "hf", "coreml": "hf", "flax": "hf", "jax": "hf", "tensorflow": "hf", "keras": "hf",
 }  # fmt: skip
 """Programs whose own format is not written -> a setup that they, or their converters, begin with."""
 _K_OR_IQ = re.compile(r"(?:gguf-)?(?:q\d_?k|iq\d)")

@@ -136,7 +136,7 @@ def check_ranks(root: str, items: Sequence[ItemFiles], world: int, of_all: Colle
 def _is_cut(item: ItemFiles) -> bool:
     """Return whether `metadata.pkl` says that ranks hold different parts of a tensor of the item."""
     ways = item.stated.tensors.values() if item.stated else ()
-    return any(one.cuts and len(one.ranks) > 1 for of_tensor in ways for one in of_tensor)
+    return any(one.cuts and len(one.mesh.places) > 1 for of_tensor in ways for one in of_tensor)
 
 
 def incomplete(root: str, problem: str) -> SourceError:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
 from math import prod
 from pathlib import Path as FilePath
 from typing import Any, NoReturn
@@ -37,29 +39,26 @@ MARKS_NBYTES = 4096
 MAX_DIMS, MAX_RANKS = 64, 1 << 24
 
 
+@dataclass(frozen=True, eq=False)
+class StatedMesh:
+    """The mesh of DTensors, one object for all tensors on it: the sizes of its dims, and rank -> place in it."""
+
+    shape: tuple[int, ...]
+    places: Mapping[int, tuple[int, ...]]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks in row-major order."""
+        return tuple(self.places)
+
+
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor is cut over a mesh.
-
-    mesh    sizes of the mesh dims
-    ranks   ranks of the mesh in row-major order
-    cuts    the Shard placements; empty: every rank holds the whole tensor
-    """
+    """How a tensor is cut over a mesh: `cuts` are the Shard placements; empty: every rank holds all of it."""
 
     info: TensorInfo
-    mesh: tuple[int, ...]
-    ranks: tuple[int, ...]
+    mesh: StatedMesh
     cuts: tuple[Cutting, ...]
-
-    def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the place of a rank in the mesh; None: it is not in it."""
-        if rank not in self.ranks:
-            return None
-        at, coordinate = self.ranks.index(rank), []
-        for size in reversed(self.mesh):
-            at, index = divmod(at, size)
-            coordinate.append(index)
-        return tuple(reversed(coordinate))
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class _Reader:
 
     def __init__(self, where: str) -> None:
         self.where = where
-        self._meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._meshes: dict[object, StatedMesh] = {}
         self._shardings: dict[Sharding, Sharding] = {}
 
     def item(self, key: str, tensors: Mapping[Any, Any], layouts: Mapping[Any, Any]) -> StatedItem:
@@ -203,17 +202,15 @@ class _Reader:
             or prod(shape) > MAX_NUMEL
         ):
             self._fail(key, f"a tensor {dtype!r:.40} of shape {data.get('global_shape')!r:.60}")
-        mesh, ranks = self._mesh(key, data.get("mesh_spec"))
+        mesh = self._mesh(key, data.get("mesh_spec"))
         placements = data.get("placements")
-        if not isinstance(placements, list | tuple) or len(placements) != len(mesh):
-            self._fail(key, f"placements that are not one for each of {len(mesh)} mesh dims")
+        if not isinstance(placements, list | tuple) or len(placements) != len(mesh.shape):
+            self._fail(key, f"placements that are not one for each of {len(mesh.shape)} mesh dims")
         cuts = [self._cut(key, p, axis, len(shape)) for axis, p in enumerate(placements)]
-        made = Sharding(
-            TensorInfo(shape, name), mesh, ranks, tuple([c for c in cuts if c is not None])
-        )
+        made = Sharding(TensorInfo(shape, name), mesh, tuple([c for c in cuts if c is not None]))
         return self._shardings.setdefault(made, made)
 
-    def _mesh(self, key: str, spec: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _mesh(self, key: str, spec: object) -> StatedMesh:
         known = self._meshes.get(id(spec))
         if known is not None:
             return known
@@ -221,8 +218,12 @@ class _Reader:
         ranks = _ints(spec.get("mesh_data")) if isinstance(spec, dict) else None
         if not shape or not ranks or prod(shape) != len(ranks) or len({*ranks}) < len(ranks):
             self._fail(key, "a mesh whose ranks do not fill its shape")
-        self._meshes[id(spec)] = shape, ranks
-        return shape, ranks
+        mesh = self._meshes.get((shape, ranks))
+        if mesh is None:
+            places = product(*map(range, shape))
+            mesh = StatedMesh(shape, dict(zip(ranks, places, strict=True)))
+        self._meshes[id(spec)] = self._meshes[shape, ranks] = mesh
+        return mesh
 
     def _cut(self, key: str, placement: object, axis: int, ndim: int) -> Cutting | None:
         entry: Mapping[Any, Any] = placement if isinstance(placement, dict) else {}

@@ -36,7 +36,7 @@ def safetensors_leaves(files: Files, item: ItemFiles) -> dict[Path, Leaf]:
         parts = [
             (rank, _placed(item, key, way, rank, held[rank][key]))
             for way in ways
-            for rank in way.ranks
+            for rank in way.mesh.places
             if key in held.get(rank, {})
         ]
         if not parts:
@@ -68,9 +68,8 @@ def _tensors(files: Files, file: str) -> Mapping[str, StoredTensor]:
 def _placed(item: ItemFiles, key: str, way: Sharding, rank: int, local: StoredTensor) -> Placed:
     """Return where the local tensor of a rank belongs. Raise SourceError CKM109 if it has another shape or
     dtype than the place that `metadata.pkl` has for it."""
-    coordinate = way.coordinate(rank)
-    assert coordinate is not None
-    dims = [cut.dim for cut in way.cuts if way.mesh[cut.axis] > 1]
+    coordinate = way.mesh.places[rank]
+    dims = [cut.dim for cut in way.cuts if way.mesh.shape[cut.axis] > 1]
     if len({*dims}) < len(dims) and all(cut.split == 1 for cut in way.cuts):
         raise SourceError(
             "CKM112",
@@ -78,14 +77,14 @@ def _placed(item: ItemFiles, key: str, way: Sharding, rank: int, local: StoredTe
             " tell in which order: torch_checkpointing 0.1.0 leaves out split factors",
             "save the item in torch.save form, or with torch_checkpointing 0.1.1",
         )
-    geometry = geometry_of(way.info.shape, way.mesh, coordinate, way.cuts)
+    geometry = geometry_of(way.info.shape, way.mesh.shape, coordinate, way.cuts)
     expected = TensorInfo(geometry.sizes, way.info.dtype)
     is_empty = not expected.numel and not local.info.numel
     if local.info != expected and not (is_empty and local.info.dtype == expected.dtype):
         raise _other_save(
             item, f"tensor {key!r}: {METADATA} puts {expected} on rank {rank}, found {local.info}"
         )
-    return Placed(way.info, way.ranks, way.mesh, coordinate, way.cuts, local, geometry)
+    return Placed(way.info, way.mesh.ranks, way.mesh.shape, coordinate, way.cuts, local, geometry)
 
 
 def _other_save(item: ItemFiles, problem: str) -> SourceError:

@@ -102,10 +102,11 @@ def _compare(read: TorchItem) -> None:
         holders = [ranks for parsed, ranks in kinds.items() if path in parsed.leaves]
         if not holders and not _hides(next(iter(kinds)), path):
             raise _other_save(read.item, path, ways[0], "no such tensor")
-        held = {rank for ranks in holders for rank in ranks}
-        lost = [rank for way in ways if way.cuts for rank in way.ranks if rank not in held]
-        if holders and lost:
-            raise _other_save(read.item, path, ways[0], f"none on rank {lost[0]}")
+        for way in ways if len(holders) < len(kinds) else ():
+            held = {rank for ranks in holders for rank in ranks}
+            lost = [rank for rank in way.mesh.places if rank not in held] if way.cuts else []
+            if holders and lost:
+                raise _other_save(read.item, path, way, f"none on rank {lost[0]}")
 
 
 def _hides(parsed: Parsed, path: Path) -> bool:
@@ -124,17 +125,17 @@ def _compare_tensor(
         ):  # of plain tensors it lists those of rank 0 alone
             raise _other_save(read.item, path, None, f"{value.info} on rank {rank}")
         return
-    way = next((way for way in ways if rank in way.ranks), None)
+    way = next((way for way in ways if rank in way.mesh.places), None)
     if way is None:
         raise _other_save(read.item, path, ways[0], f"a part on rank {rank}")
-    info, place = value.info, way.coordinate(rank)
+    info, place = value.info, way.mesh.places[rank]
     cuts: tuple[Cutting, ...] = ()
     if is_dtensor(value):
         placed = read_placed(value, ".".join(map(str, path)))
         cuts, place = placed.cuts, placed.coordinate
     elif isinstance(value, Opaque):  # a subclass: its dtype is that of its own parts
         info = way.info if info.shape == way.info.shape else info
-    if info != way.info or not _agree(cuts, way.cuts) or place != way.coordinate(rank):
+    if info != way.info or not _agree(cuts, way.cuts) or place != way.mesh.places[rank]:
         raise _other_save(
             read.item, path, way, f"{info} cut over dims {_dims(cuts)} at {place}, on rank {rank}"
         )
@@ -154,7 +155,9 @@ def _dims(cuts: Sequence[Cutting]) -> list[int]:
 
 def _other_save(item: ItemFiles, path: Path, way: Sharding | None, found: str) -> SourceError:
     expected = (
-        f"{way.info} cut over dims {_dims(way.cuts)} of mesh {list(way.mesh)}" if way else "none"
+        f"{way.info} cut over dims {_dims(way.cuts)} of mesh {list(way.mesh.shape)}"
+        if way
+        else "none"
     )
     return SourceError(
         "CKM109",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckptmap
-from ckptmap.errors import SourceError
+from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.detect import look
 from ckptmap.formats.torch_checkpointing.reader import TorchCheckpointing
 from ckptmap.operations.diff import diff
@@ -180,6 +180,24 @@ def test_conversions(saves: Saves, tmp_path: Path, setup: str) -> None:
         assert set(before) == set(after)
         for fqn in before:
             assert torch.equal(before[fqn].read(), after[fqn].read()), fqn
+
+
+def test_the_library_loads_what_it_becomes(saves: Saves, tmp_path: Path) -> None:
+    """`--to torch-checkpointing` is answered with `--to hf`: its manager loads weights from there, in any world."""
+    from torch_checkpointing.hf.metadata import HuggingFaceSafetensorsDistributedMetadataFormat
+
+    from tests.ranks.torch_checkpointing_saves import manager, net
+
+    with pytest.raises(PlanError) as refused:
+        ckptmap.convert(saves(4, "tp") / "step-10", tmp_path / "x", to="torch-checkpointing")
+    assert refused.value.hint.endswith("begins with --to hf")
+    ckptmap.convert(saves(4, "tp") / "step-10", tmp_path / "hf", to="hf")
+    state = net(99).state_dict()
+    form = HuggingFaceSafetensorsDistributedMetadataFormat
+    manager({}).load(tmp_path / "hf", into={"model": state}, metadata_format=form)
+    truth = torch.load(saves(4, "tp") / "truth.pt")["model"]
+    for fqn, tensor in state.items():
+        assert torch.equal(tensor, truth[fqn]), fqn
 
 
 def test_nothing_differs_from_its_conversion(saves: Saves, tmp_path: Path) -> None:
