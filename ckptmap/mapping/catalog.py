@@ -8,6 +8,7 @@ needed, so a checkpoint is recognized within milliseconds.
 from __future__ import annotations
 
 import os
+import tomllib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from pathlib import Path
 
 from ckptmap.core.formatting import some
 from ckptmap.core.printable import quote
-from ckptmap.core.toml_text import TomlError, parse_toml
 from ckptmap.errors import PlanError
 from ckptmap.mapping.mapping_file import load_scheme, read_head
 from ckptmap.mapping.rules import HUB, NamingScheme, SchemeHead
@@ -213,8 +213,8 @@ def _head_of(path: str) -> Mapping[str, object]:
     """Return the part of a file that says what it is for, without parsing its rules."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        return parse_toml("".join(_head_lines(text)))
-    except (OSError, UnicodeDecodeError, TomlError) as error:
+        return tomllib.loads("".join(_head_lines(text)))
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, PermissionError):
             raise unreadable(path, error) from error
         raise PlanError(

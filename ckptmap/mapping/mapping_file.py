@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ckptmap.core.formatting import human
-from ckptmap.core.toml_text import MAX_NBYTES, TomlError, parse_toml
 from ckptmap.errors import PlanError
 from ckptmap.mapping.name_patterns import NamePattern, parse_names
 from ckptmap.mapping.rules import (
@@ -47,6 +46,8 @@ def load_scheme(path: str | Path) -> NamingScheme:
     Raises PlanError CKM601 where it is malformed, CKM602 where it contradicts itself, CKM603 where it
     cannot be read.
     """
+    from ckptmap.core.toml_text import MAX_NBYTES  # deferred, as below
+
     file = Path(path)
     try:
         if file.stat().st_size > MAX_NBYTES:
@@ -68,6 +69,7 @@ def load_scheme(path: str | Path) -> NamingScheme:
 
 def parse_scheme(text: str, where: str) -> NamingScheme:
     """Return the scheme that a text describes; `where` names the text in messages."""
+    from ckptmap.core.toml_text import TomlError, parse_toml
     from ckptmap.mapping.prove_scheme import (
         prove,  # deferred: recognizing names needs no proof
     )

@@ -18,8 +18,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
 
 from ckptmap.core.json_text import parse_json
-from ckptmap.core.name_globs import suggestion
-from ckptmap.core.toml_text import parse_toml
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Placement
 from ckptmap.sharding.dtensor_spec import cut_rows
@@ -84,6 +82,8 @@ class Mesh:
             raise PlanError("CKM204", f"--mesh {mesh}: {problem}", _EXAMPLE)
         for pattern in layout.plan:
             if not any(_matches(pattern, fqn) for fqn in names):
+                from ckptmap.core.name_globs import suggestion  # here: few commands have a plan
+
                 raise PlanError(
                     "CKM206",
                     f"--tp-plan {tp_plan}: {pattern} matches no tensor, nor a module of one",
@@ -187,6 +187,8 @@ def _parse(text: str) -> tuple[tuple[str, int], ...]:
 
 def _read_plan(path: str) -> dict[str, str]:
     """Return the styles by pattern. Raises PlanError CKM201 if the file is no such plan."""
+    from ckptmap.core.toml_text import parse_toml  # here: few commands have a plan
+
     try:
         text = FilePath(path).read_text(encoding="utf-8")
         plan: object = parse_json(text) if text.lstrip().startswith("{") else parse_toml(text)

@@ -11,6 +11,9 @@ import pytest
 import torch
 from ckptmap_cli.main import main
 
+import ckptmap
+from ckptmap.errors import SourceError
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +52,12 @@ def test_a_checkpoint_beside_the_source_that_needs_an_option(
     assert pasted == ["convert", "two models.pt", "NEW", "--to", "full", "--source-root", "gen"]
     assert main(pasted) == 0
     assert main(["diff", "one.pt", "NEW", "--values"]) in (0, 1)
+
+
+def test_in_python_it_is_a_command_line_too() -> None:
+    with pytest.raises(SourceError) as told:
+        ckptmap.diff("one.pt", "two models.pt")
+    assert told.value.hint.endswith("convert 'two models.pt' NEW --to full --source-root gen")
 
 
 def test_the_source_itself_takes_the_option(capsys: pytest.CaptureFixture[str]) -> None:

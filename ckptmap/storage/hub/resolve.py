@@ -116,7 +116,7 @@ def origins_in_errors(mounts: Mounts) -> Iterator[None]:
         yield
     except CkptmapError as error:
         error.message = mounts.with_origins(error.message)
-        error.hint = mounts.with_origins(error.hint)
+        error.change_hint(mounts.with_origins)
         raise
 
 
@@ -134,7 +134,8 @@ def errors_by_given_path(mounts: Mounts) -> Iterator[None]:
         named = mounts.with_origins(error.message)
         if named != error.message and error.code == "CKM102":
             error.hint = "the repository itself holds the pointer: tell its owner, or use another"
-        error.message, error.hint = named, mounts.with_origins(error.hint)
+        error.message = named
+        error.change_hint(mounts.with_origins)
         if type(error) is RunError and error.code.startswith("CKM7"):
             raise SourceError(error.code, error.message, error.hint) from error
         raise
