@@ -25,7 +25,7 @@ from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.chunks import chunk_numel, constant
 from ckptmap.quantization.blockwise.group_checks import CONTRADICTORY
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, rounded_products
-from ckptmap.quantization.blockwise.word_packing import WORD, Packing, PlanePacking
+from ckptmap.quantization.blockwise.word_packing import WORD, HoldsCodes, Packing
 from ckptmap.quantization.gptq.column_encoder import ColumnEncoder, ColumnForm
 from ckptmap.quantization.gptq.column_recoder import ColumnRecoder
 from ckptmap.tensors import Box, TensorInfo
@@ -65,7 +65,7 @@ class GroupedColumns:
     # ------------------------------------------------------------------ shapes
 
     @property
-    def packing(self) -> Packing | PlanePacking:
+    def packing(self) -> HoldsCodes:
         return Packing(self.bits)
 
     def part_key(self, key: str, part: str) -> str:
