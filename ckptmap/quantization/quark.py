@@ -1,6 +1,7 @@
 """AMD Quark's exported weights of integers and float8. They are read, and written back in the form of a checkpoint.
 
     rows   fc.weight e4m3 or i8 [out, in], fc.weight_scale T [out]
+    groups fc.weight i8 [in, out], fc.weight_scale T [in / g, out], fc.weight_zero_point i8 [in / g, out]
     int4   fc.weight i32 [in, out / 8], fc.weight_scale T [in / g, out], fc.weight_zero_point i32 [in / g, out / 8]
 
     w'[o, i] = T((code - zero) * scale)
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from ckptmap.core.encoding_records import records_of
+from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.weight_columns import Found, Groups
 from ckptmap.protocols import Encoder, Encoding, Refusal
@@ -33,6 +35,7 @@ from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_reco
 from ckptmap.quantization.compressed_tensors.integer_encoder import IntegerEncoder, IntegerForm
 from ckptmap.quantization.compressed_tensors.scheme import ACTIVATIONS, PlainFp8, PlainInt8
 from ckptmap.quantization.extra_parts import parts_beside
+from ckptmap.quantization.gptq.columns import GroupedColumns
 from ckptmap.quantization.gptq.encodings import Awq
 from ckptmap.quantization.read_only import ReadOnlyScheme
 from ckptmap.quantization.weight_forms import WeightForms
@@ -122,6 +125,65 @@ class QuarkI4(Awq):
     def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         record = super().record(info)
         return None if record is None else {**record, "complement": self.complement}
+
+
+class _Bytes:
+    """A code in a byte, as `Packing` holds several in a word."""
+
+    def words(self, count: int) -> int:
+        return count
+
+    def span(self, start: int, count: int) -> tuple[int, int]:
+        return start, count
+
+    def unpacked(self, words: torch.Tensor, start: int, count: int) -> torch.Tensor:
+        return words
+
+
+@dataclass(frozen=True)
+class QuarkI8Groups(GroupedColumns):
+    """Codes of 8 bits in groups of inputs; they are read only."""
+
+    name: ClassVar[str] = "quark-int8"
+    scheme: ClassVar[str] = "quark-int8"
+
+    def part_key(self, key: str, part: str) -> str:
+        return f"{key}{_PARTS[part]}"
+
+    @property
+    def packing(self) -> _Bytes:
+        return _Bytes()
+
+    def packed_sizes(self, info: TensorInfo) -> tuple[int, ...]:
+        return ()
+
+    def words(self, info: TensorInfo) -> tuple[int, int]:
+        return info.shape[1], info.shape[0]
+
+    def word_box(self, box: Box) -> Box:
+        return Box(box.offsets[::-1], box.sizes[::-1])
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        parts = super().parts(info)
+        if isinstance(parts, Refusal):
+            return parts
+        codes = {name: TensorInfo(parts[name].shape, "int8") for name in ("qweight", "qzeros")}
+        return {**parts, **codes}
+
+    def unpacked(self, words: torch.Tensor, box: Box, inner: Box) -> torch.Tensor:
+        return words.narrow(1, inner.offsets[0] - box.offsets[0], inner.sizes[0]).t().contiguous()
+
+    def packed_band(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.t().contiguous()
+
+    def packed_zeros(self, zeros: torch.Tensor) -> torch.Tensor:
+        return zeros
+
+    def grid(self, info: TensorInfo) -> CodeGrid | None:
+        return None
+
+    def cannot_encode(self, info: TensorInfo) -> Refusal | None:
+        return Refusal("Quark's groups of int8 are read, and not made anew")
 
 
 _Parts: TypeAlias = Mapping[str, StoredTensor]
@@ -230,6 +292,29 @@ class QuarkFp8Scheme(_Rows):
 class QuarkInt8Scheme(_Rows):
     name = "quark-int8"
     form = QuarkI8
+
+    def fits(self, scale: TensorInfo, codes: TensorInfo) -> bool:
+        return super().fits(scale, codes) or _are_groups(scale, codes)
+
+    def made(self, fqn: str, config: _Config, dtype: str, stored: _Parts) -> Found:
+        codes, scale = stored[fqn].info, stored[f"{fqn}_scale"].info
+        if not _are_groups(scale, codes):
+            return super().made(fqn, config, dtype, stored)
+        encoding = QuarkI8Groups(8, codes.shape[0] // scale.shape[0], scale.dtype)
+        return group_by_names(fqn, TensorInfo(codes.shape[::-1], dtype), encoding, stored)
+
+    def recorded(self, read: ScaledRecord, stored: _Parts) -> Found:
+        if read.more.get("bits") != 8 or "order" not in read.more:
+            return super().recorded(read, stored)
+        encoding = QuarkI8Groups(8, read.block[-1], read.scale_dtype)
+        return group_by_names(read.fqn, read.info, encoding, stored)
+
+
+def _are_groups(scale: TensorInfo, codes: TensorInfo) -> bool:
+    """Return whether codes [in, out] have scales [in / g, out]."""
+    if codes.dtype != "int8" or len(codes.shape) != 2 or len(scale.shape) != 2 or scale.numel < 2:
+        return False
+    return scale.shape[1] == codes.shape[1] and codes.shape[0] % scale.shape[0] == 0
 
 
 class QuarkInt4Scheme(_Scheme):

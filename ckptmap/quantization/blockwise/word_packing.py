@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckptmap.errors import SourceError
 
@@ -26,6 +26,16 @@ _SPREADS = {
     1: ((28, 0x0000000F0000000F), (14, 0x0003000300030003), (7, 0x0101010101010101)),
 }
 """Bits -> the steps (shift, mask) that move the codes of a byte apart, half of them at a time."""
+
+
+class HoldsCodes(Protocol):
+    """A way to hold codes along a row: how many words they take, and where they lie."""
+
+    def words(self, count: int) -> int: ...
+
+    def span(self, start: int, count: int) -> tuple[int, int]: ...
+
+    def unpacked(self, words: torch.Tensor, start: int, count: int) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ class CompressedFp8(_Rows):
         """Return the groups of unpacked codes. Raises SourceError CKM115 where scales do not fit."""
         mine = records_of(records, _BY_SCHEME)
         groups = WeightForms(stored).recorded(mine, _recorded)
-        groups += _found(stored, mine, self.mounts)
+        groups += _found(stored, records, self.mounts)
         if groups:
             config = quantization_config(groups[0][0].parts[""], self.mounts)
             refuse_kept_modules(groups, "", kept_modules(config), config)
@@ -307,10 +307,11 @@ def _is_of_others(codes: TensorInfo, scale: TensorInfo, config: Mapping[str, obj
     """Return whether the scales have dims as this library never stores them, and no config says that it did.
 
     ModelOpt stores [out] for rows and [out / 128, 1, in / 128, 1] for tiles, and Quark [out] (vLLM 0.11,
-    model_executor/layers/quantization).
+    model_executor/layers/quantization), which stores groups the other way: codes [in, out], scales [in / g, out].
     """
     alike = scale.numel == 1 or len(scale.shape) == len(codes.shape)
-    return not alike and config.get("quant_method") != METHOD
+    method = config.get("quant_method")
+    return scale.numel > 1 if method == "quark" else not alike and method != METHOD
 
 
 def _bits(groups: Sequence[Mapping[str, object]]) -> int:

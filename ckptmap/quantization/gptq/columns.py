@@ -26,7 +26,7 @@ from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.chunks import chunk_numel, constant, sent_behind
 from ckptmap.quantization.blockwise.group_checks import CONTRADICTORY
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, rounded_products
-from ckptmap.quantization.blockwise.word_packing import WORD, Packing, PlanePacking
+from ckptmap.quantization.blockwise.word_packing import WORD, HoldsCodes, Packing
 from ckptmap.quantization.gptq.column_encoder import ColumnEncoder, ColumnForm
 from ckptmap.quantization.gptq.column_recoder import ColumnRecoder
 from ckptmap.tensors import Box, TensorInfo
@@ -66,7 +66,7 @@ class GroupedColumns(ABC):
     # ------------------------------------------------------------------ shapes
 
     @property
-    def packing(self) -> Packing | PlanePacking:
+    def packing(self) -> HoldsCodes:
         return Packing(self.bits)
 
     def part_key(self, key: str, part: str) -> str:
