@@ -44,6 +44,7 @@ from ckptmap.sharding.reference_model import (
 )
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import errors_by_given_path, locate
+from ckptmap.storage.peft_adapter import ADAPTER_CONFIG
 from ckptmap.storage.source_changes import fingerprints
 from ckptmap.tensors import Leaf, Opaque, PerRank, StoredTensor
 
@@ -154,6 +155,16 @@ def open_as(path: str | os.PathLike[str], directory: Directory) -> Checkpoint:
     """Open a directory as this framework's, where it holds several checkpoints."""
     files = Files()
     return open_place(files, look(locate(path, files.mounts).path, files.mounts), directory)
+
+
+def open_run_of_adapter(files: Files, place: Place) -> Checkpoint | None:
+    """Return the checkpoint of a run of which an adapter of peft was saved, with the optimizer and the step beside it:
+    for who has the base, as a live model has. None: the place is something else."""
+    if ADAPTER_CONFIG not in place.names or registry.knows(place):
+        return None
+    inside = replace(place, names=tuple(name for name in place.names if name != ADAPTER_CONFIG))
+    directory = registry.directory_for(inside)
+    return None if directory is None else open_place(files, inside, directory)
 
 
 def open_place(files: Files, place: Place, directory: Directory) -> Checkpoint:

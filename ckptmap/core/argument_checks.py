@@ -190,12 +190,16 @@ def optimizer(value: object) -> None:
     """Refuse a scheduler, whose optimizer would be taken for it, and what is none in a dict, as a state dict has."""
     from torch.optim.lr_scheduler import LRScheduler
 
-    hint = "pass the optimizer itself, and the scheduler after it"
-    if isinstance(value, LRScheduler):
-        raise _refusal("optimizer", value, "an optimizer", hint)
+    found = [("optimizer", value)] if isinstance(value, LRScheduler) else []
     for name, one in value.items() if isinstance(value, Mapping) else ():
         if not any(hasattr(one, attribute) for attribute in ("param_groups", "optimizer")):
-            raise _refusal(f"optimizer[{name!r}]", one, "an optimizer", hint)
+            found.append((f"optimizer[{name!r}]", one))
+    for title, one in found[:1]:
+        raise ArgumentError(
+            "CKM516",
+            f"{title}: a {type(one).__name__} is no torch.optim.Optimizer",
+            "pass the optimizer itself, and the scheduler after it",
+        )
 
 
 def state_dict(name: str, value: object) -> None:

@@ -15,7 +15,10 @@ from pathlib import Path
 from ckptmap.checkpoint import base_record
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open as open_checkpoint
+from ckptmap.checkpoint.open import open_run_of_adapter
 from ckptmap.errors import CkptmapError
+from ckptmap.formats.detect import look
+from ckptmap.storage.files import Files
 
 _NAME = re.compile(r"(?:step-|checkpoint[-_])(\d{1,18})")
 LAST_STEP = 10**18 - 1
@@ -73,7 +76,9 @@ def find_steps(root: Path) -> list[StepDirectory]:
 def describe_step(found: StepDirectory) -> SavedStep:
     """Return what the headers of a checkpoint tell; a problem where it cannot be opened."""
     try:
-        with open_checkpoint(found.path) as ckpt:
+        files = Files()
+        of_adapter = open_run_of_adapter(files, look(found.path, files.mounts))
+        with open_checkpoint(found.path) if of_adapter is None else of_adapter as ckpt:
             return _described(found, ckpt)
     except CkptmapError as error:
         return SavedStep(found.step, found.path, problem=error.message)

@@ -16,6 +16,7 @@ import ckptmap
 from ckptmap.errors import LoadError
 from ckptmap.integrations.transformers import resume
 from ckptmap.live.optimizer.unwrap import unwrapped
+from ckptmap.operations.list_steps import list_steps
 from tests.integrations.test_integrations import trainer
 from tests.support.mapping_configs import TINY
 
@@ -64,6 +65,9 @@ def test_resume_is_the_run_that_never_stopped(options: dict[str, Any], tmp_path:
 def test_a_manager_restores_it(tmp_path: Path) -> None:
     """In the order of the live optimizer; `load` has no order, and names the manager."""
     saved(tmp_path)
+    manager = ckptmap.CheckpointManager(tmp_path)
+    assert manager.latest() == tmp_path / "checkpoint-2"
+    assert "incomplete" not in str(list_steps(tmp_path))
     other = trainer(adapted(1), tmp_path / "other", 1, save_strategy="no")
     model, optimizer = other.model, other.create_optimizer()
     path = tmp_path / "checkpoint-2"

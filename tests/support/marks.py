@@ -98,6 +98,7 @@ SLOW = frozenset(
         "integrations/test_integrations.py::test_resume_skips_what_was_seen",
         "integrations/test_integrations.py::test_trainer_resumes_from_another_trainers_checkpoint",
         "integrations/test_manager_integrations.py",
+        "integrations/test_trainer_adapters.py",
         "live/load/test_data_loaders.py::test_a_loader_goes_on_as_if_it_had_not_stopped",
         "live/load/test_data_loaders.py::test_rows_that_draw_in_workers_go_on_or_are_refused",
         "live/load/test_every_form.py",

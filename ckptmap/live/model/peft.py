@@ -26,7 +26,7 @@ from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import CONFIG, HEAD, WEIGHTS
 from ckptmap.checkpoint.open import open as open_checkpoint
-from ckptmap.checkpoint.open import open_in, open_place
+from ckptmap.checkpoint.open import open_in, open_run_of_adapter
 from ckptmap.core.formatting import some
 from ckptmap.errors import LoadError
 from ckptmap.formats.detect import look
@@ -234,12 +234,9 @@ def _open_wrapped(
             f"{path}: its adapter is not the model's: {some(other)}",
             "wrap the model with the adapter's own config: PeftConfig.from_pretrained",
         )
-    weights = next((name for name in WEIGHTS if name in place.names), "")
-    inside = replace(place, names=tuple(name for name in place.names if name != CONFIG))
-    directory = registry.directory_for(inside)
-    if directory is not None:  # of a run: its optimizer and its step lie beside the adapter
-        ckpt = open_place(files, inside, directory)
-    else:
+    ckpt = open_run_of_adapter(files, place)
+    if ckpt is None:
+        weights = next((name for name in WEIGHTS if name in place.names), "")
         ckpt = open_in(files, Path(place.path) / weights)
     return ckpt, [f"adapter {text}" for text in other]
 
