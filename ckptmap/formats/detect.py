@@ -16,7 +16,6 @@ from pathlib import Path
 from ckptmap.core.formatting import some
 from ckptmap.core.printable import join, quote
 from ckptmap.errors import SourceError
-from ckptmap.formats.foreign_files import OTHER_FRAMEWORKS, PYTORCH, foreign_file
 from ckptmap.protocols import Place
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.own_files import PENDING
@@ -91,9 +90,6 @@ ZERO_PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim
 without an error."""
 ZERO_MODEL = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 """Files of a step. Beside them ds_to_universal makes a folder `zero`, which has a folder for each weight."""
-_OF_UNIVERSAL = (
-    "convert the checkpoint that it was made of, in whose directory: python zero_to_fp32.py . OUT"
-)
 DCP_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 SHARD = re.compile(r".+-\d{5}-of-(\d{5})\.(safetensors|bin)")
 
@@ -131,9 +127,9 @@ def _refuse_part(place: Place) -> None:
         )
     names = place.names if place.is_dir else (path.name,)
     if place.is_dir and "zero" in names and any(map(ZERO_MODEL.fullmatch, names)):
-        raise SourceError(
-            "CKM111", f"{path}: is a universal checkpoint of DeepSpeed", _OF_UNIVERSAL
-        )
+        from ckptmap.formats.foreign_files import OF_UNIVERSAL
+
+        raise SourceError("CKM111", f"{path}: is a universal checkpoint of DeepSpeed", OF_UNIVERSAL)
     if any(map(ZERO_PART.fullmatch, names)):
         kind = "a DeepSpeed checkpoint" if place.is_dir else "a part of a DeepSpeed checkpoint"
         raise SourceError(
@@ -167,6 +163,13 @@ def _one_of_many(place: Place) -> tuple[str, ...]:
     return (
         f"this is one of {int(match[1])} files of a model; to open all of them, give {quote(str(parent))}",
     )
+
+
+def _mark(place: Place) -> tuple[str, str] | None:
+    """Return what a directory is by an entry that other programs leave, and a hint; None: it has none."""
+    from ckptmap.formats.foreign_files import mark  # only a place that is no checkpoint needs it
+
+    return mark(place)
 
 
 def refuse_place(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
@@ -207,6 +210,8 @@ def saved_again(path: str, load: str) -> str:
 
 
 def _of_file(place: Place) -> SourceError:
+    from ckptmap.formats.foreign_files import foreign_file  # only a refusal needs it
+
     head, path = place.head, place.path
     nbytes = Path(path).stat().st_size
     if not head:
@@ -252,20 +257,6 @@ def _of_file(place: Place) -> SourceError:
         f"{path}: expected a torch.save zip or safetensors, found a file that begins {head[:8].hex(' ')}",
         "give the path of a checkpoint; `ckptmap doctor` lists the formats",
     )
-
-
-MARKS: tuple[tuple[str, str, str], ...] = (
-    (r"\.metadata\.tmp", "an unfinished DCP save (only .metadata.tmp)", "use an earlier checkpoint"),
-    (r"__\d+\.metadata", "a DCP save with one metadata file per rank (use_collectives=False)", "save it again with use_collectives=True"),
-    (r"zero_to_fp32\.py|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "convert it first with its own script: cd {} && python zero_to_fp32.py . OUT"),
-    (r"latest_universal", "a universal checkpoint of DeepSpeed", _OF_UNIVERSAL),
-    (r"adapter_config\.json", "a peft adapter without its base weights", ""),  # merge_step
-    (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; if there is none, the save did not finish: use an earlier checkpoint"),
-    (r".*\.ggml", "GGML weights", "convert them from the original safetensors"),
-    (OTHER_FRAMEWORKS, "a directory of weights of another framework", PYTORCH),
-)  # fmt: skip
-"""A pattern of the whole name of an entry, what a directory with such an entry is, and the next step; that of an
-adapter depends on its kind."""
 
 
 BESIDE_WEIGHTS = re.compile(r"config\.json|tokenizer(_config)?\.(json|model)|vocab\.(json|txt)")
@@ -328,14 +319,6 @@ def adapters_in(place: Place) -> list[str]:
     """Return the entries that are peft adapters: save_pretrained writes a folder for each."""
     ends = [(name, os.path.join(place.path, name, ADAPTER_CONFIG)) for name in place.names[:200]]
     return [name for name, end in ends if os.path.isfile(end)]  # Path.is_file may raise
-
-
-def _mark(place: Place) -> tuple[str, str] | None:
-    """Return what a directory is by the first pattern of MARKS that an entry matches, and a hint."""
-    for pattern, what, hint in MARKS:
-        if any(re.fullmatch(pattern, name) for name in place.names):
-            return what, hint
-    return None
 
 
 def _candidates(place: Place, is_checkpoint: Callable[[Place], bool]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Name a file of another program, or a packed one, by its first bytes, and say what to do with it."""
+"""Name a file of another program or a packed one by its first bytes, and a directory by its entries, with the next step."""
 
 from __future__ import annotations
 
@@ -30,6 +30,21 @@ OTHER_FRAMEWORKS = (
     r".*\.(h5|keras|msgpack|ckpt\.index|onnx|tflite)|saved_model\.pb"
     r"|manifest\.ocdbt|_CHECKPOINT_METADATA"
 )
+OF_UNIVERSAL = (
+    "convert the checkpoint that it was made of, in whose directory: python zero_to_fp32.py . OUT"
+)
+MARKS: tuple[tuple[str, str, str], ...] = (
+    (r"\.metadata\.tmp", "an unfinished DCP save (only .metadata.tmp)", "use an earlier checkpoint"),
+    (r"__\d+\.metadata", "a DCP save with one metadata file per rank (use_collectives=False)", "save it again with use_collectives=True"),
+    (r"zero_to_fp32\.py|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "convert it first with its own script: cd {} && python zero_to_fp32.py . OUT"),
+    (r"latest_universal", "a universal checkpoint of DeepSpeed", OF_UNIVERSAL),
+    (r"adapter_config\.json", "a peft adapter without its base weights", ""),  # merge_step
+    (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; if there is none, the save did not finish: use an earlier checkpoint"),
+    (r".*\.ggml", "GGML weights", "convert them from the original safetensors"),
+    (OTHER_FRAMEWORKS, "a directory of weights of another framework", PYTORCH),
+)  # fmt: skip
+"""A pattern of the whole name of an entry, what a directory with such an entry is, and the next step; that of an
+adapter depends on its kind."""
 
 
 def foreign_file(place: Place) -> tuple[str, str] | None:
@@ -46,4 +61,12 @@ def foreign_file(place: Place) -> tuple[str, str] | None:
         return "a tar archive", f"unpack it first: tar -xf {quote(place.path)}"
     if re.fullmatch(OTHER_FRAMEWORKS, Path(place.path).name):
         return "by its name a file of another framework", PYTORCH
+    return None
+
+
+def mark(place: Place) -> tuple[str, str] | None:
+    """Return what a directory is by the first pattern of MARKS that an entry matches, and a hint."""
+    for pattern, what, hint in MARKS:
+        if any(re.fullmatch(pattern, name) for name in place.names):
+            return what, hint
     return None
