@@ -210,6 +210,8 @@ def saved_again(path: str, load: str) -> str:
 
 
 def _of_file(place: Place) -> SourceError:
+    from ckptmap.formats.foreign_files import foreign_file  # only a refusal needs it
+
     head, path = place.head, place.path
     nbytes = Path(path).stat().st_size
     if not head:
@@ -234,8 +236,6 @@ def _of_file(place: Place) -> SourceError:
         )
     if LEGACY_MAGIC.match(head):
         return legacy(path)
-    from ckptmap.formats.foreign_files import foreign_file  # deferred, as in `_mark`
-
     foreign = foreign_file(place)
     if foreign is not None:
         what, hint = foreign

@@ -19,7 +19,7 @@ from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.translate_names import translated, translated_by
 from ckptmap.errors import CkptmapError
 from ckptmap.live.model.live_tensor import LiveTensor
-from ckptmap.mapping.detect import MEMORY, SchemeChoice, recognise
+from ckptmap.mapping.detect import MEMORY, SchemeChoice, choose, recognise
 from ckptmap.mapping.model_config import as_config
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.mapping.renamings_on_disk import renamings_on_disk
@@ -98,13 +98,13 @@ def _in_other_axes(
     if config is None or all(tuple(live) == stored for live, stored in pairs):
         return None
     try:
-        found = translated(checkpoint, HUB, config=config)
+        choice = choose(infos, HUB, None, config)
+        if choice.source is None or choice.source.is_hub:
+            return None
+        found = translated_by(checkpoint, choice, config)
     except CkptmapError:
         return None
-    source = None if found.translation is None else found.translation.choice.source
-    if source is None or source.is_hub or missing_count(targets, found):
-        return None
-    return _named(found)
+    return None if missing_count(targets, found) else _named(found)
 
 
 def missing_count(targets: Sequence[LiveTensor], source: Collection[str]) -> int:
