@@ -42,7 +42,7 @@ class DeepSpeed:
     def claims(self, place: Place) -> bool:
         """Return True for a directory whose file `latest` names a step of ZeRO in it, and for one with other
         steps than that. A step of stage 0 is one file of a whole model, which needs no such directory."""
-        if not place.is_dir or not any(name in place.names for name in LATEST):
+        if not place.is_dir or not _latest(place):
             return False
         step = _step(place)
         return bool(_steps(place)) if step is None else step.is_dir and is_step(step.names)
@@ -52,10 +52,13 @@ class DeepSpeed:
         step = _step(place)
         if step is None:
             steps = _steps(place)
-            named = " and ".join(f"{name} names {tag}" for name, tag in _tags(place).items())
+            tags = _tags(place)
+            named = " and ".join(
+                f"{name} names {tag}, which is not there" for name, tag in tags.items()
+            )
             raise SourceError(
                 "CKM111",
-                f"{place.path}: {named}, which is not there; found {', '.join(steps[-6:])}",
+                f"{place.path}: {named or 'latest names no folder in it'}; found {', '.join(steps[-6:])}",
                 f"copy it here, or give the path of another step: {quote(f'{place.path}/{steps[-1]}')}",
             )
         members = (Member(step.path, "all"), *parts.extras(place, _EXTRA))
@@ -67,15 +70,19 @@ class DeepSpeed:
         )
 
 
+def _latest(place: Place) -> list[str]:
+    """Return the files that name a step."""
+    return [n for n in LATEST if n in place.names and (Path(place.path) / n).is_file()]
+
+
 def _tags(place: Place) -> dict[str, str]:
     """Return the file that names a step -> the name; a name that leads elsewhere is none."""
     tags = {}
-    for name in LATEST:
-        file = Path(place.path) / name
-        if name in place.names and file.is_file():
-            text = place.mounts.read_head(file, MAX_TAG_NBYTES).decode("utf-8", "replace").strip()
-            if text and text not in (".", "..") and text.isprintable() and "/" not in text:
-                tags[name] = text
+    for name in _latest(place):
+        head = place.mounts.read_head(Path(place.path) / name, MAX_TAG_NBYTES)
+        text = head.decode("utf-8", "replace").strip()
+        if text and text not in (".", "..") and text.isprintable() and "/" not in text:
+            tags[name] = text
     return tags
 
 

@@ -100,7 +100,11 @@ def test_latest_names_a_step_that_is_not_there(samples: Path, tmp_path: Path) ->
         ckptmap.open(folder)
     assert raised.value.hint.endswith(f"{folder}/global_step3")
     (folder / "latest").write_text("../other")
-    with pytest.raises(SourceError, match="found global_step3"):
+    with pytest.raises(SourceError, match=r"latest names no folder in it; found global_step3"):
+        ckptmap.open(folder)
+    (folder / "latest").unlink()
+    (folder / "latest").symlink_to("global_step3")  # as others keep the newest step
+    with pytest.raises(SourceError, match=r"holds some: global_step3, latest"):
         ckptmap.open(folder)
 
 
