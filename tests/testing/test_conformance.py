@@ -116,6 +116,7 @@ def save_gguf(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
 
 
 def save_torch_checkpointing(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    pytest.importorskip("torch_checkpointing")
     from tests.ranks.torch_checkpointing_saves import manager
 
     manager({}).save(str(folder / "step-1"), {"model": tensors, "step": 1})

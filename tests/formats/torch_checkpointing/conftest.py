@@ -10,12 +10,11 @@ import pytest
 from tests.corpus.ranks import run_ranks
 from tests.support.torch_checkpointing_cases import CASES
 
-pytest.importorskip("torch_checkpointing")
-
 
 @pytest.fixture(scope="session")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
     """Return a function that returns the folder of a case: `step-10`, `step-20` and `truth.pt`."""
+    pytest.importorskip("torch_checkpointing")
     made: dict[int, Path] = {}
 
     def folder(world: int, name: str) -> Path:

@@ -212,6 +212,7 @@ def test_names_of_torchtitan(tmp_path: Path) -> None:
     """A model in torchtitan's names, weights and moments, becomes that of transformers by `--names hf`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    pytest.importorskip("torch_checkpointing")
     from tests.ranks.torch_checkpointing_saves import manager
 
     torch.manual_seed(5)
