@@ -9,7 +9,7 @@ from ckptmap.core.formatting import counted
 from ckptmap.core.printable import advised, quote
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.config_fit import AT_RANDOM, Family, family_of, other_family, other_scheme
-from ckptmap.mapping.detect import choose
+from ckptmap.mapping.detect import MEMORY, choose
 from ckptmap.mapping.model_config import readable_config
 from ckptmap.mapping.rules import HUB
 from ckptmap.mapping.wrappers import ADAPTER, BASE_LAYER
@@ -81,7 +81,7 @@ def _require_own_axes(
         source = choose(written, HUB, request.options.names_from, config).source
     except PlanError:  # no scheme, or several, have these shapes
         return
-    if source is not None and not source.is_hub:
+    if source is not None and source.name not in (HUB, MEMORY):  # transformers loads names in memory
         raise PlanError(
             "CKM619",
             f"{request.ckpt.shown}: the names fit {family.model_type}, which config.json describes, and the shapes are"

@@ -25,7 +25,7 @@ def inside(directory: str, name: str, where: str, also: Sequence[str] = ()) -> s
         raise _escapes(where, name, "expected a relative path without '..'")
     path = str(Path(directory) / name)
     try:
-        if not _goes_through_link(directory, name):
+        if Path(name).parts and not _goes_through_link(directory, name):
             return path
         real = os.path.realpath(path)
     except ValueError as error:  # a lone surrogate: no file can have this name

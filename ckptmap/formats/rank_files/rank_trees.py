@@ -265,6 +265,8 @@ class RankSet:
         Raises SourceError CKM113 if one rank holds a dict of names, and another one value.
         """
         paths = dict.fromkeys(path for parsed, _ in self.kinds for path in parsed.leaves)
+        for path in self._filled_elsewhere(paths):
+            del paths[path]
         if () in paths and len(paths) > 1:
             odd = next(ranks[0] for parsed, ranks in self.kinds if () in parsed.leaves)
             raise SourceError(
@@ -272,8 +274,6 @@ class RankSet:
                 f"{self.trees[odd].records.file}: holds no dict of names, expected one as the other ranks have",
                 "copy the file of this rank again, or save again",
             )
-        for path in self._filled_elsewhere(paths):
-            del paths[path]
         return {path: self._leaf(path) for path in paths}
 
     def _filled_elsewhere(self, paths: Iterable[Path]) -> list[Path]:
