@@ -126,7 +126,12 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 def path(name: str, value: object) -> None:
     if not isinstance(value, str | os.PathLike):
         raise _refusal(name, value, "a path")
-    if not os.fspath(value):
+
+
+def written_path(name: str, value: object) -> None:
+    """Refuse what is no path, and an empty one, which is the working directory for the calls that write."""
+    path(name, value)
+    if value == "":
         raise _refusal(name, value, "a path, not an empty one")
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 import ckptmap
 from tests.golden.deepspeed.make_deepspeed import RUNS
+from tests.support.cpu_sharding import fully_shard
 from tests.support.same_tensors import assert_same
 from tests.support.zero_resume import groups_in_order, one_step, resumed_by_hand, untrained
 

@@ -87,7 +87,7 @@ class CheckpointManager:
         bandwidth: int | str | None = None,
         timeout: float | None = None,
     ) -> None:
-        argument_checks.path("root", root)
+        argument_checks.written_path("root", root)
         if bandwidth is not None:
             bandwidth = argument_checks.nbytes("bandwidth", bandwidth)
         argument_checks.timeout(timeout)

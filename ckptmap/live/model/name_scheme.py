@@ -18,6 +18,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.translate_names import translated, translated_by
 from ckptmap.errors import CkptmapError
+from ckptmap.live.model.live_form import form_of
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.mapping.detect import MEMORY, SchemeChoice, choose, recognise
 from ckptmap.mapping.model_config import as_config
@@ -92,10 +93,10 @@ def _in_other_axes(
     """Return the checkpoint translated, where its names are the model's and its shapes those of another scheme, as nanoGPT's
     matrices of GPT-2; None: they are the model's, or no such scheme."""
     infos = checkpoint.infos()
-    pairs = (
-        (one.tensor.shape, infos[name].shape) for one in targets for name in one.named_in(infos)
-    )
-    if config is None or all(tuple(live) == stored for live, stored in pairs):
+    pairs = ((one, infos[name].shape) for one in targets for name in one.named_in(infos))
+    # A quantized weight may have any shape, and bitsandbytes' that of the transpose.
+    fit = (tuple(one.tensor.shape) == stored or form_of(one) is not None for one, stored in pairs)
+    if config is None or all(fit):
         return None
     try:
         choice = choose(infos, HUB, None, config)

@@ -121,7 +121,7 @@ def _check(
     if unseen is not None:
         raise unseen
     options.check()
-    argument_checks.path("path", path)
+    argument_checks.written_path("path", path)
     several_models.check("model", model)
     argument_checks.optimizer(optimizer)
     check_scheduler(scheduler, "state_dict")
