@@ -24,9 +24,8 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.detect import look, refuse_place
 from ckptmap.protocols import Directory, Index, Member, Place
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.storage.json_file import read_json
-from ckptmap.storage.resource_limits import unreadable
-from ckptmap.tensors import Leaf, Opaque, Path, PerRank, PlainValue, StoredTensor
+from ckptmap.storage.json_file import read_document
+from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
 
 MAX_DOCUMENT_NBYTES = 256 << 20
 """A trainer's log of a long run is a few MB."""
@@ -78,7 +77,7 @@ def merge_members(directory: Directory, place: Place) -> Index:
             _add_member(merge, member)
     for key, name in members.documents.items():
         file = FilePath(place.path).absolute() / name
-        merge.leaves["extra", key] = _document(file, place.mounts)
+        merge.leaves["extra", key] = read_document(file, place.mounts, MAX_DOCUMENT_NBYTES)
         merge.files[str(file)] = None
     for name in members.unread_files:
         file = FilePath(place.path).absolute() / name
@@ -246,16 +245,3 @@ def _is_unreadable(leaf: Leaf) -> bool:
 def _name(member: Member) -> str:
     """Return the name that the user sees: of a file, a directory, or the first of a set of files."""
     return some(member.names, 1) or FilePath(member.path).name
-
-
-def _document(file: FilePath, mounts: Mounts) -> PlainValue:
-    """Return the value of a JSON file. Raises SourceError CKM101 or CKM103."""
-    try:
-        value: PlainValue = read_json(file, mounts, max_nbytes=MAX_DOCUMENT_NBYTES)
-        return value
-    except OSError as error:
-        raise unreadable(file, error) from error
-    except ValueError as error:
-        raise SourceError(
-            "CKM103", f"{file}: cannot be read as JSON: {error}", "copy the checkpoint again"
-        ) from error

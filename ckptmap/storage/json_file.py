@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.core.json_text import MAX_NBYTES, as_object, parse_json
+from ckptmap.errors import SourceError
 from ckptmap.protocols.file_systems import Mounts
+from ckptmap.storage.resource_limits import unreadable
+from ckptmap.tensors import PlainValue
 
 
 def read_json(
@@ -28,6 +31,20 @@ def read_object(
 ) -> dict[str, object]:
     """Return the JSON object in a file, as `read_json` does. Raises JsonError for any other value."""
     return as_object(read_json(file, mounts, max_nbytes=max_nbytes, allow_nan=allow_nan))
+
+
+def read_document(file: str | Path, mounts: Mounts, max_nbytes: int = MAX_NBYTES) -> PlainValue:
+    """Return the value of a JSON file that is a part of a checkpoint. Raises SourceError CKM101 where it cannot be read,
+    CKM103 where it is not JSON."""
+    try:
+        value: PlainValue = read_json(file, mounts, max_nbytes=max_nbytes)
+        return value
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except ValueError as error:
+        raise SourceError(
+            "CKM103", f"{file}: cannot be read as JSON: {error}", "copy the checkpoint again"
+        ) from error
 
 
 def why_no_file(path: str | Path) -> str:

@@ -43,7 +43,7 @@ from ckptmap.formats.torch_checkpointing.torch_items import TorchItem, read_item
 from ckptmap.protocols import Index, Place, in_saved_order
 from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.files import Files
-from ckptmap.storage.json_file import read_json
+from ckptmap.storage.json_file import read_document
 from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import Leaf, Path
 
@@ -210,19 +210,7 @@ def _others(files: Files, item: ItemFiles, mounts: Mounts) -> Mapping[Path, Leaf
     if item.form == SAFETENSORS:
         return safetensors_leaves(files, item)
     assert item.form == JSON and len(item.files) == 1
-    return {(item.key,): _document(next(iter(item.files.values())), mounts)}
-
-
-def _document(file: str, mounts: Mounts) -> Leaf:
-    try:
-        value: Leaf = read_json(file, mounts)
-        return value
-    except OSError as error:
-        raise unreadable(file, error) from error
-    except ValueError as error:
-        raise SourceError(
-            "CKM103", f"{file}: cannot be read as JSON: {error}", "copy the checkpoint again"
-        ) from error
+    return {(item.key,): read_document(next(iter(item.files.values())), mounts)}
 
 
 def _notes(root: str) -> tuple[str, ...]:
