@@ -10,7 +10,7 @@ import tomllib
 from typing import Any
 
 MAX_NBYTES = 4 << 20
-"""Characters of a document: a mapping file has a few thousand, a plan that names each expert a million."""
+"""Bytes of a file, and characters of a text: a mapping file has a few thousand, a plan that names each expert a million."""
 MAX_STEPS = 20_000_000
 """Steps from one name of a key to the next, as counted below: a few seconds."""
 MAX_BITS = 64

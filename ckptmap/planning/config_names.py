@@ -81,10 +81,8 @@ def _require_own_axes(
         source = choose(written, HUB, request.options.names_from, config).source
     except PlanError:  # no scheme, or several, have these shapes
         return
-    if source is not None and source.name not in (
-        HUB,
-        MEMORY,
-    ):  # transformers loads names in memory
+    loads = (HUB, MEMORY)  # transformers takes the names in memory, too
+    if source is not None and source.name not in loads:
         raise PlanError(
             "CKM619",
             f"{request.ckpt.shown}: the names fit {family.model_type}, which config.json describes, and the shapes are"

@@ -65,10 +65,9 @@ class SchedulerState:
         taken: Mapping[str, Any] = integer_keys.restored_below(
             state if isinstance(state, Mapping) else {}
         )
+        # A list of one scheduler is the scheduler.
         listed = isinstance(scheduler, SeveralSchedulers) and [*scheduler.by_name] == ["0"]
-        if (
-            rank_settings.GROUPS in settings or listed or [*taken] == ["0"]
-        ):  # a list of one is the one
+        if rank_settings.GROUPS in settings or listed or [*taken] == ["0"]:
             taken = _for_as_many(taken, scheduler)
         return cls(scheduler, taken, settings.get(run_settings.SCHEDULER), of_others)
 
