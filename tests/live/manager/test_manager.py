@@ -188,6 +188,8 @@ def test_rules_that_mean_nothing(rules: Any, text: str, tmp_path: Path) -> None:
         ckptmap.CheckpointManager(tmp_path, **rules)
     with pytest.raises(ArgumentError, match="metrics"):
         ckptmap.CheckpointManager(tmp_path).save(1, model(1), metrics={"loss": "low"})  # type: ignore[dict-item]
+    with pytest.raises(ArgumentError, match="metrics: is a float, expected numbers by name"):
+        ckptmap.CheckpointManager(tmp_path).save(1, model(1), metrics=0.5)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="'SIGKILL': cannot be noted"):
         ckptmap.CheckpointManager(tmp_path).on_preemption("SIGKILL")
     with pytest.raises(ArgumentError, match=r"step=1000000000000000000"):
