@@ -186,9 +186,15 @@ def module(name: str, value: object) -> None:
 
 
 def scheduler(value: object, method: str) -> None:
-    if value is not None and not callable(getattr(value, method, None)):
-        hint = "pass the scheduler itself"
-        raise _refusal("scheduler", value, f"an object with {method}()", hint)
+    """Refuse what has no such method, and models and optimizers, which have it, too."""
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    if value is None:
+        return
+    if isinstance(value, type | Module | Optimizer) or not callable(getattr(value, method, None)):
+        hint = "pass the scheduler itself; other objects with a state go into stateful="
+        raise _refusal("scheduler", value, f"a scheduler, with {method}()", hint)
 
 
 def optimizer(value: object) -> None:

@@ -40,16 +40,25 @@ def look(path: Path, mounts: Mounts | None = None) -> Place:
             )
         return Place(str(path), False, head=mounts.read_head(path, HEAD_NBYTES), mounts=mounts)
     except OSError as error:
-        failed = SourceError(
-            "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", _way_to(path, error)
-        )
-        raise or_resource_error(error, failed) from error
+        raise or_resource_error(error, _unreadable(path, error)) from error
     except SourceError:
         raise
     except ValueError as error:  # a lone surrogate, or a zero byte
         raise SourceError(
             "CKM101", f"{path}: no file can have this name", "check the path"
         ) from error
+
+
+def _unreadable(path: Path, error: OSError) -> SourceError:
+    if isinstance(error, FileNotFoundError):
+        # imported here: only this error needs it
+        from ckptmap.storage.pending_saves import why_absent
+
+        if (found := why_absent(path)) is not None:
+            state, hint = found
+            return SourceError("CKM101", f"{path}: {state}", hint)
+    problem = (error.strerror or str(error)).lower()
+    return SourceError("CKM101", f"{path}: {problem}", _way_to(path, error))
 
 
 def _way_to(path: Path, error: OSError) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from ckptmap.core.formatting import some
 from ckptmap.core.sizes import Size
 from ckptmap.errors import LoadError
 from ckptmap.integrations import trainer_arguments
+from ckptmap.live.load.continuation import NEW_STREAMS, NO_STREAMS, OTHER_DROPOUT
 from ckptmap.live.load.load import load
 from ckptmap.live.model import name_scheme, peft, rng_state
 from ckptmap.live.model.find_targets import find_targets
@@ -48,6 +50,8 @@ __all__ = ["callback", "export", "resume"]  # fmt: skip
 
 PURPOSE = "export"
 STATE = "trainer_state.json"
+_STREAMS = re.compile(r"rng_state(_\d+)?\.pth")
+"""Matches the files of Trainer's own random streams: one of a process, or one a rank."""
 ANEW = (
     "the data begins anew: a callback cannot skip what was seen; "
     "ckptmap.integrations.transformers.resume(trainer, path) does"
@@ -63,6 +67,8 @@ class TrainingArguments(Protocol):
     def max_steps(self) -> int: ...
     @property
     def ignore_data_skip(self) -> bool: ...
+    @property
+    def world_size(self) -> int: ...
 
 
 class TrainerState(Protocol):
@@ -197,7 +203,7 @@ class _TrainerLoader:
             **self._options,
         )  # fmt: skip
         self.report = replace(report, inexact=(*report.inexact, *self._changed))
-        if self.report.streams == "restored":
+        if self.report.streams == "restored" or self._options.get("random") == "fresh":
             self._random = rng_state.captured()
         rng_state.restore(before)
 
@@ -205,18 +211,32 @@ class _TrainerLoader:
         """Restore the random streams, after skipping batches, which draws random numbers."""
         if self._random is not None:
             rng_state.restore(self._random)
-        else:
-            self._own("_load_rng_state")
+        elif self._options.get("random") != "leave" and self._own("_load_rng_state"):
+            self._tell_of_own_streams()
+
+    def _tell_of_own_streams(self) -> None:
+        """Say in the report that Trainer has restored its own streams, where as many ranks saved them."""
+        args = self._trainer.args
+        with closing(Mounts()) as mounts:
+            names = {entry.name for entry in locate(self._path, mounts).path.iterdir()}
+        many = {f"rng_state_{rank}.pth" for rank in range(args.world_size)}
+        wanted = {"rng_state.pth"} if args.world_size == 1 else many
+        if self.report is None or {name for name in names if _STREAMS.fullmatch(name)} != wanted:
+            return
+        of_streams = (NO_STREAMS, OTHER_DROPOUT, NEW_STREAMS)
+        rest = (text for text in self.report.inexact if not text.startswith(of_streams))
+        self.report = replace(self.report, inexact=tuple(rest), streams="restored by Trainer")
 
     def _scaler(self, folder: str | None) -> None:
         self._own("_load_scaler")
 
-    def _own(self, name: str) -> None:
-        """Call Trainer's own method, for a checkpoint of Trainer's."""
+    def _own(self, name: str) -> bool:
+        """Call Trainer's own method, for a checkpoint of Trainer's; return whether it is one."""
         with closing(Mounts()) as mounts:
             place = locate(self._path, mounts).path
-            if (place / STATE).is_file():
+            if is_trainers := (place / STATE).is_file():
                 getattr(type(self._trainer), name)(self._trainer, str(place))
+        return is_trainers
 
 
 def callback(

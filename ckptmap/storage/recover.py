@@ -30,6 +30,8 @@ _DONE = ".done"
 
 _WORK_DIRECTORY = re.compile(r"\.(?P<name>.+)\.ckptmap-[0-9A-Za-z]{12}(\.done)?")
 
+_LOCK = re.compile(r"\.(?P<name>.+)\.ckptmap-lock")
+
 
 def work_path(dst: Path, plan_digest: str) -> Path:
     return dst.parent / f".{dst.name}.ckptmap-{plan_digest[:12]}"
@@ -116,6 +118,13 @@ def sweep_saves(beside: Path) -> Iterator[str]:
     What a living process, or another machine, holds stays, too.
     """
     for work in sorted(beside.parent.iterdir()):
+        if found := _LOCK.fullmatch(work.name):
+            dst = work.with_name(found["name"])
+            if not _work_directories(
+                dst
+            ):  # it was killed before it made one, or after it removed it
+                sweep_locks(work, dst)
+            continue
         match = _WORK_DIRECTORY.fullmatch(work.name)
         if match is None or match["name"] == beside.name or any(work.glob("journal*.jsonl")):
             continue

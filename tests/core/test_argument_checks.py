@@ -66,7 +66,19 @@ LOAD: dict[str, tuple[Call, str]] = {
     ),
     "scheduler": (
         lambda p, m, o: ckptmap.load(p, m, o, "cosine"),
-        r"scheduler='cosine', expected an object with load_state_dict\(\)",
+        r"scheduler='cosine', expected a scheduler, with load_state_dict\(\)",
+    ),
+    "the model as its scheduler": (
+        lambda p, m, o: ckptmap.load(p, m, o, m),
+        r"scheduler=a Sequential, expected a scheduler, with load_state_dict\(\)",
+    ),
+    "the optimizer as its scheduler": (
+        lambda p, m, o: ckptmap.load(p, m, o, {"a": o}),
+        r"scheduler=a \w+, expected a scheduler, with load_state_dict\(\)",
+    ),
+    "a class for an object": (
+        lambda p, m, o: ckptmap.load(p, m, o, stateful={"l": torch.nn.Linear}),
+        r"stateful\['l'\]: is a type, expected an object with state_dict\(\)",
     ),
     "no path": (lambda p, m, o: ckptmap.load(None, m), "path=None, expected a path"),
     "swapped": (lambda p, m, o: ckptmap.load(m, p), "expected a path"),
@@ -93,7 +105,19 @@ SAVE: dict[str, tuple[Call, str]] = {
     "model": (lambda p, m, o: ckptmap.save(p, m.state_dict()), r"expected a torch\.nn\.Module"),
     "scheduler": (
         lambda p, m, o: ckptmap.save(p, m, o, Strange()),
-        r"expected an object with state_dict\(\)",
+        r"expected a scheduler, with state_dict\(\)",
+    ),
+    "the model as its scheduler": (
+        lambda p, m, o: ckptmap.save(p.parent / "x", m, o, m),
+        r"expected a scheduler, with state_dict\(\)",
+    ),
+    "a class of schedulers": (
+        lambda p, m, o: ckptmap.save(p.parent / "x", m, o, torch.optim.lr_scheduler.StepLR),
+        r"expected a scheduler, with state_dict\(\)",
+    ),
+    "a model among the values": (
+        lambda p, m, o: ckptmap.save(p.parent / "x", m, extra={"a": m}),
+        r"extra\.a: Sequential\( \(0\): Linear[^\n]* cannot be written; pass tensors and plain values",
     ),
     "step": (lambda p, m, o: ckptmap.save(p, m, step="three"), "step='three', expected an integer"),
     "half a step": (lambda p, m, o: ckptmap.save(p, m, step=3.5), "step=3.5, expected an integer"),

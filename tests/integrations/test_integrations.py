@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ckptmap.errors import CkptmapError
 from ckptmap.integrations.accelerate import install
 from ckptmap.integrations.lightning import hooks
 from ckptmap.integrations.transformers import callback, export, resume
+from ckptmap.live.load.continuation import NO_STREAMS
 from ckptmap.live.optimizer.unwrap import unwrapped
 from tests.corpus.ranks import ROOT, run_alone, run_ranks
 from tests.support.mapping_configs import TINY
@@ -284,6 +286,25 @@ def test_resume_skips_what_was_seen(
     for name, value in made.model.state_dict().items():
         assert torch.equal(value, want[name]), name
     assert "_load_rng_state" not in vars(made)
+    if source == "checkpoint":
+        assert done.report.streams == "restored by Trainer"
+        assert done.report.inexact == (NO_SETTINGS,)
+
+
+NO_SETTINGS = "the checkpoint records no settings: ckptmap.save did not write it"
+
+
+def test_resume_tells_where_trainer_has_no_streams_of_as_many_ranks(
+    interrupted: tuple[Path, Any, list[Any]], tmp_path: Path
+) -> None:
+    source = shutil.copytree(interrupted[0] / "checkpoint-4", tmp_path / "checkpoint-4")
+    (source / "rng_state.pth").rename(
+        source / "rng_state_0.pth"
+    )  # as one of several ranks writes it
+    made, *_ = recorded(tmp_path, save_strategy="no")
+    report = resume(made, source).report
+    assert report.streams == "left as they are"
+    assert report.inexact == (NO_SETTINGS, NO_STREAMS)
 
 
 def test_resume_needs_a_step(tmp_path: Path) -> None:

@@ -158,7 +158,8 @@ class _Emitter:
         if handler is None and isinstance(value, OrderedDict):
             handler = self._ordered_dict
         if handler is None:
-            self.refusals.append((_path_text(path), f"{value!r:.200} cannot be written"))
+            text = " ".join(f"{value!r:.200}".split())  # a model has one line a layer
+            self.refusals.append((_path_text(path), f"{text} cannot be written"))
         elif len(path) > MAX_DEPTH:
             where = f"{_path_text(path[:8])}..."
             self.refusals.append((where, f"nested deeper than {MAX_DEPTH} containers"))

@@ -49,6 +49,12 @@ if TYPE_CHECKING:
     from ckptmap.live.optimizer.optimizer_types import Scheduler
 
 
+NO_STREAMS = "no random streams are recorded for this rank and world size"
+OTHER_DROPOUT = "dropout draws other numbers than the saved run would"
+NEW_STREAMS = "random streams are made anew"
+"""Reasons why training does not go on bit for bit, of the streams alone: who restores them later drops these."""
+
+
 class Continuation:
     """What a resumed run goes on with beside weights and optimizer state: the scheduler, the modules'
     extra state and the random streams. `judge` runs before anything is touched, `finish` last."""
@@ -214,10 +220,10 @@ class Continuation:
         own = rng_state.recorded(self._checkpoint.other, self._checkpoint.plain, self._rank)
         fits = bool(own) and self._saved.get("world_size") == self._live["world_size"]
         if not fits and wanted != "leave" and not self._rounding.goes_on_elsewhere:
-            self.inexact.append("no random streams are recorded for this rank and world size")
+            self.inexact.append(NO_STREAMS)
         if not fits and self._dropping:
             names = f"{counted(len(self._dropping), 'module')}: {some(self._dropping, 3)}"
-            self.inexact.append(f"dropout draws other numbers than the saved run would ({names})")
+            self.inexact.append(f"{OTHER_DROPOUT} ({names})")
         rounds = bool((self._live.get("optimizer") or {}).get("rounds"))
         if wanted in ("recorded", "auto") and fits:
             self._streams, self._streams_note = own, "restored"
@@ -234,7 +240,7 @@ class Continuation:
             )
         elif wanted == "fresh" or (wanted == "auto" and rounds):
             self._fresh = self._base(seed)
-            self.inexact.append("random streams are made anew")
+            self.inexact.append(NEW_STREAMS)
         else:
             self._streams_note = "left as they are"
         if wanted == "leave":

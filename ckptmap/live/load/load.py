@@ -52,6 +52,7 @@ from ckptmap.live.optimizer.several_optimizers import check_scheduler, one_sched
 from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
 from ckptmap.live.options import LoadOptions
 from ckptmap.live.quantized import torchao_lowbit_fix
+from ckptmap.live.save.save_handle import settle_save_of
 from ckptmap.storage.files import verified_copies
 from ckptmap.storage.source_changes import require_unchanged
 
@@ -76,7 +77,7 @@ def load(
     **keywords: Unpack[LoadKeywords],
 ) -> LoadReport:
     """Load a checkpoint of any setup into a plain, DDP, compiled, FSDP1 or FSDP2 model, with its
-    optimizer and scheduler if they are given.
+    optimizer and scheduler if they are given. A save of this process that still writes `path` is waited for.
 
     Several models, optimizers and schedulers are dicts of them by name, as in `ckptmap.save`, or lists, as in a
     Lightning checkpoint. One of several models is opened by its name: `ckptmap.open(path, root="policy")`.
@@ -186,6 +187,11 @@ class PlannedLoad:
         return report
 
 
+def _settle_save_of(path: str | os.PathLike[str] | Checkpoint) -> None:
+    if not isinstance(path, Checkpoint):
+        settle_save_of(path)
+
+
 def _timeout(keywords: LoadKeywords) -> float | None:
     """Return the timeout of a call; None for a value that means nothing, which is refused later."""
     try:
@@ -228,6 +234,7 @@ def _plan(
     """
     if options.fix and optimizer is not None:
         torchao_lowbit_fix.apply()
+    _settle_save_of(path)
     targets, buffers_on_meta = find_targets(model)
     checkpoint, differences = peft.open_base_or_adapter(path, model, options.strict)
     if checkpoint is not path:

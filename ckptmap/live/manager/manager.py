@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.core import argument_checks
 from ckptmap.core.log import log
-from ckptmap.errors import ArgumentError, CkptmapError, DestinationError, SourceError
+from ckptmap.errors import ArgumentError, CkptmapError, DestinationError
 from ckptmap.live.load.load import load
 from ckptmap.live.manager import root_directory
 from ckptmap.live.manager.described_steps import DescribedSteps
@@ -368,7 +368,7 @@ class CheckpointManager:
         if step == "best":
             best = self.best()
             found = [one for one in found if one.path == best]
-            missing = "a checkpoint with the metric of keep_best"
+            missing = root_directory.of_best(self.retention.keep_best)
         elif isinstance(step, str):
             hint = f"step={int(step)}" if step.isdecimal() else "see help()"
             raise ArgumentError(
@@ -379,12 +379,7 @@ class CheckpointManager:
             found = [one for one in found if one.step == at][:1]
             missing = f"a checkpoint of step {at}"
         if not found:
-            steps = ", ".join(map(str, self.steps())) or "none"
-            raise SourceError(
-                "CKM101",
-                f"{self.root}: expected {missing}, found steps {steps}",
-                "restore one of these, or step='latest'",
-            )
+            raise root_directory.no_such_step(self.root, missing, self.steps())
         return found
 
     def _ranks(self) -> RankGroup:

@@ -17,7 +17,13 @@ def record(number: int, metrics: Mapping[str, float]) -> dict[str, object]:
 
 def numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Return metrics as Python's own numbers. Raises ArgumentError CKM516 for what is none."""
-    found = {}
+    found: dict[str, float] = {}
+    if not isinstance(metrics, Mapping | None):
+        raise ArgumentError(
+            "CKM516",
+            f"metrics: is a {type(metrics).__name__}, expected numbers by name",
+            'for example metrics={"loss": loss.item()}',
+        )
     for name, value in (metrics or {}).items():
         try:
             found[str(name)] = float(value)

@@ -11,10 +11,13 @@ import contextlib
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+from ckptmap.core.formatting import some
 from ckptmap.errors import SourceError
 from ckptmap.operations.newest_step import LATEST
+from ckptmap.operations.step_directories import find_steps
 from ckptmap.sharding.reference_model import MANIFEST
 
 _REMOVED = ".ckptmap-removed"
@@ -34,6 +37,28 @@ def refuse_no_root(root: Path) -> None:
         what = "a checkpoint itself"
     if what:
         raise SourceError("CKM101", f"{root}: is {what}, expected a directory of checkpoints", hint)
+
+
+def of_best(keep_best: tuple[str, str] | None) -> str:
+    """Return what `restore(step="best")` looks for."""
+    if keep_best is None:
+        return "a checkpoint with the metric of keep_best, which this manager was not given"
+    return f"a checkpoint that has the metric {keep_best[0]!r} of keep_best"
+
+
+def no_such_step(root: Path, missing: str, steps: Sequence[int]) -> SourceError:
+    """Return the error for a checkpoint that was asked for by its number or as the best.
+
+    steps  those of the checkpoints that can be opened
+    """
+    if steps:
+        hint = f"restore one of these, as step={steps[-1]}, or step='latest'"
+    elif any(find_steps(root)):
+        hint = f"step='latest' raises what is wrong with the newest of the checkpoints in {root}"
+    else:
+        hint = "nothing was saved there yet: check the path; step='latest' returns None, and a run begins anew"
+    found = some(steps) if steps else "none"
+    return SourceError("CKM101", f"{root}: expected {missing}, found steps {found}", hint)
 
 
 def point_to(root: Path, name: str) -> None:

@@ -41,7 +41,8 @@ def check(objects: object) -> None:
             'for example stateful={"loader": loader}',
         )
     for name, one in objects.items():
-        if not all(callable(getattr(one, m, None)) for m in ("state_dict", "load_state_dict")):
+        methods = (getattr(one, name, None) for name in ("state_dict", "load_state_dict"))
+        if isinstance(one, type) or not all(map(callable, methods)):
             raise ArgumentError(
                 "CKM516",
                 f"stateful[{name!r}]: is a {type(one).__name__}, expected an object with state_dict()"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 import warnings
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from ckptmap.core.log import log
 from ckptmap.errors import CkptmapError
+from ckptmap.storage.pending_saves import being_saved
 
 _started: list[SaveHandle] = []
 """The save that may still run, or whose error nobody has seen."""
@@ -47,6 +49,8 @@ class SaveHandle:
         """Whether the next `save` has raised the error of this one."""
         self._thread: threading.Thread | None = None
         self._returned = threading.Event()
+        self._pending = contextlib.ExitStack()
+        self._pending.enter_context(being_saved(path))
         if background:
             self._thread = threading.Thread(target=self._work, name="ckptmap-save")
             self._thread.start()
@@ -79,6 +83,8 @@ class SaveHandle:
         except BaseException as error:  # `wait` raises it again
             expected = isinstance(error, CkptmapError) and self._thread is not None
             self._error = error.with_traceback(None) if expected else error  # frames hold values
+        finally:
+            self._pending.close()
 
     @property
     def done(self) -> bool:
@@ -101,6 +107,16 @@ class SaveHandle:
         if error is not None:
             raise error
         return self._notes
+
+
+def settle_save_of(path: str | os.PathLike[str]) -> None:
+    """Wait for a save in the background that writes `path`, whose values its reader wants.
+
+    Raises the error of that save where it left nothing there, as `SaveHandle.wait` does."""
+    place = Path(path).absolute()
+    for handle in [*_started]:
+        if handle.path == place and handle.settle() is not None and not os.path.lexists(place):
+            handle.wait()
 
 
 def settle_started() -> BaseException | None:

@@ -66,12 +66,30 @@ def test_a_run(background: bool, tmp_path: Path) -> None:
 def test_nothing_to_restore_and_a_step_that_is_not_there(tmp_path: Path) -> None:
     manager = ckptmap.CheckpointManager(tmp_path / "runs")
     assert manager.restore(model(0)) is None and manager.latest() is None and manager.steps() == []
+    for step, missing in ((4, "of step 4"), ("best", "with the metric of keep_best, which")):
+        with pytest.raises(SourceError, match=f"expected a checkpoint {missing}.*found") as caught:
+            manager.restore(model(0), step=step)
+        assert "found steps none" in caught.value.message
+        assert "nothing was saved there yet" in caught.value.hint
+    (tmp_path / "runs/step-2").mkdir(parents=True)
+    with pytest.raises(SourceError, match="found steps none") as caught:
+        manager.restore(model(0), step=4)
+    assert "step='latest' raises what is wrong" in caught.value.hint
+    with pytest.raises(SourceError):
+        manager.restore(model(0))
+    (tmp_path / "runs/step-2").rmdir()
     manager.save(3, model(3))
     manager.wait()
-    with pytest.raises(SourceError, match="expected a checkpoint of step 4, found steps 3"):
+    with pytest.raises(
+        SourceError, match="expected a checkpoint of step 4, found steps 3"
+    ) as caught:
         manager.restore(model(0), step=4)
-    with pytest.raises(SourceError, match="expected a checkpoint with the metric of keep_best"):
+    assert caught.value.hint == "restore one of these, as step=3, or step='latest'"
+    with pytest.raises(SourceError, match="which this manager was not given, found steps 3"):
         manager.restore(model(0), step="best")
+    best = ckptmap.CheckpointManager(tmp_path / "runs", keep_best=("loss", "min"))
+    with pytest.raises(SourceError, match="that has the metric 'loss' of keep_best, found steps 3"):
+        best.restore(model(0), step="best")
     with pytest.raises(LoadError, match="tensor does not fit"):
         manager.restore(nn.Linear(3, 2))
 
@@ -170,6 +188,8 @@ def test_rules_that_mean_nothing(rules: Any, text: str, tmp_path: Path) -> None:
         ckptmap.CheckpointManager(tmp_path, **rules)
     with pytest.raises(ArgumentError, match="metrics"):
         ckptmap.CheckpointManager(tmp_path).save(1, model(1), metrics={"loss": "low"})  # type: ignore[dict-item]
+    with pytest.raises(ArgumentError, match="metrics: is a float, expected numbers by name"):
+        ckptmap.CheckpointManager(tmp_path).save(1, model(1), metrics=0.5)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="'SIGKILL': cannot be noted"):
         ckptmap.CheckpointManager(tmp_path).on_preemption("SIGKILL")
     with pytest.raises(ArgumentError, match=r"step=1000000000000000000"):

@@ -319,3 +319,23 @@ def test_memory_of_registered_pages_is_not_waited_for(monkeypatch: pytest.Monkey
         reader_memory._giving_back.pop().join()
     assert [one.data_ptr() for one in held] == [first]
     assert registered_memory.COUNT.now == 0
+
+
+def test_two_loads_at_once_wait_for_the_memory_that_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other load may remove a thread from the list while this one waits for it."""
+    listed: list[threading.Thread] = []
+
+    class TakenMeanwhile(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            super().join(timeout)
+            listed.clear()
+
+    for _ in range(2):
+        thread = TakenMeanwhile(target=lambda: None)
+        thread.start()
+        listed.append(thread)
+    monkeypatch.setattr(reader_memory, "_giving_back", listed)
+    memory = ReaderMemory([], 1, BLOCK)
+    assert memory.blocks() == {} and not listed

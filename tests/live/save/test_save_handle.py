@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,9 +17,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckptmap
-from ckptmap.errors import CkptmapError, DestinationError
+from ckptmap.errors import CkptmapError, DestinationError, RunError, SourceError
+from ckptmap.live.save import save as save_module
 from ckptmap.live.save import save_handle
 from ckptmap.live.save.save_handle import SaveHandle, settle_started
+from ckptmap.storage.recover import lock_path
 from tests.corpus.ranks import run_ranks
 
 
@@ -150,3 +154,78 @@ def test_the_working_directory_may_change_while_it_writes(
 def test_a_group_that_is_destroyed_before_the_end(tmp_path: Path) -> None:
     """It was a ValueError of torch, about a group that it does not know."""
     run_ranks("tests.ranks.destroyed_group", 2, [str(tmp_path)], timeout=120)
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let saves wait for the event before they write their files."""
+    go = threading.Event()
+
+    def write(*args: object, **kwargs: object) -> object:
+        assert go.wait(60)
+        return own_write(*args, **kwargs)  # type: ignore[arg-type]
+
+    own_write = save_module.write
+    monkeypatch.setattr(save_module, "write", write)
+    return go
+
+
+def test_what_is_still_being_saved_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path is not there yet, and its lock neither: the thread has hardly begun."""
+    go = held_up(monkeypatch)
+    handle = ckptmap.save(tmp_path / "a", nn.Linear(2, 2))
+    for read in (ckptmap.open, ckptmap.verify):
+        with pytest.raises(SourceError, match="is being saved in the background") as caught:
+            read(tmp_path / "a")
+        assert "call wait() of the handle" in caught.value.hint
+    with pytest.raises(SourceError, match="no such file"):
+        ckptmap.open(tmp_path / "b")
+    go.set()
+    handle.wait()
+    assert ckptmap.verify(tmp_path / "a").ok
+    (tmp_path / "a").rename(tmp_path / "b")
+    with pytest.raises(SourceError, match="no such file"):
+        ckptmap.open(tmp_path / "a")
+
+
+def test_load_waits_for_the_save_of_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = held_up(monkeypatch)
+    model, again = nn.Linear(2, 2), nn.Linear(2, 2)
+    ckptmap.save(tmp_path / "a", model)
+    timer = threading.Timer(0.2, go.set)
+    timer.start()
+    ckptmap.load(tmp_path / "a", again)
+    timer.join()
+    assert torch.equal(again.weight, model.weight)
+
+
+def test_load_raises_the_error_of_a_save_that_left_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*args: object) -> object:
+        raise RunError("CKM306", "write failed", "free some space and save again")
+
+    monkeypatch.setattr(save_module, "write", write)
+    ckptmap.save(tmp_path / "a", nn.Linear(2, 2))
+    with pytest.raises(RunError, match="write failed"):
+        ckptmap.load(tmp_path / "a", nn.Linear(2, 2))
+    with pytest.raises(SourceError, match="no such file"):  # it was raised once
+        ckptmap.load(tmp_path / "a", nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_another_process_writes_is_said_to_be(tmp_path: Path, is_gone: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as other:
+        owner = {"host": socket.gethostname(), "pid": other.pid, "start": 0, "token": "a"}
+        lock_path(tmp_path / "a").write_text(json.dumps(owner))
+        if is_gone:
+            other.communicate(b"\n")
+        text = "no such file" if is_gone else f"is being written by pid {other.pid} on host"
+        with pytest.raises(SourceError, match=text) as caught:
+            ckptmap.open(tmp_path / "a")
+        assert is_gone or "when that process has finished" in caught.value.hint

@@ -50,3 +50,22 @@ def test_leftovers_of_dead_processes_go_and_work_that_can_be_continued_stays(
     (note,) = ckptmap.save(tmp_path / "step-4", nn.Linear(2, 2)).wait()
     assert ".step-2.ckptmap-" in note and "removed" in note
     assert hidden(tmp_path) == kept
+
+
+LOCKED = """
+import os, signal, sys
+from torch import nn
+import ckptmap
+from ckptmap.storage import publish
+publish.check_space = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+ckptmap.save(sys.argv[1], nn.Linear(2, 2), background=False)
+"""
+
+
+def test_a_lock_without_a_work_directory_goes_unless_its_process_lives(tmp_path: Path) -> None:
+    killed(LOCKED, tmp_path / "step-1")
+    held = Lock(lock_path(tmp_path / "step-2"), tmp_path / "step-2")
+    assert hidden(tmp_path) == [".step-1.ckptmap-lock", ".step-2.ckptmap-lock"]
+    ckptmap.save(tmp_path / "step-3", nn.Linear(2, 2)).wait()
+    assert hidden(tmp_path) == [".step-2.ckptmap-lock"]
+    held.release()
