@@ -25,7 +25,7 @@ def peaks(step: StepRun, what: str, most_pinned: int | None = None) -> Iterator[
 
     torch.cuda.synchronize()
     give_back_pinned()
-    COUNT.forget_most()
+    COUNT.most = COUNT.now
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.reset_peak_host_memory_stats()
     device, held = torch.cuda.memory_allocated(), pinned("current")

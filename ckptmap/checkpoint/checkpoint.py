@@ -227,6 +227,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self.index.world
 
     @property
+    def sidecar_dir(self) -> str:
+        """Where the config and the tokenizer of the weights are: `path`, or another directory that the format names."""
+        return self.index.sidecar_dir or self.path
+
+    @property
     def translated(self) -> Mapping[str, object] | None:
         """How its names were translated from another scheme's, as a manifest records it; None: they
         were not."""

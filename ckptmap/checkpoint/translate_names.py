@@ -133,9 +133,7 @@ def translated(
     `leave` returns why a key stays behind, or None. `config` is used where no config.json lies
     beside the weights. Raises PlanError CKM601 to CKM617.
     """
-    config = (
-        config_beside(ckpt.index.sidecar_dir or ckpt.path, ckpt.files.mounts, config_from) or config
-    )
+    config = config_beside(ckpt.sidecar_dir, ckpt.files.mounts, config_from) or config
     with paused_gc():
         left = {key: why for key in ckpt if (why := leave(key)) is not None}
         infos = {key: info for key, info in ckpt.infos().items() if key not in left}

@@ -180,6 +180,7 @@ class Repairs(Protocol):
     @property
     def remark(self) -> str:
         """The remark for the user on the stored form; "" if there is none."""
+        return ""
 
 
 @runtime_checkable

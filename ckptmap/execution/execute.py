@@ -58,8 +58,8 @@ through the page cache, and such a write waits for those of other threads: so un
 PARTS = 16
 """The least number of streams in a plan: threads share them, and a run that is continued keeps
 those that were finished."""
-_TOTALS = struct.Struct("<QQ")
-"""The head of a rank's report: the bytes it wrote, and the bytes it kept from an earlier run."""
+_TOTAL = struct.Struct("<Q")
+"""The head of a rank's report: the bytes that it kept from an earlier run."""
 
 
 def execute(
@@ -161,7 +161,7 @@ class _Run:
         self.coarse: list[CoarseScales] = []
         self._sizes = [item.slots.sizes for item in plan]
         self._tally = WrittenSlots([len(sizes) for sizes in self._sizes])
-        self._nbytes = [0, 0]  # written now, kept from an earlier run
+        self._continued_nbytes = 0
         self.bring_torch: Callable[[], object] | None = None
         """Imports torch. That takes as long as copying a gigabyte, so threads copy meanwhile."""
         self.has_torch = threading.Event()
@@ -230,7 +230,10 @@ class _Run:
             self.journal.add(unit.name, written)
         with self._lock:
             self._tally.add(written)
-            self._nbytes[kept] += sum([self._sizes[file][slot] for file, slot, _, _ in written])
+            if kept:
+                self._continued_nbytes += sum(
+                    self._sizes[file][slot] for file, slot, _, _ in written
+                )
 
     def _holds(self, written: Written, buffer: Buffer) -> bool:
         """Return whether the slot's bytes, read back, have the digest that the journal records."""
@@ -273,14 +276,13 @@ class _Run:
         """Return what all ranks have written. Waits for every rank."""
         if self.ranks.world_size > 1:
             # Cleared, because `gather` returns this rank's report together with the others'.
-            mine = _TOTALS.pack(*self._nbytes) + self._tally.report()
+            mine = _TOTAL.pack(self._continued_nbytes) + self._tally.report()
             self._tally.clear()
-            self._nbytes = [0, 0]
+            self._continued_nbytes = 0
             for report in self.ranks.gather(mine):
-                totals = _TOTALS.unpack_from(report)
-                self._nbytes = [a + b for a, b in zip(self._nbytes, totals, strict=True)]
-                self._tally.merge(report[_TOTALS.size :])
-        return self._tally.result(self.digests, *self._nbytes)
+                self._continued_nbytes += _TOTAL.unpack_from(report)[0]
+                self._tally.merge(report[_TOTAL.size :])
+        return self._tally.result(self.digests, self._continued_nbytes)
 
 
 # --------------------------------------------------------------------------------- units

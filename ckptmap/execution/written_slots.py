@@ -53,7 +53,6 @@ class Executed:
 
     digests: Sequence[Sequence[str]]
     crcs: Sequence[Sequence[int]]
-    written_nbytes: int
     continued_nbytes: int
     """Bytes of an earlier run that were read back, found good, and kept."""
     source: SourceCheck = field(default_factory=SourceCheck)
@@ -102,9 +101,9 @@ class WrittenSlots:
             self._digests[file][slot], self._crcs[file][slot] = digest, crc
             self._done[file][slot] = 1
 
-    def result(self, digests: bool, written_nbytes: int, continued_nbytes: int) -> Executed:
+    def result(self, digests: bool, continued_nbytes: int) -> Executed:
         """Return the result of the run, in which every slot must have been written."""
         missing = sum(done.count(0) for done in self._done)
         assert not missing, f"{missing} slots were not written: the plan does not cover them"
         hexes = tuple(HexDigests(values, digests) for values in self._digests)
-        return Executed(hexes, tuple(self._crcs), written_nbytes, continued_nbytes)
+        return Executed(hexes, tuple(self._crcs), continued_nbytes)

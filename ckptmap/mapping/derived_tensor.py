@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptmap.core.quantized_codes import Coded, CodeGrid
+from ckptmap.core.quantized_codes import Coded, CodeGrid, Repairs
 from ckptmap.core.strided_boxes import Piece, StridedBox
 from ckptmap.mapping import value_ops
 from ckptmap.mapping.moved_codes import MovedCodes, by_blocks
@@ -34,14 +34,11 @@ SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
-class DerivedEncoding:
+class DerivedEncoding(Repairs):
     """The encoding of a tensor that is not stored in this form; it is written as `dense`."""
 
     name: str
     dense: Encoding
-
-    remark = ""
-    """`core.quantized_codes.Repairs` asks for it beside `repaired`: without it the tensor would be written as it is."""
 
     def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
         return {"": info}

@@ -112,7 +112,7 @@ def draft(
     no tensors can be paired.
     """
     with open_another(source) as hub, open_another(target) as other:
-        config = config_beside(hub.index.sidecar_dir or hub.path, hub.files.mounts) or {}
+        config = config_beside(hub.sidecar_dir, hub.files.mounts) or {}
         drafter = _Drafter(groups_of(hub), groups_of(other), values, config)
         result = drafter.run()
         if not result.rules:

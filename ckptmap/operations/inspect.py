@@ -100,9 +100,8 @@ class InspectReport:
 
     def _config(self) -> dict[str, object] | None:
         """Return the config.json beside the weights, None without one; note why one cannot be read."""
-        beside = self.ckpt.index.sidecar_dir or self.ckpt.path
         try:
-            return config_beside(beside, self.ckpt.files.mounts)
+            return config_beside(self.ckpt.sidecar_dir, self.ckpt.files.mounts)
         except CkptmapError as error:
             other = "where a command needs one, give another with --config-from PATH"
             self.notes.append(f"{error.message}; {other}")

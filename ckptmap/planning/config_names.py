@@ -98,8 +98,7 @@ def _require_class_names(
     if _is_wanted(request, config):
         return
     given, ckpt = request.options.config_from, request.ckpt
-    where = ckpt.index.sidecar_dir or ckpt.path
-    model = class_of(config, where, given, written, ckpt.files.mounts)
+    model = class_of(config, ckpt.sidecar_dir, given, written, ckpt.files.mounts)
     if model is None:
         return
     fitting = model.fitting(written)
@@ -135,7 +134,7 @@ def _config(request: Request) -> Mapping[str, object] | None:
 
 
 def _config_of(ckpt: Checkpoint, given: str | None) -> Mapping[str, object] | None:
-    return readable_config(ckpt.index.sidecar_dir or ckpt.path, ckpt.files.mounts, given)
+    return readable_config(ckpt.sidecar_dir, ckpt.files.mounts, given)
 
 
 def _lacking(request: Request) -> list[str]:

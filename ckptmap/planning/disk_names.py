@@ -186,8 +186,7 @@ def _config(
     """Return the model's config.json, that of --as where it is given, None without one; one that cannot be read is told
     later on."""
     asked = ckpt if reference is None else reference.ckpt
-    where = asked.index.sidecar_dir or asked.path
-    return readable_config(where, ckpt.files.mounts, options.config_from)
+    return readable_config(asked.sidecar_dir, ckpt.files.mounts, options.config_from)
 
 
 def _hindrance(on_disk: Checkpoint) -> str | None:

@@ -98,7 +98,7 @@ def with_units(options: Options, setup: Setup, mounts: Mounts) -> Options:
 def _of(ckpt: Checkpoint) -> Like | None:
     if len(in_order(ckpt.path, ckpt.index, ckpt.groups)) == len(ckpt):
         return Like(ckpt.path, {fqn: ckpt[fqn].info.shape for fqn in ckpt})
-    path = Path(ckpt.index.sidecar_dir or ckpt.path)
+    path = Path(ckpt.sidecar_dir)
     config = (path if path.is_dir() else path.parent) / CONFIG
     try:
         return like_config(config, ckpt.files.mounts) if config.is_file() else None

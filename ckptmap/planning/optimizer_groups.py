@@ -51,7 +51,7 @@ def _grouped_for_loader(
     assert setup.grouping is not None, "only called for a setup with groups"
     listed = [fqn for group in optimizer.groups for fqn in group[PARAMS]]
     infos = {fqn: ckpt[fqn].info for fqn in listed if fqn in ckpt}
-    config = find_config(ckpt.index.sidecar_dir or ckpt.path, options.config_from or options.like)
+    config = find_config(ckpt.sidecar_dir, options.config_from or options.like)
     order = (
         None if config is None else through(setup.grouping, ckpt.files.mounts).groups(config, infos)
     )

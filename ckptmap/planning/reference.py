@@ -85,7 +85,7 @@ class Reference:
         setup, ckpt = self.setup, self.ckpt
         changed = given
         if setup.carrier is not None and given.config_from is None:
-            changed = replace(changed, config_from=ckpt.index.sidecar_dir or ckpt.path)
+            changed = replace(changed, config_from=ckpt.sidecar_dir)
         if setup.sharded and given.world_size is None and given.mesh is None:
             changed = replace(changed, world_size=ckpt.world_size)
         if not ckpt.optimizer_reader.present:
@@ -97,7 +97,7 @@ class Reference:
         carrier = self.setup.carrier if self._setups else None
         if carrier is None:
             return {}
-        path = Path(self.ckpt.index.sidecar_dir or self.ckpt.path)
+        path = Path(self.ckpt.sidecar_dir)
         directory = path if path.is_dir() else path.parent
         siblings = [str(file) for file in directory.iterdir()]
         return through(carrier, self.ckpt.files.mounts).ties(self.ckpt.infos(), siblings, None)

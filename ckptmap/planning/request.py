@@ -58,7 +58,7 @@ class Request:
         """Paths of the files beside the weights; empty where the setup has no place for such files."""
         if self.setup.carrier is None and self.setup.inner is None:
             return []
-        path = Path(self.ckpt.index.sidecar_dir or self.ckpt.path)
+        path = Path(self.ckpt.sidecar_dir)
         directory = path if path.is_dir() else path.parent
         return [str(file) for file in directory.iterdir() if str(file) not in self.fingerprints]
 

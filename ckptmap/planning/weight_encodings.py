@@ -223,8 +223,8 @@ def _config(request: Request) -> Mapping[str, object] | None:
 
 
 def _config_of(request: Request, given: str | None) -> Mapping[str, object] | None:
-    where = request.ckpt.index.sidecar_dir or request.ckpt.path
-    return readable_config(where, request.ckpt.files.mounts, given)
+    ckpt = request.ckpt
+    return readable_config(ckpt.sidecar_dir, ckpt.files.mounts, given)
 
 
 def _codes_of_a_method(request: Request) -> dict[str, str]:

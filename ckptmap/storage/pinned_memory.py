@@ -96,11 +96,6 @@ class Slabs:
     where: Sequence[tuple[int, int]]
     pinned: bool
 
-    @property
-    def places(self) -> list[torch.Tensor]:
-        """The memory of each tensor, u8."""
-        return [*map(self.place, range(len(self.sizes)))]
-
     def place(self, number: int) -> torch.Tensor:
         """Return the memory of one tensor, u8."""
         slab, offset = self.where[number]

@@ -66,11 +66,6 @@ class RegisteredCount:
             self.now += nbytes
             self.most = max(self.most, self.now)
 
-    def forget_most(self) -> None:
-        """Count the most from now on."""
-        with self._lock:
-            self.most = self.now
-
 
 COUNT = RegisteredCount()
 """Of this process."""

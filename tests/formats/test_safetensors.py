@@ -49,7 +49,7 @@ def test_emit_golden() -> None:
     assert emit(*zip(*tensors, strict=True), {"format": "pt"}) == GOLDEN
     header = parse_header(GOLDEN[8:], len(GOLDEN) + 26, "golden")
     assert header.metadata == {"format": "pt"}
-    assert header.data_start == len(GOLDEN) == 152
+    assert header.begins[0] == len(GOLDEN) == 152
     assert header.tensors == {"w": (tensors[0][1], 152, 176), "é": (tensors[1][1], 176, 178)}
 
 

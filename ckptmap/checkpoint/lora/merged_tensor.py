@@ -46,7 +46,7 @@ NORM_NUMEL = 1 << 18
 
 
 @dataclass(frozen=True)
-class ChangedTensor(ABC):
+class ChangedTensor(Repairs, ABC):
     """A tensor of a base in encoding `base` and logical dtype `dtype`, changed by an adapter."""
 
     base: Encoding
@@ -55,7 +55,6 @@ class ChangedTensor(ABC):
     lossy = True
     """Its values are not those that the base has stored."""
     decodes_on_host = True
-    remark = ""
 
     @property
     def name(self) -> str:

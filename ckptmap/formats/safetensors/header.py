@@ -56,7 +56,6 @@ class Header:
     keys: Sequence[str]
     infos: Sequence[TensorInfo]
     begins: Sequence[int]
-    data_start: int
     nbytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -126,7 +125,7 @@ def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
     _check_tiling(tensors, data_start, file_nbytes, where)
     columns = [info for info, _, _ in tensors.values()], [begin for _, begin, _ in tensors.values()]
     nbytes = file_nbytes - data_start  # they tile it
-    return Header(list(tensors), *columns, data_start, nbytes, metadata)
+    return Header(list(tensors), *columns, nbytes, metadata)
 
 
 _HEAD = '{"' + METADATA + '":'
@@ -175,7 +174,7 @@ def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
     *begins, end = accumulate(sizes, initial=start)
     _check_end(end, file_nbytes, where)
     columns = keys, list(map(infos.__getitem__, forms)), begins
-    return Header(*columns, start, file_nbytes - start, _metadata(metadata, where))
+    return Header(*columns, file_nbytes - start, _metadata(metadata, where))
 
 
 def _joined_pairs(texts: Sequence[str]) -> str:
