@@ -154,6 +154,15 @@ def _sweep_candidates(path: Path) -> None:
                 left.unlink()
 
 
+def read_owner(path: Path) -> Owner | None:
+    """Return the owner of a lock; None if there is no lock file, or if it cannot be read.
+
+    Raises DestinationError CKM304 if the lock file is a link or no file.
+    """
+    content = _content(path)
+    return None if content is None else _parsed(content)
+
+
 def _content(path: Path) -> bytes | None:
     try:
         # A process that takes the lock gives it two names for a moment; reading it is safe.

@@ -17,7 +17,7 @@ from ckptmap_cli.main import main
 from safetensors.torch import save_file
 
 from ckptmap.storage.journal import Journal, Written
-from tests.support.lock_owner import read_owner
+from ckptmap.storage.locks import read_owner
 
 HOSTILE = {
     "deep array": "[" * 1500 + "]" * 1500,

@@ -13,10 +13,9 @@ import pytest
 
 from ckptmap.errors import DestinationError
 from ckptmap.storage import locks
-from ckptmap.storage.locks import Lock, Owner
+from ckptmap.storage.locks import Lock, Owner, read_owner
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.recover import clear_published
-from tests.support.lock_owner import read_owner
 
 A = "a" * 16
 

@@ -20,10 +20,9 @@ from ckptmap.errors import DestinationError, RunError
 from ckptmap.storage import publish
 from ckptmap.storage.destination import check_overlap, check_space
 from ckptmap.storage.journal import Journal
-from ckptmap.storage.locks import Owner
+from ckptmap.storage.locks import Owner, read_owner
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.sync import files_below
-from tests.support.lock_owner import read_owner
 
 A, B = "a" * 16, "b" * 16
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lock_owner import read_owner
+from ckptmap.storage.locks import read_owner
 from tests.torture.faults import attempt, judged
 from tests.torture.operations import NEW, Operation
 from tests.torture.runner import Outcome, forked
