@@ -236,9 +236,10 @@ class _Choosing:
             return self._by_file(entries[0].load(), source)
         if self.names == MEMORY and source is not None and not _of(entries, source):
             return SchemeChoice(self._for_this(source).load(), None)
-        return SchemeChoice(
-            _loaded(source), self._for_this(self._target(_latest(entries), source)).load()
-        )
+        target = self._target(_latest(entries), source)
+        if source is not None and target.name == HUB and not _shares(target, source):
+            raise self._other_family(source, target)
+        return SchemeChoice(_loaded(source), self._for_this(target).load())
 
     # ------------------------------------------------------------------ the source
 
@@ -369,6 +370,15 @@ class _Choosing:
             f"the keys are in the scheme {source.title}, and {source.family} has no scheme"
             f" {self.names!r}, only {', '.join(names)}",
             "choose one of these, or give a mapping file of your own",
+        )
+
+    def _other_family(self, source: CatalogEntry, target: CatalogEntry) -> PlanError:
+        """Return the error for the names on disk of a family that the keys are not of: no rule leads there."""
+        return PlanError(
+            "CKM604",
+            f"--names {self.names}: the keys are those of {source.title}, and {target.title} names other models"
+            f" ({some(target.models)}): it would change no name",
+            "names on disk are those of the family of the keys: --names hf",
         )
 
     def unrecognized(self) -> PlanError:

@@ -35,10 +35,10 @@ JOINED = (".experts.gate_up_proj", ".experts.up_proj")
 """How names of joined experts end."""
 
 _TOWERS = """
-aria audioflamingo3 aya_vision cosmos3_edge fuyu glmasr got_ocr2 granite_speech granite_speech_plus
-hunyuan_vl internvl llava llava_next llava_next_video llava_onevision mistral3 musicflamingo paddleocr_vl
+audioflamingo3 aya_vision cosmos3_edge fuyu glmasr got_ocr2 granite_speech granite_speech_plus
+hunyuan_vl internvl llava llava_next llava_next_video llava_onevision mistral3 mllama musicflamingo
 paligemma pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl shieldgemma2
-step3p7 video_llava vipllava voxtral voxtral_realtime
+step3p7 vibevoice_asr video_llava vipllava voxtral voxtral_realtime
 """
 _VIT = """
 beit deit dinov2 dinov2_with_registers ijepa lw_detr pixio segformer swin vit vit_mae vit_msn vivit
@@ -49,7 +49,6 @@ SIGNS: tuple[tuple[re.Pattern[str], frozenset[str]], ...] = tuple(
         (r"^model\.language_model\.layers\.\d+\.", _TOWERS),
         (r"\.attention\.k_proj\.", _VIT),
         (r"^model\.layers\.\d+\.self_attn\.", "exaone"),
-        (r"\.block_sparse_moe\.experts\.", "granitemoe granitemoehybrid granitemoeshared"),
         (r"(?:^|\.)layers\.\d+\.post_mlp_layernorm\.", "gte jina_embeddings_v3 nomic_bert"),
         (r"\.layers\.\d+\.mlp\.fc1\.", "pp_doclayout_v3 pp_doclayout_v4 rt_detr rt_detr_v2"),
         (r"\.layers\.\d+\.self_attn\.o_proj\.", "d_fine"),
@@ -57,12 +56,9 @@ SIGNS: tuple[tuple[re.Pattern[str], frozenset[str]], ...] = tuple(
         (r"(?:^|\.)layer\.\d+\.norm1\.", "radio sapiens2 tipsv2"),
         (r"^model\.layer\.\d+\.norm1\.", "dinov3_vit"),
         (r"^model\.stages\.\d+\.", "dinov3_convnext"),
-        (r"\.mlp\.experts\.gate_up_proj$", "aria_text"),
         (r"\.layers\.\d+\.linear_attn\.conv1d\.", "olmo_hybrid"),
-        (r"\.layers\.\d+\.attn_hc\.", "hy_v4"),
         (r"\.encoder\.layers\.\d+\.attention\.self\.", "altclip"),
         (r"\.attention\.attention\.(?:query|value)\.bias$", "videomae"),
-        (r"\.self_attn\.sinks$", "flint"),
         (r"^model\.[HL]_module\.layers\.\d+\.self_attn\.", "hrm_text"),
         (r"^decoder\.decoder_seanet\.", "mimi"),
         (r"(?:^|\.)layers\.\d+\.mlp\.fc1\.", "timesfm2_5"),

@@ -95,6 +95,13 @@ def parse_pattern(text: str) -> RenamePattern:
             f"--rename {text!r}: expected OLD=NEW with one '='",
             f"write OLD=NEW, whole keys with {{captures}} between dots: {example}",
         )
+    if sides[1].startswith(">"):
+        meant = f"{sides[0]}={sides[1].removeprefix('>').strip()}"
+        raise PlanError(
+            "CKM618",
+            f"--rename {text!r}: the new name {sides[1]!r} begins with '>', expected OLD=NEW",
+            f"write '=' between the names: {advised(rename=meant)}",
+        )
     old, new = (_segments(side, text) for side in sides)
     names = [
         [part.name for part in side if isinstance(part, SegmentCapture)] for side in (old, new)

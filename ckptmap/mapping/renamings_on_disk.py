@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 _LANGUAGE_MODEL = """
 audioflamingo3 aya_vision fuyu glmasr got_ocr2 granite_speech granite_speech_plus internvl llava llava_next
-llava_next_video llava_onevision mistral3 musicflamingo paligemma pp_chart2table qwen2_audio video_llava vipllava voxtral
-voxtral_realtime
+llava_next_video llava_onevision mistral3 mllama musicflamingo paligemma pp_chart2table qwen2_audio vibevoice_asr
+video_llava vipllava voxtral voxtral_realtime
 """
 TEXT_ON_DISK: Mapping[str, str] = {
     **dict.fromkeys(_LANGUAGE_MODEL.split(), "language_model."),

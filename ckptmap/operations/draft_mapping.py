@@ -158,6 +158,7 @@ class _Drafter:
 
     def run(self) -> Draft:
         self._draft_pairs()
+        self._draft_stacks_of_halves()  # first: what is left has fewer stacks that it could be of
         self._draft_stacks()
         self._draft_joins()
         for letter, (count, *others) in self.extents.items():
@@ -309,6 +310,35 @@ class _Drafter:
         stack = b.tensors[last[:-1]]
         box = stack.read((last[-1], 0, 0), (1, *stack.shape[1:]))
         return torch.equal(part, box[0])
+
+    def _draft_stacks_of_halves(self) -> None:
+        """Add rules for two tensors of an expert, gate and up, that the other side joins before it stacks them."""
+        for b in list(self.draft.right):
+            pairs = permutations((a for a in self.draft.left if a.uniform), 2)
+            found = next((pair for pair in pairs if self._are_halves(pair, b)), None)
+            if found is not None:
+                letter = LETTERS[len(next(iter(found[0].tensors))) - 1]
+                hub = _quoted_list([f"{a.name} :: m i @ two[{at}]" for at, a in enumerate(found)])
+                other = _quote(f"{b.name} :: {letter} (two m) i")
+                self._add_rule(hub, other, not self.values, b, *found)
+
+    def _are_halves(self, pair: Sequence[KeyGroup], b: KeyGroup) -> bool:
+        """Return whether the experts' tensors [m, i] of both are the halves of a stack [e, 2m, i]."""
+        import torch
+
+        first, second = pair
+        shape, experts = first.shape, {n[-1] for n in first.tensors if n}
+        if first.numbers != second.numbers or first.shape != second.shape or not b.uniform:
+            return False
+        if len(shape) != 2 or b.shape != (len(experts), 2 * shape[0], shape[1]):
+            return False
+        if {n[:-1] for n in first.tensors} != b.numbers:
+            return False
+        if not self.values:
+            return True
+        last = max(first.tensors)
+        box = b.tensors[last[:-1]].read((last[-1], 0, 0), (1, *b.shape[1:]))[0]
+        return torch.equal(torch.cat([a.tensors[last].read() for a in pair]), box)
 
     def _draft_joins(self) -> None:
         """Add rules for tensors of one module that the other side concatenates along dim 0."""

@@ -16,12 +16,12 @@ from ckptmap.checkpoint.rename import renamed
 from ckptmap.checkpoint.translate_names import translated, translated_by
 from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.mapping.detect import SchemeChoice, recognise
+from ckptmap.mapping.disk_forms import memory_scheme_of
 from ckptmap.mapping.memory_names import joined_experts, memory_scheme, named_as_in_memory
 from ckptmap.mapping.model_config import config_beside, readable_config
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.mapping.renamings_on_disk import renamings_on_disk
 from ckptmap.mapping.rules import HUB
-from ckptmap.mapping.split_experts import memory_scheme_of
 from ckptmap.planning.options import Options
 from ckptmap.planning.reference import Reference
 from ckptmap.protocols import Setup

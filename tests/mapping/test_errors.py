@@ -134,6 +134,15 @@ def test_a_head_size_that_is_not_hidden_over_heads(tmp_path: Path) -> None:
     assert "_proj" in error.message and "head_dim 5" in error.message
 
 
+def test_names_on_disk_of_another_family(tmp_path: Path) -> None:
+    """No rule leads from one family to another: the plan would rename nothing."""
+    error = refused(tmp_path, "llama", hub_state("llama"), "gpt2/hf")
+    assert error.code == "CKM604"
+    assert "the keys are those of llama/hf, and gpt2/hf names other models (gpt2)" in error.message
+    assert error.hint.endswith("--names hf") or "names='hf'" in error.hint
+    assert ckptmap.plan(tmp_path / "in", "full", names="llama/hf").steps.fqns
+
+
 def test_the_wrong_era(tmp_path: Path) -> None:
     """Names of 2025-07 taken for those of today."""
     state = state_of("llama", "torchtitan@2025-07")

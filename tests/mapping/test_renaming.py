@@ -60,6 +60,7 @@ REFUSED: list[tuple[dict[str, Any], list[str], str, str]] = [
     ({"rename": "{x}.{x}={x}"}, ["a.w"], "CKM618", "has the capture {x} twice on one side"),
     ({"rename": "a.{x}"}, ["a.w"], "CKM618", "expected OLD=NEW with one '='"),
     ({"rename": "a=b=c"}, ["a.w"], "CKM618", "expected OLD=NEW with one '='"),
+    ({"rename": "a.{x}=>b.{x}"}, ["a.w"], "CKM618", "'>b.{x}' begins with '>', expected OLD=NEW"),
     ({"rename": "a.*={x}"}, ["a.w"], "CKM618", "the segment '*' is not a capture"),
     ({"rename": "a.l{n}=l{n}"}, ["a.l1"], "CKM618", "the segment 'l{n}' is not a capture"),
     ({"rename": "a..b=c"}, ["a.w"], "CKM618", "the segment '' is empty"),

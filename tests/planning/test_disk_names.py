@@ -93,9 +93,9 @@ def test_what_the_rules_do_not_fit_stays_and_is_told(tmp_path: Path) -> None:
         assert reason in told and "transformers 4, vLLM and SGLang do not find them" in told
         assert set(plan.steps.fqns) == set(tensors)
     config = json.loads((tmp_path / "disk/config.json").read_text())
-    (tmp_path / "phimoe.json").write_text(json.dumps({**config, "model_type": "phimoe"}))
+    (tmp_path / "other.json").write_text(json.dumps({**config, "model_type": "deepseek_v4"}))
     torch.save(state, tmp_path / "state.pt")
-    told = notes(tmp_path / "state.pt", config_from=tmp_path / "phimoe.json")
+    told = notes(tmp_path / "state.pt", config_from=tmp_path / "other.json")
     assert f"{JOINED}: all experts of a layer in one tensor" in told and "--names FILE" in told
 
 

@@ -155,7 +155,7 @@ SLOW = frozenset(
         "mapping/test_published_shapes.py::test_every_scheme_there_and_back",
         "mapping/test_renamed_in_memory.py::test_transformers_loads_both_and_a_note_tells_them_apart",
         "mapping/test_renamed_in_memory.py::test_modules_are_named_as_on_disk_and_as_in_memory",
-        "mapping/test_split_experts.py::test_experts_are_written_one_by_one_and_loaded_back",
+        "mapping/test_disk_forms.py::test_experts_are_written_one_by_one_and_loaded_back",
         "planning/test_config_names.py::test_matrices_that_another_program_transposes_are_refused",
         "mapping/test_transformers_live.py::test_gemma_3_with_images_in_all_its_names",
         "mapping/test_transformers_live.py::test_transformers_still_writes_and_loads_these_names",

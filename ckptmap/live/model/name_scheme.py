@@ -21,11 +21,11 @@ from ckptmap.errors import CkptmapError
 from ckptmap.live.model.live_form import form_of
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.mapping.detect import MEMORY, SchemeChoice, choose, recognise
+from ckptmap.mapping.disk_forms import memory_scheme_of
 from ckptmap.mapping.model_config import as_config
 from ckptmap.mapping.renaming import Renaming
 from ckptmap.mapping.renamings_on_disk import renamings_on_disk
 from ckptmap.mapping.rules import HUB
-from ckptmap.mapping.split_experts import memory_scheme_of
 
 if TYPE_CHECKING:
     import torch
