@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 
 from ckptmap.checkpoint.module_extra_state import state_at
-from ckptmap.core.formatting import counted, some
+from ckptmap.core.formatting import some
 from ckptmap.core.printable import advised, quote
-from ckptmap.core.state_paths import RESOLVED, UNRESOLVED
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.mapping.wrappers import strip_wrappers
@@ -76,7 +75,9 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
     mixed_in = _state_among_weights(leaves)
     tensors = [path for path, leaf in leaves.items() if is_tensor(leaf) and path not in mixed_in]
     if not tensors:
-        raise _no_tensors(leaves, where)
+        from ckptmap.checkpoint.no_weights import no_tensors  # deferred: only a refusal needs it
+
+        raise no_tensors(leaves, where)
     states = _states_of_optimizers(leaves)
     if root is None:
         candidates = (
@@ -194,10 +195,12 @@ def _require_dict(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> 
         content = f"one pickled object of class {leaf.class_name}, which ckptmap never builds"
     else:
         content = "one bare tensor" if is_tensor(leaf) else f"one {type(leaf).__name__}"
+    from ckptmap.checkpoint.no_weights import way_to_tensors  # deferred: only a refusal needs it
+
     raise SourceError(
         "CKM206",
         f"{where}: holds {content}, expected a dict of names and tensors",
-        "save the state dict instead: torch.save(model.state_dict(), PATH)",
+        way_to_tensors(leaves, where),
     )
 
 
@@ -208,27 +211,6 @@ def _is_an_optimizer(leaves: Mapping[Path, Leaf]) -> bool:
     """
     first = next(iter(leaves), ())
     return first[:1] in _OF_AN_OPTIMIZER and {path[:1] for path in leaves} == _OF_AN_OPTIMIZER
-
-
-def _no_tensors(leaves: Mapping[Path, Leaf], where: str) -> SourceError:
-    objects = [leaf for leaf in leaves.values() if isinstance(leaf, Opaque)]
-    if objects and all(leaf.is_empty for leaf in objects):
-        return SourceError(
-            "CKM206",
-            f"{where}: holds {counted(len(objects), 'tensor')} on the meta device, which {'has' if len(objects) == 1 else 'have'} no values",
-            "load weights into the model (model.to_empty(device='cpu') first), then save it again",
-        )
-    if objects and all(leaf.is_unresolved for leaf in objects):
-        return SourceError("CKM206", f"{where}: each tensor is {UNRESOLVED}", RESOLVED)
-    classes = sorted({leaf.class_name for leaf in objects})
-    classes_text = ""
-    if classes:
-        classes_text = f"; it has objects of {', '.join(classes[:3])}, which ckptmap never builds"
-    return SourceError(
-        "CKM206",
-        f"{where}: holds no model weights{classes_text}",
-        "save the state dict: torch.save(model.state_dict(), PATH)",
-    )
 
 
 def _is_below(path: Path, root: Path) -> bool:

@@ -188,12 +188,23 @@ UNRESOLVED = "a view that torch conjugates or negates only when it is used"
 RESOLVED = "save tensor.resolve_conj().resolve_neg() in its place"
 
 
+NUMPY_ARRAYS = (
+    "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct",
+    "numpy._core.numeric._frombuffer", "numpy.core.numeric._frombuffer",
+)  # fmt: skip
+"""Functions that rebuild a pickled numpy array: of numpy 2, of numpy 1, and of both in protocol 5."""
+LAZY_PARAMETERS = tuple(
+    f"torch.nn.parameter.Uninitialized{kind}" for kind in ("Parameter", "Buffer")
+)
+RUN_ONCE = "run one batch through the model, and save it again"
 _OTHER_FORMS = {
     "torch._utils._rebuild_sparse_tensor": ("a sparse tensor", "save tensor.to_dense() in its place"),
     "torch._utils._rebuild_nested_tensor": ("a nested tensor", "save tensor.unbind() in its place"),
     "torch._utils._rebuild_qtensor": (
         "a quantized tensor of torch.ao", "save tensor.dequantize() in its place",
     ),
+    **dict.fromkeys(NUMPY_ARRAYS, ("a numpy array", "save torch.from_numpy(array) in its place")),
+    **dict.fromkeys(LAZY_PARAMETERS, ("a parameter of a lazy module, which has no values yet", RUN_ONCE)),
 }  # fmt: skip
 """Function that rebuilds a tensor of no dense form -> what it is, and what to save in its place."""
 
@@ -206,7 +217,7 @@ def described(value: Opaque) -> str:
         return f"{UNRESOLVED}, so its values are not here: {RESOLVED}"
     if value.class_name in _OTHER_FORMS:
         what, repair = _OTHER_FORMS[value.class_name]
-        return f"{what}, which is not read: {repair}"
+        return f"{what}: {repair}" if ", which" in what else f"{what}, which is not read: {repair}"
     return f"an object of unknown class {value.class_name}"
 
 

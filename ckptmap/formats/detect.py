@@ -219,7 +219,7 @@ def saved_again(path: str, load: str) -> str:
 
 
 def _of_file(place: Place) -> SourceError:
-    from ckptmap.formats.foreign_files import foreign_file  # only a refusal needs it
+    from ckptmap.formats.foreign_files import foreign_file, text_pickle  # only a refusal needs them
 
     head, path = place.head, place.path
     nbytes = Path(path).stat().st_size
@@ -237,7 +237,7 @@ def _of_file(place: Place) -> SourceError:
             f"{path}: is a JSON file, which holds no weights",
             f"if it describes weights, give its directory: {quote(str(Path(path).parent))}",
         )
-    if head.lstrip()[:1] in (b"<", b"{", b"[") or TEXT.fullmatch(head):
+    if head.lstrip()[:1] in (b"<", b"{", b"[") or (TEXT.fullmatch(head) and not text_pickle(head)):
         return SourceError(
             "CKM103",
             f"{path}: is text, not weights: it begins {head[:24].decode('latin-1').strip()!r}",

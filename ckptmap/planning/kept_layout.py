@@ -12,9 +12,10 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.split_roles import EXTRA_KEY, MODEL_KEYS, is_reserved_name, split_roles
 from ckptmap.core.formatting import some
 from ckptmap.core.state_paths import join
+from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.planning.request import Request
-from ckptmap.tensors import Path
+from ckptmap.tensors import Opaque, Path
 
 FQN = "fqn"
 SHOWN = 3
@@ -81,6 +82,21 @@ def source_path(ckpt: Checkpoint, path: Path, leaves_out_extra: bool) -> Path:
     """Return where an entry lies in the source."""
     inside = (EXTRA_KEY, *path)
     return inside if leaves_out_extra and inside in ckpt.index.leaves else path
+
+
+def paths_inside(ckpt: Checkpoint, names: Collection[str]) -> dict[str, Path]:
+    """Return where weights of these names lie below the root, if some lie in a list or in dicts of their own.
+
+    {"shadow_params": [t0, t1]}: {"0": (0,), "1": (1,)}. Empty where all names are keys of one dict, or where
+    the output has a name that the source has not.
+    """
+    model = ckpt.roles.model
+    if isinstance(model, PlainTensors) or all(
+        isinstance(path[-1], str) and len(path) == 1 for path in model
+    ):
+        return {}
+    inside = {join(path): path for path, leaf in model.items() if not isinstance(leaf, Opaque)}
+    return inside if inside.keys() >= {*names} else {}
 
 
 def beside_weights(path: Path, weights: Collection[str], *, tensor: bool) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import ne
 
@@ -27,6 +27,7 @@ from ckptmap.planning.kept_layout import (
     keeps_layout,
     kept_note,
     leaves_out_extra,
+    paths_inside,
     source_path,
 )
 from ckptmap.planning.key_selection import Selection
@@ -46,6 +47,7 @@ class OutputNames:
     root          path of the dict that holds the weights; empty: they are at the top
     module_state  extra state of modules, which goes beside the weights
     kept          every entry stays where it is in the source (--keep-layout)
+    inside        with `kept`, weights below further dicts and lists: name in the output -> path below the root
     at_top        entries stand beside the weights, in no dict of their own (--root '')
     notes         remarks for the user
     """
@@ -55,12 +57,19 @@ class OutputNames:
     module_state: States
     ckpt: Checkpoint
     kept: bool = False
+    inside: Mapping[str, Path] = field(default_factory=dict)
     at_top: bool = False
     notes: Sequence[str] = ()
 
     def of_weight(self, fqn: str) -> Path:
         """Return the path of a weight."""
-        return (*self.root, self.weights[fqn])
+        return self.of_weights((fqn,))[0]
+
+    def of_weights(self, fqns: Sequence[str]) -> list[Path]:
+        """Return the paths of weights."""
+        names, root = list(map(self.weights.__getitem__, fqns)), self.root
+        paths = [self.inside.get(name, (name,)) for name in names] if self.inside else zip(names)
+        return [root + path for path in paths] if root else list(paths)
 
     def of_extra(self, path: Path) -> Path:
         """Return the path of a leaf that is neither weight nor optimizer state."""
@@ -102,10 +111,11 @@ def output_names(request: Request, selection: Selection) -> OutputNames:
     kept = keeps_layout(request, nested)
     at_top = request.options.root == ""
     root = request.ckpt.roles.model_root if kept else _root(request, nested)
-    names = OutputNames(weights, root, module_state, request.ckpt, kept, at_top, notes)
+    inside = paths_inside(request.ckpt, weights.values()) if kept else {}
+    names = OutputNames(weights, root, module_state, request.ckpt, kept, inside, at_top, notes)
     if not kept:
         return names
-    unlike = replace(names, root=_root(request, nested), kept=False)
+    unlike = replace(names, root=_root(request, nested), kept=False, inside={})
     note = kept_note(request, unlike.root, unlike.places(other_paths))
     return replace(names, notes=[*notes, *note])
 

@@ -168,7 +168,7 @@ class _Weights:
         self, fqns: Sequence[str], kinds: Sequence[WeightKind], encodings: Sequence[Encoding | None]
     ) -> None:
         anew = [encoding for encoding in encodings if encoding is not None]
-        self._builder.encoded(fqns, self._paths(fqns), kinds, anew, self._open)
+        self._builder.encoded(fqns, self._names.of_weights(fqns), kinds, anew, self._open)
 
     def _open(self, fqn: str) -> LazyTensor:
         """Return a weight in the dtype of the values that its new encoding takes."""
@@ -197,9 +197,4 @@ class _Weights:
     def _add_plain(
         self, fqns: Sequence[str], infos: Sequence[TensorInfo], extents: Extents
     ) -> None:
-        self._builder.plain("model", fqns, self._paths(fqns), infos, extents)
-
-    def _paths(self, fqns: Sequence[str]) -> list[Path]:
-        root = self._names.root
-        paths: list[Path] = list(zip(map(self._names.weights.__getitem__, fqns), strict=True))
-        return [root + path for path in paths] if root else paths
+        self._builder.plain("model", fqns, self._names.of_weights(fqns), infos, extents)

@@ -63,6 +63,25 @@ def test_an_extra_inside_extra_stays(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "b.pt", weights_only=True)["extra"] == tree["extra"]
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"shadow_params": [torch.ones(2), torch.zeros(3)]},
+        {"model": {0: torch.ones(2), 1: torch.zeros(3)}},
+        {"model": {"head": torch.ones(2), "body": {"w": torch.zeros(3)}}},
+    ],
+    ids=["list", "integers", "dicts"],
+)
+def test_weights_in_lists_and_dicts_stay_there(weights: dict[str, Any], tmp_path: Path) -> None:
+    """torch-ema and diffusers' EMAModel save a list, and refuse a dict of the same tensors."""
+    torch.save({**weights, "decay": 0.9}, tmp_path / "a.pt")
+    ckptmap.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="full")
+    after = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert repr(after) == repr({**weights, "decay": 0.9})
+    assert ckptmap.verify(tmp_path / "b.pt", against=tmp_path / "a.pt").ok
+    assert ckptmap.diff(tmp_path / "a.pt", tmp_path / "b.pt", values=True).equal
+
+
 def test_otherwise_the_plan_says_what_moves(run: Path) -> None:
     plan = ckptmap.plan(run, "full", keep_layout=False)
     assert plan.moved.startswith(

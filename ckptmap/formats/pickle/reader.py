@@ -48,12 +48,18 @@ class DType:
 
     name: str
 
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """`torch.device(text)`: `"cpu"`, `"cuda:0"`."""
 
     text: str
+
+    def __repr__(self) -> str:
+        return f"device({self.text!r})"
 
 
 class Size(tuple[int, ...]):

@@ -11,14 +11,19 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.detect import LEGACY_MAGIC, LEGACY_NBYTES, legacy, saved_again
 from ckptmap.storage.files import Files
 
+_SAVED_BY_MODEL = "save the state dict of the model itself: torch.save(model.state_dict(), PATH)"
 _OTHERS = (
-    ("constants.pkl", "a TorchScript archive", 'torch.jit.load({}, map_location="cpu").state_dict()'),
-    ("archive_format", "an archive of torch.export", "torch.export.load({}).state_dict"),
-    (".npy", "numpy's .npz", "{k: torch.tensor(v) for k, v in __import__('numpy').load({}).items()}"),
-    ("model.weights.h5", "a Keras archive", ""),
+    ("/constants.pkl", "a TorchScript archive", 'torch.jit.load({}, map_location="cpu").state_dict()', ""),
+    ("/models/model.json", "an archive of torch.export", "torch.export.load({}).state_dict", ""),
+    (".wrapper.so", "a package of AOTInductor, which is compiled code", "", _SAVED_BY_MODEL),
+    ("/archive_format", "an archive of torch.export", "torch.export.load({}).state_dict", ""),
+    ("/.data/extern_modules", "an archive of torch.package", "", "if you trust it, load the model by "
+     "torch.package.PackageImporter, and save its state dict: torch.save(model.state_dict(), PATH)"),
+    (".npy", "numpy's .npz", "{k: torch.tensor(v) for k, v in __import__('numpy').load({}).items()}", ""),
+    ("model.weights.h5", "a Keras archive", "", "give a PyTorch checkpoint; ckptmap does not read Keras files"),
 )  # fmt: skip
 """The end of a member's name, what a zip with such a member is, and what loads its tensors in Python: the user
-may trust the file. Nothing here does."""
+may trust the file, and nothing here does. Where no one expression loads them, a hint."""
 
 
 def before_zip(files: Files, file: str, base: int) -> SourceError | None:
@@ -40,9 +45,8 @@ def other_zip(file: str, base: int) -> SourceError | None:
             names = archive.namelist()
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
         return None
-    for end, what, load in _OTHERS:
-        if any(name.endswith(end) for name in names):
-            hint = "give a PyTorch checkpoint; ckptmap does not read Keras files"
+    for end, what, load, hint in _OTHERS:
+        if any(f"/{name}".endswith(end) for name in names):
             if load:
                 hint = f"if you trust it, save its tensors: {saved_again(file, load)}"
             return SourceError("CKM105", f"{file}: is {what}, not a torch.save file", hint)
