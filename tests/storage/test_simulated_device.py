@@ -37,7 +37,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["convert", "load", "save"])
+@pytest.mark.parametrize("name", ["convert", "load", "save", "only"])
 def test_the_order_of_events_is_enough_and_the_bytes_are_those_of_the_cpu(
     name: str, tmp_path: Path
 ) -> None:
@@ -48,6 +48,11 @@ def test_the_order_of_events_is_enough_and_the_bytes_are_those_of_the_cpu(
         assert len(waits) == 6 and waits["save 0"], "it is not in the background"
         later = [waits[one] for one in ("save 1", "save 2", "managed 1", "managed 2")]
         assert not any(later), "training waits for no work of the device"
+    if name == "only":
+        assert len(found["waits"]) == 6
+        waits = [one for some in found["waits"].values() for one in some if "local_digest" in one]
+        brought = [one for one in waits if "copy of" in one and "unsaved_buffers" not in one]
+        assert not brought, "frozen weights are looked at where they are"
 
 
 def test_a_wait_that_is_left_out_is_found(tmp_path: Path) -> None:

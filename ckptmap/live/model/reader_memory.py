@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.storage import device_copies
 from ckptmap.storage.device_copies import Blocks
-from ckptmap.storage.pinned_memory import copies_pinned
+from ckptmap.storage.pinned_memory import copies_pinned, wait_for
 from ckptmap.storage.registered_memory import let_go
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ class ReaderMemory:
 
     def _make(self) -> None:
         try:
-            while _giving_back:
-                _giving_back.pop().join()
+            wait_for(_giving_back)
             for device in self._devices:
                 memory, blocks = device_copies.one_memory(self.count, self.block_nbytes)
                 self._memory.append(memory)

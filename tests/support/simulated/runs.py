@@ -226,10 +226,35 @@ def load(folder: Path) -> None:
         here.model(torch.ones(4, 64, device=NAME))
 
 
+def only(folder: Path) -> None:
+    """A frozen base in NF4 and in bfloat16, of which a save leaves out what has not changed."""
+    first = Run(1, "cpu")
+    ckptmap.save(folder / "saved", first.model, background=False)
+    for to in ("full-nf4", "full-bf16"):
+        ckptmap.convert(folder / "saved", folder / to, to=to)
+        frozen = Run(2, dtype=torch.bfloat16).model.requires_grad_(False)
+        frozen[1].requires_grad_(True)
+        waits_of(f"load {to}", lambda to=to, model=frozen: ckptmap.load(folder / to, model))
+        for count in range(2):
+            path = folder / f"{to} {count}"
+
+            def call(path: Path = path, model: nn.Module = frozen) -> Any:
+                return ckptmap.save(path, model, only="trainable", background=True)
+
+            waits_of(f"save {to} {count}", call).wait()
+            with ckptmap.open(path) as checkpoint:
+                kept = sorted(checkpoint)
+            wanted = ["1.bias", "1.weight", *(["3.bias"] if count else [])]
+            if kept != wanted:
+                WRONG.append(f"{path.name}: has {kept}")
+            frozen[3].bias.add_(1)
+
+
 RUNS: dict[str, Callable[[Path], None]] = {
     "convert": convert,
     "save": save,
     "load": load,
+    "only": only,
     "without": without,
 }
 
