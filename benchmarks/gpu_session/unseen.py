@@ -31,6 +31,7 @@ def run(step: StepRun) -> None:
         "threads that help": helped,
         "casts to float16": casts,
         "buffers that are not saved": unsaved_buffers,
+        "a frozen base that is left out": frozen_base,
         "moments of blocks that ranks share": shared_moments,
         "double quantization of bitsandbytes": double_quantized,
     }
@@ -248,6 +249,36 @@ def casts(step: StepRun) -> None:
     except ckptmap.CkptmapError as error:
         said = f"{error.code} {error.message}"
     step.result.check("a value that is lost is named", said.startswith("CKM309 1.1.weight: "), said)
+
+
+def frozen_base(step: StepRun) -> None:
+    """The device tells which weights of a frozen base have not changed; they are not brought to the host."""
+    import torch
+
+    import ckptmap
+
+    width, layers = (64, 2) if step.is_tiny else (8192, 8)
+    model = stack(layers, width, step.device)
+    path = step.work / "base"
+    ckptmap.save(path, model, background=False)
+    ckptmap.load(path, model)
+    model.requires_grad_(False)
+    model[0][0].requires_grad_(True)
+    nbytes, changed = sum(tensor.nbytes for tensor in state_of(model).values()), "1.1.weight"
+    wanted = {name for name, one in model.named_parameters() if one.requires_grad}
+    for number in range(3):
+        if number == 2:
+            with torch.no_grad():
+                model[1][1].weight[-1, -1] += 1
+        part = step.work / f"part {number}"
+        handle = ckptmap.save(part, model, only="trainable", step=number)
+        handle.wait()
+        rate = nbytes / handle.blocked_s / 1e9
+        step.result.figure(f"save {number} over a frozen base: blocked, by the base's bytes", rate, "GB/s")  # fmt: skip
+        with ckptmap.open(part) as opened:
+            found = set(opened)
+        expected = wanted | ({changed} if number == 2 else set())
+        step.result.check(f"save {number} has what is not the base's", found == expected, str(sorted(found)[:6]))  # fmt: skip
 
 
 def unsaved_buffers(step: StepRun) -> None:

@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -115,8 +115,7 @@ class Slabs:
         """Return places of `sizes` bytes each: in the slabs that were given back as far as these fit."""
         if not sizes:
             return cls((), (), (), pinned)
-        while _reserving:
-            _reserving.pop().join()
+        wait_for(_reserving)
         new = lasting_memory if pinned else _pageable
         asked = tuple(sizes)
         wanted, where = slab_layout(asked)
@@ -149,8 +148,7 @@ def reserve_pageable(sizes: Sequence[int]) -> None:
             slab[:: mmap.PAGESIZE].zero_()
         _kept[False] = made
 
-    _reserving.append(threading.Thread(target=reserve, name=PAGEABLE))
-    _reserving[-1].start()
+    _begin(reserve, PAGEABLE)
 
 
 def reserve_pinned(sizes: Sequence[int]) -> None:
@@ -174,15 +172,30 @@ def reserve_pinned(sizes: Sequence[int]) -> None:
             made.append(slab)
         _kept[True] = made
 
-    _reserving.append(threading.Thread(target=reserve, name=PINNED))
-    _reserving[-1].start()
+    _begin(reserve, PINNED)
+
+
+def _begin(reserve: Callable[[], None], name: str) -> None:
+    """Make memory in a thread. Where the system gives none, the save makes its memory itself."""
+    thread = threading.Thread(target=reserve, name=name)
+    with suppress(RuntimeError):
+        thread.start()
+        _reserving.append(thread)  # by now a save may wait for it
 
 
 def give_back_pinned() -> None:
     """Give the pinned memory back that is kept for the next save; no save is under way."""
-    while _reserving:
-        _reserving.pop().join()
+    wait_for(_reserving)
     _free(list(_kept.pop(True, ())))
+
+
+def wait_for(threads: list[threading.Thread]) -> None:
+    """Wait until all these threads have ended, and take them off the list. Others may wait for them, too: nobody goes on
+    before a thread that somebody else waits for has ended."""
+    for thread in tuple(threads):
+        thread.join()
+        with suppress(ValueError):  # another one has taken it off
+            threads.remove(thread)
 
 
 def _free(slabs: list[torch.Tensor]) -> None:

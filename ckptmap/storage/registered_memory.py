@@ -44,13 +44,31 @@ class _Registered(mmap.mmap):
     """Whether it is known that no copy from or to the memory is under way."""
 
     def __del__(self) -> None:
-        if self.address:
-            # A process that ends has no CUDA any more; the system takes its memory back.
-            with contextlib.suppress(Exception), on_used_device(), beside_captures():
+        if not self.address:
+            return
+        # A process that ends has no CUDA any more; the system takes its memory back.
+        with contextlib.suppress(Exception):
+            if self._is_unregistered():
+                COUNT.add(-len(self))
+            else:
+                _kept.append(self)
+
+    def _is_unregistered(self) -> bool:
+        """Wait for copies from and to the memory, and tell CUDA that it goes; return whether CUDA knows."""
+        try:
+            with on_used_device(), beside_captures():
                 if not self.is_idle:
                     _end_copies()
-                _succeeds(_cudart().cudaHostUnregister(self.address))
-            COUNT.add(-len(self))
+                return _succeeds(_cudart().cudaHostUnregister(self.address))
+        except (
+            Exception
+        ):  # a device that had an error, or one that captures a graph, cannot be waited for
+            return False
+
+
+_kept: list[_Registered] = []
+"""Memory that CUDA would not let go. It stays mapped: CUDA takes whatever comes to its addresses for the old pages,
+which it goes on to copy from and to."""
 
 
 class RegisteredCount:

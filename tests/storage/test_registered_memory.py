@@ -106,6 +106,8 @@ def test_an_answer_with_an_error_is_not_kept_for_the_next_kernel(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: library)
     monkeypatch.setattr(cudart, call, refuse)
+    monkeypatch.setattr(registered_memory, "_kept", [])
+    monkeypatch.setattr(registered_memory, "COUNT", registered_memory.RegisteredCount())
     memory = registered_memory.registered_memory(LEAST_NBYTES)
     assert (memory is None) == (call == "cudaHostRegister")
     del memory
@@ -145,6 +147,34 @@ def devices(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> set[int]:
         torch._C, "_cuda_hasPrimaryContext", lambda index: index in used, raising=False
     )
     return used
+
+
+@pytest.mark.parametrize("what", ["a device is not waited for", "CUDA keeps it"])
+def test_memory_that_cuda_does_not_let_go_stays_mapped(
+    what: str, cudart: Cudart, devices: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was unmapped, and left registered where the wait had failed: what was mapped there next counted as pinned, and
+    copies went to the pages of before."""
+
+    def refuse(index: int) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    kept: list[Any] = []
+    monkeypatch.setattr(registered_memory, "_kept", kept)
+    if what == "CUDA keeps it":
+        monkeypatch.setattr(cudart, "cudaHostUnregister", lambda address: 1)
+    else:
+        monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    monkeypatch.setattr(registered_memory, "COUNT", registered_memory.RegisteredCount())
+    memory = registered_memory.registered_memory(LEAST_NBYTES)
+    assert memory is not None
+    address = memory.data_ptr()
+    memory.fill_(7)
+    del memory
+    gc.collect()
+    assert [one.address for one in kept] == [address] and address in cudart.held
+    assert bytes(kept[0][-4:]) == b"\x07" * 4, "it can be read still"
+    assert registered_memory.COUNT.now == LEAST_NBYTES
 
 
 def in_new_thread(run: Any) -> Any:

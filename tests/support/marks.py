@@ -280,6 +280,7 @@ SLOW = frozenset(
         "storage/test_resource_limits.py::test_too_few_open_files",
         "storage/test_resource_limits.py::test_verify_that_cannot_read_says_nothing_of_the_output",
         "storage/test_resource_limits.py::test_what_is_kept_is_said_by_the_exit_code",
+        "storage/test_simulated_device.py",
         "test_imports.py::test_a_cast_does_import_torch",
         "test_output_digests.py::test_outputs_are_the_recorded_bytes",
         "test_packaging.py::test_a_bare_clone_runs_as_a_module",

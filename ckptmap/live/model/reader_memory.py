@@ -8,14 +8,13 @@ To make 256 MiB takes a tenth of the time in which these fill 13 GB, and to give
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.storage import device_copies
 from ckptmap.storage.device_copies import Blocks
-from ckptmap.storage.pinned_memory import copies_pinned
+from ckptmap.storage.pinned_memory import copies_pinned, wait_for
 from ckptmap.storage.registered_memory import let_go
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class ReaderMemory:
 
     def _make(self) -> None:
         try:
-            _wait_for_given_back()
+            wait_for(_giving_back)
             for device in self._devices:
                 memory, blocks = device_copies.one_memory(self.count, self.block_nbytes)
                 self._memory.append(memory)
@@ -70,15 +69,6 @@ class ReaderMemory:
             thread = _in_thread(lambda: _drop(held))
             if thread is not None:
                 _giving_back.append(thread)
-
-
-def _wait_for_given_back() -> None:
-    """Wait for the threads that give memory back now. Loads in other threads may wait for them, too, and remove them
-    from the list meanwhile."""
-    for thread in [*_giving_back]:
-        thread.join()
-        with contextlib.suppress(ValueError):
-            _giving_back.remove(thread)
 
 
 def _drop(held: list[torch.Tensor]) -> None:

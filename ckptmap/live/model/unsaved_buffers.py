@@ -69,7 +69,9 @@ def _is_default(generator: torch.Generator) -> bool:
     """Return whether this is torch's random stream, which is restored."""
     import torch
 
-    known = [torch.default_generator, *torch.cuda.default_generators]
+    device = torch.accelerator.current_accelerator()
+    module = None if device is None else torch.get_device_module(device)
+    known = [torch.default_generator, *getattr(module, "default_generators", ())]
     return any(generator is one for one in known)
 
 

@@ -79,6 +79,20 @@ def test_a_generator_that_was_drawn_from_is_refused(tmp_path: Path) -> None:
     ckptmap.load(tmp_path / "b", again, exact=True)
 
 
+def test_a_stream_of_any_accelerator_is_none_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of CUDA were known alone; the stream of another device is restored, too."""
+
+    class Xpu:
+        default_generators = (torch.Generator(), torch.Generator())
+
+    model = nn.Linear(4, 4)
+    model.noise = Xpu.default_generators[1]  # type: ignore[assignment]
+    assert list(unsaved_buffers.described(model)) == ["noise"]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Xpu)
+    assert unsaved_buffers.described(model) == {}
+
+
 class Writing(nn.Linear):
     """A module that writes a number of its own into state dicts, in torch's way of old."""
 

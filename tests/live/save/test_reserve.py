@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,40 @@ def test_other_sizes_take_what_fits(first: list[int], second: list[int]) -> None
     wanted = sum(pinned_memory.slab_layout(second)[0])
     assert sum(slab.numel() for slab in other.slabs) <= 1.5 * wanted
     pinned_memory._kept.clear()
+
+
+def test_where_no_thread_can_be_started_the_save_makes_its_memory(
+    made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that had not begun was waited for: each later save raised RuntimeError."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        pinned_memory.reserve_pageable([1 << 12])
+        pinned_memory.reserve_pinned([1 << 12])
+    assert not pinned_memory._reserving
+    assert Slabs.take([1 << 12], pinned=False).places[0].numel() == 1 << 12
+
+
+def test_several_wait_for_the_same_threads() -> None:
+    """`while threads: threads.pop()` raised IndexError for one, or let it go on before the thread had ended."""
+    go_on, early = threading.Event(), list[str]()
+    slow = threading.Thread(target=go_on.wait, args=(20,))
+    slow.start()
+    threads = [slow]
+
+    def wait() -> None:
+        pinned_memory.wait_for(threads)
+        early.extend(["early"] if slow.is_alive() else [])
+
+    waiting = [threading.Thread(target=wait) for _ in range(4)]
+    for one in waiting:
+        one.start()
+    go_on.set()
+    for one in waiting:
+        one.join(20)
+        assert not one.is_alive()
+    assert threads == [] and early == []
