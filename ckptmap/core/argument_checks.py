@@ -255,12 +255,24 @@ def _check_nested(name: str, value: object, levels: int) -> None:
             _check_nested(f"{name}[{number}]", item, levels - 1)
 
 
+_HINTS_OF_SAVES = {
+    "--drop": "pass tensors and plain values: numbers, strings, lists and dicts of them",
+    "--max-shard-size": "raise the limit of a file's size (ulimit -f), or choose a filesystem that holds larger"
+    " files; then save again",
+    "--max-memory": "free some memory, or raise the limit (ulimit -v, a container's); then save again",
+    "--threads": "end other processes, or raise the limit (ulimit -u, a container's pids); then save again",
+}
+"""What `save` says in place of a hint, by an option that the hint names; the first that it names decides."""
+
+
 @contextmanager
 def hints_of_saves() -> Iterator[None]:
-    """Replace hints that leave an entry out, for which `save` has no argument."""
+    """Replace hints that name an option for which `save` has no argument."""
     try:
         yield
     except CkptmapError as error:
-        if as_given("--drop") in error.hint:
-            error.hint = "pass tensors and plain values: numbers, strings, lists and dicts of them"
+        for option, hint in _HINTS_OF_SAVES.items():
+            if as_given(option) in error.hint:
+                error.hint = hint
+                break
         raise

@@ -8,6 +8,7 @@ error that names it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ _HEAD, _SHORT = 8, 4088
 
 UNTOUCHED = "{} is as it was"
 """What becomes of a destination where ranks are lost before it is published."""
+
+
+_GLOO = re.compile(r"\[\S+\.cc:\d+\] |\. This is typically caused by .*")
+"""Matches what gloo adds to its errors: a line of its source, and advice that ours gives better."""
 
 
 class LostRanks(RunError):
@@ -211,7 +216,7 @@ class RankGroup:
                 what = self._what_happened(self.arrivals) or what
             raise LostRanks(
                 "CKM307",
-                f"{what}: {first_line(error)}",
+                f"{what}: {_short(error)}",
                 "read the log of that rank: it died, or it did not call the same function",
             ) from error
         if self.arrivals is not None:
@@ -305,3 +310,7 @@ def rank_and_world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def _short(error: BaseException) -> str:
+    return _GLOO.sub("", first_line(error))

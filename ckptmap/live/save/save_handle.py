@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ckptmap.core.log import log
 from ckptmap.errors import CkptmapError
+from ckptmap.live.model.rank_group import LostRanks
 from ckptmap.storage.pending_saves import being_saved
 
 _started: list[SaveHandle] = []
@@ -135,7 +136,8 @@ def _named(error: BaseException, handle: SaveHandle) -> BaseException:
     text = f"the save before, in the background ({handle.title}), failed"
     if isinstance(error, CkptmapError):
         error.message = f"{text}: {error.message}"
-        error.hint = f"{error.hint}; this save was not begun: call it again".removeprefix("; ")
+        way = "start the run again" if isinstance(error, LostRanks) else "call it again"
+        error.hint = f"{error.hint}; this save was not begun: {way}".removeprefix("; ")
     else:
         error.add_note(f"{text}; this save was not begun: call it again")
     return error

@@ -5,6 +5,7 @@ snapshot -> files of all ranks in one work directory -> manifest -> read back ->
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections import ChainMap
@@ -34,6 +35,7 @@ from ckptmap.storage.own_files import open_plain, write_new
 from ckptmap.storage.publish import WorkDirectory
 from ckptmap.storage.publish_by_marker import is_pending
 from ckptmap.storage.recover import sweep_saves
+from ckptmap.storage.resource_limits import or_resource_error
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 
@@ -183,9 +185,18 @@ def _failures_named(path: FilePath) -> Iterator[None]:
     except DestinationError:
         raise
     except OSError as error:
-        raise RunError(
-            "CKM306", f"{path}: write failed: {error.strerror}", "free some space and save again"
-        ) from error
+        failed = RunError(
+            "CKM306", f"{path}: write failed: {error.strerror}", _after_failed_write(error)
+        )
+        raise or_resource_error(error, failed) from error
+
+
+def _after_failed_write(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space and save again"
+    if error.errno == errno.ENOENT:
+        return "its directory was removed or renamed while it was written: save again"
+    return "check the disk and the permissions of the destination, and save again"
 
 
 def _write_values(

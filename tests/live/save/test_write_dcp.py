@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -301,9 +302,41 @@ def test_a_manifest_that_cannot_be_written_is_an_error_of_the_save(
         own_files.write_new(path, [])
 
     monkeypatch.setattr("ckptmap.live.save.write_dcp.write_new", fails)
-    with pytest.raises(RunError, match=r"manifest.json: write failed: Stale file handle"):
+    with pytest.raises(RunError, match=r"manifest.json: write failed: Stale file handle") as caught:
         ckptmap.save(tmp_path / "out", net(0), background=False)
+    assert caught.value.hint.startswith("check the disk and the permissions")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "hint"),
+    [
+        (errno.ENOSPC, "CKM306", "free some space and save again"),
+        (
+            errno.ENOENT,
+            "CKM306",
+            "its directory was removed or renamed while it was written: save again",
+        ),
+        (
+            errno.EFBIG,
+            "CKM313",
+            "raise the limit of a file's size (ulimit -f), or choose a filesystem",
+        ),
+        (errno.ENOMEM, "CKM313", "free some memory, or raise the limit (ulimit -v, a container's)"),
+    ],
+)
+def test_a_failed_write_says_what_to_do_about_it(
+    number: int, code: str, hint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("ckptmap.live.save.write_dcp._write_all", fails)
+    with pytest.raises(RunError, match="write failed: ") as caught:
+        ckptmap.save(tmp_path / "out", net(0), background=False)
+    assert caught.value.code == code and caught.value.hint.startswith(hint)
+    assert "shard" not in caught.value.hint and "threads" not in caught.value.hint
+    assert not list(tmp_path.iterdir())
 
 
 @given(sizes=st.lists(st.integers(0, 5000), max_size=30))
