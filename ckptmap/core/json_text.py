@@ -56,19 +56,17 @@ def parse_json(
     return _parsed(*_text(data, max_nbytes), allow_nan, _unique)
 
 
-def parse_object(
-    data: bytes | bytearray | str, *, max_nbytes: int = MAX_NBYTES, allow_nan: bool = False
-) -> dict[str, object]:
+def parse_object(data: bytes | bytearray | str, *, allow_nan: bool = False) -> dict[str, object]:
     """Return the JSON object in `data`, as `parse_json` does. Raises JsonError for any other value, too."""
-    return as_object(parse_json(data, max_nbytes=max_nbytes, allow_nan=allow_nan))
+    return as_object(parse_json(data, allow_nan=allow_nan))
 
 
-def parse_pairs(data: bytes | bytearray | str, *, max_nbytes: int = MAX_NBYTES) -> Any:
+def parse_pairs(data: bytes | bytearray | str) -> Any:
     """Return the value of a JSON document whose objects are tuples of (key, value) pairs.
 
     Keys that stand there twice are kept, for a caller that names them itself. Raises JsonError.
     """
-    return _parsed(*_text(data, max_nbytes), False, tuple)
+    return _parsed(*_text(data, MAX_NBYTES), False, tuple)
 
 
 def parse_strings(text: str, at: int) -> tuple[tuple[tuple[str, str], ...], int]:

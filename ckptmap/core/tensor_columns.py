@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self
 
-from ckptmap.core.columns import Columns, NamedRows, distinct, each
+from ckptmap.core.columns import Columns, NamedRows, each
 from ckptmap.tensors import Extent, Path, Places, StoredTensor, TensorInfo
 
 
@@ -84,14 +84,6 @@ class _Tensors:
     def __len__(self) -> int:
         return len(self.infos)
 
-    def all(self) -> list[StoredTensor]:
-        """Return every tensor: for those who look at each, faster than one by one."""
-        if isinstance(self.located, Extents) and not self.created:
-            made = list(map(StoredTensor, self.infos, self.located))
-            self.created = dict(enumerate(made))
-            return made
-        return [self[index] for index in range(len(self))]
-
 
 class PlainTensors(Mapping[Path, StoredTensor]):
     """Plain tensors in stored order, by paths of one segment; no two share bytes.
@@ -121,14 +113,6 @@ class PlainTensors(Mapping[Path, StoredTensor]):
         """The places of all tensors, where the index has told them; None: headers would have to be read."""
         located = self._rows.located
         return located if isinstance(located, Extents) else None
-
-    def tensors(self) -> dict[str, StoredTensor]:
-        """Return every tensor by its name: for those who look at each, faster than to iterate."""
-        return dict(zip(self.names, self._rows.all(), strict=True))
-
-    def kinds(self) -> dict[int, TensorInfo]:
-        """Return the different info objects by their id; there are mostly few."""
-        return distinct(self.infos)
 
     def renamed(self, names: Mapping[str, str]) -> PlainTensors:
         """Return the same tensors with new names: `names` maps each old name to its new one."""

@@ -222,13 +222,12 @@ def _root_like(request: Request, reference: Reference, nested: bool) -> Path:
         return root
     paths = (*request.ckpt.plain, *request.ckpt.other)
     keys = sorted({str(path[0]) for path in paths if request.dropped_whole(join(path)) is None})
-    if request.ckpt.optimizer_reader.present and request.options.optimizer == "keep":
-        keys.append("the optimizer state")
+    left = [advised(drop=key) for key in keys]
     raise PlanError(
         "CKM205",
         f"--as {reference.shown}: holds weights at its top level alone, and {request.ckpt.shown} holds"
         f" {', '.join(keys[:NAMES_SHOWN])}, too",
-        "leave these behind: --drop KEY, --optimizer drop",
+        f"leave {'this' if len(left) == 1 else 'these'} behind: {' '.join(left)}",
     )
 
 

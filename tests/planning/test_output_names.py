@@ -67,6 +67,27 @@ def test_a_root_that_would_not_be_read_as_one_is_refused(
     assert refused.value.code == "CKM205"
 
 
+def test_what_a_flat_reference_has_no_place_for_is_left_behind_by_the_options_told(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), tmp_path / "flat.pt")
+    saved = {"model": model.state_dict(), "step": 3, "rng": {"cpu": torch.ones(2)}}
+    torch.save(saved, tmp_path / "extra.pt")
+    torch.save({**saved, "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    for name in ("extra.pt", "run.pt"):  # optimizer state stays behind unasked, as in the reference
+        src, flat = tmp_path / name, tmp_path / "flat.pt"
+        with pytest.raises(PlanError, match="holds weights at its top level alone") as refused:
+            ckptmap.plan(src, as_=flat)
+        assert refused.value.code == "CKM205"
+        assert refused.value.hint == "leave these behind: --drop rng --drop step"
+        ckptmap.convert(src, tmp_path / f"as-{name}", as_=flat, drop=["rng", "step"])
+        assert [*torch.load(tmp_path / f"as-{name}")] == ["weight", "bias"]
+
+
 TWICE: dict[str, Tree] = {
     "dots": {"x": {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}},
     "numbers": {"x": {1: torch.ones(2), "1": torch.zeros(2)}},

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import ckptmap
 from ckptmap.errors import SourceError
 from ckptmap.protocols.encodings import KeepsOnHost
-from ckptmap.quantization.blockwise.word_packing import Packing
+from ckptmap.quantization.blockwise.word_packing import Packing, packed
 from ckptmap.quantization.compressed_tensors.packed import Packed, packed_rows
 from ckptmap.quantization.compressed_tensors.scheme import PlainFp8
 from ckptmap.tensors import Box, TensorInfo
@@ -93,6 +93,26 @@ def test_packed_by_an_older_release(release: str, tmp_path: Path) -> None:
             for key, wanted in truth.items():
                 assert torch.equal(ckpt[key].read(), wanted), key
                 assert torch.equal(ckpt[key][3:7, 9:50], wanted[3:7, 9:50]), key
+
+
+@pytest.mark.parametrize("release", ["0.8.1", "0.12.2"])
+def test_as_an_older_release_writes_its_words(release: str, tmp_path: Path) -> None:
+    """--as packs the codes as that release did, whose library wrote the same words of the same codes."""
+    source, truth = GOLDEN_FILES / release, load_file(GOLDEN_FILES / release / "truth.safetensors")
+    save_file(truth, tmp_path / "dense.safetensors")
+    ckptmap.convert(tmp_path / "dense.safetensors", tmp_path / "out", as_=source)
+    theirs, ours = (load_file(one / "model.safetensors") for one in (source, tmp_path / "out"))
+    assert {key: value.shape for key, value in ours.items()} == {
+        k: v.shape for k, v in theirs.items()
+    }
+    with ckptmap.open(source) as ckpt, ckptmap.open(tmp_path / "out") as again:
+        for fqn, wanted in truth.items():
+            encoding, words = again[fqn].encoding_, theirs[f"{fqn}_packed"]
+            assert encoding == ckpt[fqn].encoding_ and isinstance(encoding, Packed)
+            codes = encoding.packing.unpacked(words, 0, wanted.shape[1])
+            assert torch.equal(packed(codes, encoding.bits, encoding.aligned), words), fqn
+            step = wanted.float().abs().max() / (1 << (encoding.bits - 1))
+            assert (again[fqn].read().float() - wanted.float()).abs().max() <= step, fqn
 
 
 def test_codes_of_eight_bits_are_not_decoded_as_seven(tmp_path: Path) -> None:

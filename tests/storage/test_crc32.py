@@ -7,7 +7,9 @@ import subprocess
 import sys
 import zlib
 
-from ckptmap.storage.crc32 import crc32
+import pytest
+
+from ckptmap.storage.crc32 import combined, crc32, crc32_combine
 
 
 def test_crc_is_that_of_zlib_with_and_without_isa_l() -> None:
@@ -19,3 +21,10 @@ def test_crc_is_that_of_zlib_with_and_without_isa_l() -> None:
         "from ckptmap.storage.crc32 import crc32; assert crc32 is zlib.crc32"
     )
     subprocess.run([sys.executable, "-c", without], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 4096, 65_537, 100_003])
+def test_two_crcs_are_combined_with_and_without_isa_l(cut: int) -> None:
+    data = os.urandom(100_003)
+    parts = zlib.crc32(data[:cut]), zlib.crc32(data[cut:]), len(data) - cut
+    assert combined(*parts) == crc32_combine(*parts) == zlib.crc32(data)

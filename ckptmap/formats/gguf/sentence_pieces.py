@@ -51,9 +51,9 @@ def parse_pieces(data: bytes) -> SentencePieces:
                 scores.append(score)
                 types.append(type_)
             elif number == 2:
-                kind = _number(data, value, 3, kind)
+                kind = _third(data, value, kind)
             elif number == 3:
-                adds_space = bool(_number(data, value, 3, 1))
+                adds_space = bool(_third(data, value, 1))
     except (IndexError, struct.error, UnicodeDecodeError) as error:
         raise NotSentencePiece("it ends in the middle, or holds text that is no UTF-8") from error
     if not texts:
@@ -78,10 +78,10 @@ def _piece(data: bytes, at: int, end: int) -> tuple[str, float, int]:
     return text, score, type_
 
 
-def _number(data: bytes, value: int | tuple[int, int], wanted: int, default: int) -> int:
-    """Return a number of an inner message."""
+def _third(data: bytes, value: int | tuple[int, int], default: int) -> int:
+    """Return the number in field 3 of an inner message."""
     for number, inner in _fields(data, *_span(value)):
-        if number == wanted and isinstance(inner, int):
+        if number == 3 and isinstance(inner, int):
             default = inner
     return default
 

@@ -53,13 +53,13 @@ def table_values(kind: str) -> tuple[float, ...]:
     return NF4 if kind == "nf4" else (*_FP4, 0.0, *(-value for value in _FP4[1:]))
 
 
-def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the 16 values by code, float32, which callers must not change."""
+def table(kind: str) -> torch.Tensor:
+    """Return the 16 values by code, float32 on the CPU, which callers must not change."""
     import torch
 
     return constant(
         ("4-bit values", kind),
-        device,
+        "cpu",
         lambda: torch.tensor(table_values(kind), dtype=torch.float32, device="cpu"),
     )
 

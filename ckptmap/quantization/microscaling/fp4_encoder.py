@@ -57,7 +57,7 @@ class Fp4Encoder:
             return
         for start in range(0, values.numel(), most):
             part = values.narrow(0, start, min(most, values.numel() - start))
-            codes, exponents = self._encoded(part.view(-1, self._block), 1)
+            codes, exponents = self._encoded(part.view(-1, self._block))
             at = offset + start
             yield self._write("packed", at // 2, e2m1.pack(codes).view(-1))
             yield self._write("scale", at // self._block, exponents)
@@ -67,14 +67,14 @@ class Fp4Encoder:
         self._finite.require_none()
         return ()
 
-    def _encoded(self, values: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encode values whose blocks run along `dim` -> codes u8, exponents u8 without that dim."""
+    def _encoded(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encode values whose blocks run along dim 1 -> codes u8, exponents u8 without that dim."""
         import torch
 
-        absmax = absmax_of(values, (dim,))
+        absmax = absmax_of(values, (1,))
         self._finite.note(absmax)
         exponents = self._rule.exponents(absmax)
-        return e2m1.rounded(_scaled(values, inverses(exponents).unsqueeze(dim))), exponents.to(
+        return e2m1.rounded(_scaled(values, inverses(exponents).unsqueeze(1))), exponents.to(
             torch.uint8
         )
 
@@ -92,7 +92,7 @@ class Fp4Encoder:
 
     def _put(self, first: int, values: torch.Tensor) -> None:
         bands = values.view(-1, self._block, self._width)
-        codes, exponents = self._encoded(bands, 1)
+        codes, exponents = self._encoded(bands)
         packed = e2m1.pack(codes, 1)  # [bands, block / 2, width]
         if self._codes is None or self._exponents is None:
             grid = self._width, self._height // self._block
