@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.core.tensor_table import NUMBER
+from ckptmap.errors import PlanError
 from ckptmap.mapping.mapping_file import parse_scheme
 from ckptmap.mapping.rules import NamingScheme
 
@@ -136,7 +137,10 @@ def memory_scheme_of(
         return None
     rules = [form.rule(name) for name in dict.fromkeys(map(_pattern, keys))]
     head = f'schema = 1\nfamily = "{kind}"\nscheme = "hf-memory"\n{form.dims}'
-    return parse_scheme("\n".join([head, *rules]), f"{kind}/hf-memory")
+    try:
+        return parse_scheme("\n".join([head, *rules]), f"{kind}/hf-memory")
+    except PlanError:  # half of the names are those on disk already: two rules make one name
+        return None
 
 
 def _pattern(key: str) -> str:

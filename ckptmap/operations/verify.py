@@ -185,7 +185,7 @@ def _compared(
             merged = document.get("merged") or ListedMerge()
             source = merge_adapter(
                 source, adapter, document["setup"], leave=merged.get("leave", ()),
-                untied=merged.get("untied"),
+                untied=merged.get("untied"), in_out=merged.get("in_out"),
             )  # fmt: skip
         source = with_tied_heads(_source_named_like(ckpt, source, document), ckpt)
         if any(map(IN_BNBS_NAMES.fullmatch, document["logical"])):

@@ -12,6 +12,7 @@ is a TOML or JSON file that maps a pattern of module or tensor names to a style,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -26,13 +27,30 @@ from ckptmap.storage.resource_limits import unreadable
 from ckptmap.tensors import BUFFERS, FLOATING, PARAMETERS, Box, Leaf, TensorInfo
 
 STYLES: Mapping[str, tuple[int | None, int | None]] = {
-    "colwise": (0, 0),
-    "rowwise": (1, None),
+    "colwise": (-2, 0),
+    "rowwise": (-1, None),
     "shard(0)": (0, 0),
     "shard(1)": (1, None),
     "replicate": (None, None),
+    "colwise_gather_output": (-2, 0),
+    "colwise_rep": (-2, 0),
+    "rowwise_rep": (-1, None),
+    "rowwise_split_input": (-1, None),
+    "embedding_rowwise": (0, 0),
+    "embedding_colwise": (1, None),
+    "sequence_parallel": (None, None),
 }
-"""Style -> (the dim of a matrix that tp cuts, the dim of a vector); None: replicated over tp."""
+"""Style -> (the dim of a matrix that tp cuts, the dim of a vector); None: replicated over tp. A stack of matrices is cut
+as its matrices are. Source: torch's styles, and transformers 5.23, distributed/tensor_parallel.py."""
+COMPUTING = frozenset(
+    (
+        "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "moe_tp_experts", "moe_identity_expert",
+        "local_params",
+    )
+)  # fmt: skip
+"""Styles of transformers that change how a module computes and cut none of its tensors."""
+PACKED = frozenset(("packed_colwise", "packed_rowwise"))
+"""Styles by which a rank holds two runs of a tensor, one of gate and one of up."""
 PLAIN = "plain"
 """The style of a tensor that is no DTensor, such as a buffer."""
 _EXAMPLE = "for example --mesh replicate=2,shard=4, or --mesh dp=2,tp=4 --tp-plan FILE"
@@ -139,7 +157,8 @@ class Mesh:
 
     def _style(self, fqn: str) -> str | None:
         """Return the style of the first pattern that matches the tensor or its module, or None."""
-        return next((s for pattern, s in self.plan.items() if _matches(pattern, fqn)), None)
+        cutting = ((p, style) for p, style in self.plan.items() if style not in COMPUTING)
+        return next((style for pattern, style in cutting if _matches(pattern, fqn)), None)
 
     def _shard(self, name: str, style: str | None, info: TensorInfo) -> int | None:
         role = _role(name)
@@ -149,7 +168,8 @@ class Mesh:
             return 0
         if style is None:
             return Placement.ABSENT
-        return STYLES[style][0 if len(info.shape) > 1 else 1]
+        dim = STYLES[style][0 if len(info.shape) > 1 else 1]
+        return None if dim is None else dim % len(info.shape)
 
 
 def _matches(pattern: str, fqn: str) -> bool:
@@ -200,8 +220,15 @@ def _read_plan(path: str) -> dict[str, str]:
     if not isinstance(plan, dict) or not plan:
         raise PlanError("CKM201", f"--tp-plan {path}: holds no patterns", _plan_example(path))
     for pattern, style in plan.items():
-        if not isinstance(style, str) or (style not in STYLES and style != PLAIN):
-            known = ", ".join((*STYLES, PLAIN))
+        if isinstance(style, str) and style in PACKED:
+            raise PlanError(
+                "CKM201",
+                f"--tp-plan {path}: {pattern}: {style}: a rank holds two runs of such a tensor, one of gate and one of up,"
+                " which ckptmap does not write",
+                f"split gate and up in the model, or replicate it over tp: {_plan_example(path, pattern, 'replicate')}",
+            )
+        if not isinstance(style, str) or (style not in {*STYLES, *COMPUTING} and style != PLAIN):
+            known = ", ".join((*STYLES, *sorted(COMPUTING), PLAIN))
             raise PlanError(
                 "CKM201", f"--tp-plan {path}: {pattern}: {style!r:.40} is none of {known}",
                 _plan_example(path),
@@ -209,7 +236,10 @@ def _read_plan(path: str) -> dict[str, str]:
     return plan
 
 
-def _plan_example(path: str) -> str:
+def _plan_example(
+    path: str, pattern: str = "model.layers.*.mlp.up_proj", style: str = "colwise"
+) -> str:
+    name, style = json.dumps(pattern), json.dumps(style)
     if path.endswith(".json"):
-        return 'write an object like {"model.layers.*.mlp.up_proj": "colwise"}'
-    return 'write lines like "model.layers.*.mlp.up_proj" = "colwise"'
+        return f"write an object like {{{name}: {style}}}"
+    return f"write lines like {name} = {style}"

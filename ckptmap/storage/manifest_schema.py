@@ -50,10 +50,12 @@ class ListedConversion(TypedDict):
 
 
 class ListedMerge(TypedDict):
-    """The adapter that was merged into the weights: what of it was left, and the heads that it untied."""
+    """The adapter that was merged into the weights: what of it was left, the heads that it untied, and whether square
+    matrices of experts were taken as [in, out]."""
 
     leave: NotRequired[Sequence[str]]
     untied: NotRequired[Mapping[str, str]]
+    in_out: NotRequired[bool]
 
 
 class ManifestDocument(TypedDict):
@@ -220,6 +222,8 @@ def _is_merged(value: object) -> bool:
         return False
     leave, untied = value.get("leave", []), value.get("untied", {})
     if not isinstance(leave, list) or not _is_dict(untied):
+        return False
+    if not isinstance(value.get("in_out", False), bool):
         return False
     return all(map(_is_text, (*leave, *untied.values())))
 

@@ -222,3 +222,20 @@ def test_what_is_no_family_without_a_mapping_file_has_no_form() -> None:
     assert split - {"dots3_note_text", "qwen3_5_moe"} <= SPLIT_ON_DISK
     assert memory_scheme_of(["model.layers.0.mlp.experts.gate_up_proj"], None) is None
     assert memory_scheme_of(["model.norm.weight"], {"model_type": "olmoe"}) is None
+
+
+def test_names_of_both_kinds_stay_as_they_are_and_are_told(tmp_path: Path) -> None:
+    """One layer was converted before: transformers loads both, and no rule may join two tensors."""
+    model = made("minimax_m2")
+    model.save_pretrained(tmp_path / "disk")
+    state, disk = model.state_dict(), load_file(tmp_path / "disk/model.safetensors")
+    half = {k: v for k, v in state.items() if ".layers.1." not in k}
+    half |= {k: v for k, v in disk.items() if ".layers.1." in k}
+    torch.save(half, tmp_path / "half.pt")
+    report = ckptmap.convert(
+        tmp_path / "half.pt", tmp_path / "out", to="hf", config_from=tmp_path / "disk"
+    )
+    assert any("all experts of a layer in one tensor" in note for note in report.notes)
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert written.keys() == half.keys()
+    assert all(torch.equal(written[key], half[key]) for key in half)

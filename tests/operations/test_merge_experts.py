@@ -173,6 +173,57 @@ def test_what_shapes_do_not_tell_is_refused(tmp_path: Path) -> None:
         merge(tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "no.pt")
 
 
+def with_release(folder: Path, release: str | None) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_version": release}))
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Llama4Text"])
+def test_square_stacks_are_taken_as_the_release_of_peft_takes_them(
+    family: str, tmp_path: Path
+) -> None:
+    """The installed peft takes [e, out, in]. 0.18 took [e, in, out] of any model, 0.19.0 where the module is not transposed:
+    their formulas are written down here, and were compared with these releases by hand."""
+    model = made(family, 64)
+    model.config.save_pretrained(tmp_path)
+    wrapped = saved(tmp_path, model, target_parameters=EXPERTS[1:])
+    name, rank, experts = "model.layers.0.mlp.experts.down_proj", 4, 4
+    if family == "Llama4Text":
+        name = name.replace("mlp", "feed_forward")
+    base = torch.load(tmp_path / "base.pt")[name]
+    halves = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    stem = f"base_model.model.{name.removesuffix('.down_proj')}"
+    a = halves[f"{stem}.lora_A.weight"].reshape(experts, rank, -1)
+    b = halves[f"{stem}.lora_B.weight"].reshape(-1, rank, experts)
+    merge(tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "out.pt")
+    assert ckptmap.verify(
+        tmp_path / "out.pt", against=tmp_path / "base.pt", adapter=tmp_path / "adapter"
+    ).ok
+    truth, found = merged_by_peft(wrapped), torch.load(tmp_path / "out.pt")
+    assert all(torch.equal(value, truth[key]) for key, value in found.items())
+    for release in ("0.18.1", "0.19.0"):
+        with_release(tmp_path / "adapter", release)
+        (tmp_path / "out.pt").unlink()
+        report = merge(tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "out.pt")
+        assert any(f"[e, in, out], as peft {release} does" in note for note in report.notes)
+        turned = base + torch.einsum("ore,eri->eio", b, a) * (16 / rank)
+        torch.testing.assert_close(torch.load(tmp_path / "out.pt")[name], turned)
+        assert not torch.equal(turned, truth[name])
+
+
+@pytest.mark.parametrize("release", [None, "0.19.1.dev0", "0.21.2"])
+def test_square_stacks_are_refused_where_the_release_does_not_tell(
+    release: str | None, tmp_path: Path
+) -> None:
+    """No release, one between two, and a base without a config.json that names its family."""
+    saved(tmp_path, made("Mixtral", 64), target_parameters=EXPERTS[1:])
+    with_release(tmp_path / "adapter", release)
+    with refused(
+        SourceError, "CKM322", r"nor do peft_version in the adapter's config and model_type"
+    ):
+        merge(tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "no.pt")
+
+
 def test_a_wrapper_that_the_config_does_not_name(tmp_path: Path) -> None:
     saved(tmp_path, made("Mixtral"), target_parameters=EXPERTS)
     file = tmp_path / "adapter" / "adapter_config.json"

@@ -60,6 +60,8 @@ class LoraConfig:
     """peft keeps a head that is tied to the embedding so: both have one adapter."""
     targets: Targets = field(default_factory=Targets)
     file: str = ""
+    peft_version: str = ""
+    """The release of peft that made it; empty: before 0.18, or another program."""
 
     def wraps(self, module: str) -> tuple[str, ...]:
         """Return the names of the module's own parameters that its adapter may change."""
@@ -111,6 +113,7 @@ def read_config(file: Path, mounts: Mounts) -> LoraConfig:
         ties=_value(file, text, "ensure_weight_tying", flag, False),
         targets=_targets(file, text),
         file=str(file),
+        peft_version=str(text.get("peft_version") or ""),
     )
 
 

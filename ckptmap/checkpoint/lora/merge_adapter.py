@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.checkpoint.lora.adapter_files import Adapter, LowRankUpdate, open_adapter
 from ckptmap.checkpoint.lora.adapter_names import names_in_base
+from ckptmap.checkpoint.lora.expert_order import order_notes, stored_in_out
 from ckptmap.checkpoint.lora.merged_tensor import (
     BIAS,
     A,
@@ -30,10 +31,11 @@ from ckptmap.checkpoint.lora.merged_tensor import (
     dora,
     with_replica,
 )
-from ckptmap.checkpoint.lora.shape_checks import ShapeChecks
+from ckptmap.checkpoint.lora.shape_checks import ShapeChecks, require_stored
 from ckptmap.checkpoint.lora.target_checks import require_targeted, target_notes
 from ckptmap.checkpoint.lora.untied_head import (
     Tied,
+    config_of_base,
     is_head,
     may_be_tied,
     stem,
@@ -46,7 +48,7 @@ from ckptmap.checkpoint.lora.wrapped_parameters import WrappedParameters, per_ex
 from ckptmap.checkpoint.open import open_another
 from ckptmap.checkpoint.translate_names import translated
 from ckptmap.core.formatting import counted
-from ckptmap.core.printable import advised, join, quote
+from ckptmap.core.printable import advised, quote
 from ckptmap.errors import SourceError
 from ckptmap.mapping.rules import HUB
 from ckptmap.protocols import Group, Scheme
@@ -64,6 +66,7 @@ def _merged_into(
     groups: Mapping[str, Group],
     leave: Sequence[str],
     untied: Mapping[str, str],
+    in_out: bool | None,
     notes: Iterable[str],
 ) -> Checkpoint:
     """Return `base` with the merged `groups` in place of its own."""
@@ -71,7 +74,7 @@ def _merged_into(
     record = {
         "config": adapter.config.text, "modules": len(adapter.lows), "trained": len(own),
         "files": {Path(file).name: os.stat(file).st_size for file in adapter.files},
-        "leave": list(leave), "untied": dict(untied),
+        "leave": list(leave), "untied": dict(untied), **({} if in_out is None else {"in_out": in_out}),
     }  # fmt: skip
     return replace(
         base.with_groups(groups, adapter.files),
@@ -85,6 +88,7 @@ def _merged_into(
             *(f"{key}: left in the adapter, {why}" for key, why in adapter.left.items()),
             *(f"{adapter.path}/{name}: is another adapter, not merged" for name in adapter.others),
             *untied_notes(untied),
+            *order_notes(adapter.config, in_out),
             *notes,
         ],
     )
@@ -98,6 +102,7 @@ def merge_adapter(
     leave: Sequence[str] = (),
     config_from: str | os.PathLike[str] | None = None,
     untied: Mapping[str, str] | None = None,
+    in_out: bool | None = None,
 ) -> Checkpoint:
     """Return the checkpoint at `base` with the adapter merged in, ready to be written for `to`.
 
@@ -105,8 +110,9 @@ def merge_adapter(
     rounded once.
 
     leave        patterns of modules and tensors of the adapter that are not merged
-    config_from  the config.json that tells whether the base ties its head; default: the base's own
+    config_from  the config.json that tells whether the base ties its head, and its family; default: the base's own
     untied       the head that an earlier merge untied -> its embedding, in place of a config.json
+    in_out       how an earlier merge took square matrices of experts
 
     Raises SourceError CKM320 to CKM322 where adapter and base do not fit together.
     """
@@ -123,9 +129,11 @@ def merge_adapter(
             tied = tied_in(ckpt, config_from)
         else:
             tied = next((Tied(embedding, head) for head, embedding in untied.items()), None)
-        merger = _Merger(ckpt, adapter, scheme, names_in_base(adapter, ckpt, tied), tied)
+        if in_out is None:
+            in_out = stored_in_out(adapter.config, config_of_base(ckpt, config_from))
+        merger = _Merger(ckpt, adapter, scheme, names_in_base(adapter, ckpt, tied), tied, in_out)
         groups = merger.groups()
-        _require_stored(groups, ckpt, adapter)
+        require_stored(groups, ckpt, adapter)
         require_targeted(adapter)
         notes = [*_copies_note(merger.copies), *merger.alike]
         notes += target_notes(adapter, ckpt, merger.named)
@@ -136,7 +144,8 @@ def merge_adapter(
                 for fqn in merger.embeddings
                 if may_be_tied(ckpt, fqn, config_from)
             ]
-        return _merged_into(ckpt, adapter, groups, leave, merger.untied, notes)
+        by_release = in_out if merger.wrapped.by_release else None
+        return _merged_into(ckpt, adapter, groups, leave, merger.untied, by_release, notes)
 
 
 def in_adapters_names(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None) -> Checkpoint:
@@ -146,20 +155,6 @@ def in_adapters_names(ckpt: Checkpoint, config_from: str | os.PathLike[str] | No
         return ckpt
     config = None if config_from is None else os.fspath(config_from)
     return translated(ckpt, HUB, ckpt.index.naming, config)
-
-
-def _require_stored(groups: Collection[str], ckpt: Checkpoint, adapter: Adapter) -> None:
-    """Raise SourceError CKM322 where a merged tensor is computed from several of the base's when it is read."""
-    computed = {} if ckpt.translation is None else ckpt.translation.decoded
-    fqn = next((fqn for fqn in groups if fqn in computed), None)
-    if fqn is not None:
-        convert = join(["ckptmap", "convert", ckpt.path, "NAMED", "--to", "hf-fp32"])
-        merge = join(["ckptmap", "merge", "NAMED", adapter.path, "DST"])
-        raise SourceError(
-            "CKM322",
-            f"{adapter.path}: {fqn}: is computed from other tensors of the base {ckpt.shown}, expected one tensor there",
-            f"give the base its names first: {convert}, then {merge}",
-        )
 
 
 def _copies_note(copies: Sequence[LazyTensor]) -> list[str]:
@@ -185,12 +180,14 @@ class _Merger:
         scheme: Scheme | None,
         named: Callable[[str], str],
         tied: Tied | None,
+        in_out: bool | None,
     ) -> None:
         self.ckpt, self.adapter, self.scheme, self.named = ckpt, adapter, scheme, named
         self.tied = tied
         self.untied: dict[str, str] = {}
         self.where = adapter.path
         self.checks = ShapeChecks(ckpt, adapter, named, foreign_tensors(ckpt.infos()))
+        self.wrapped = WrappedParameters(adapter, ckpt, named, in_out)
         self.copies: list[LazyTensor] = []
         self.alike: list[str] = []
         self.embeddings: list[str] = []
@@ -211,7 +208,7 @@ class _Merger:
             )
             if group is not None:
                 made[fqn] = group
-        tensors = WrappedParameters(self.adapter, self.ckpt, self.named)
+        tensors = self.wrapped
         for key, low in self.adapter.lows.items():
             name = tensors.name(key)
             fqn = self._base_name(name, low.a)

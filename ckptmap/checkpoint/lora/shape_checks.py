@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.checkpoint.lora.adapter_files import Adapter, LowRankUpdate
+from ckptmap.core.printable import join
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -98,3 +99,17 @@ class ShapeChecks:
         shape = self.ckpt.group(fqn).info.shape if fqn in self.ckpt else ()
         made = (*low.b.shape[:1], *low.a.shape[1:])
         return None if made == made[::-1] or made not in (shape, shape[::-1]) else made != shape
+
+
+def require_stored(groups: Collection[str], ckpt: Checkpoint, adapter: Adapter) -> None:
+    """Raise SourceError CKM322 where a merged tensor is computed from several of the base's when it is read."""
+    computed = {} if ckpt.translation is None else ckpt.translation.decoded
+    fqn = next((fqn for fqn in groups if fqn in computed), None)
+    if fqn is not None:
+        convert = join(["ckptmap", "convert", ckpt.path, "NAMED", "--to", "hf-fp32"])
+        merge = join(["ckptmap", "merge", "NAMED", adapter.path, "DST"])
+        raise SourceError(
+            "CKM322",
+            f"{adapter.path}: {fqn}: is computed from other tensors of the base {ckpt.shown}, expected one tensor there",
+            f"give the base its names first: {convert}, then {merge}",
+        )

@@ -49,7 +49,7 @@ def tied_in(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None = None)
     None: the base has a head, or its model has none, or no config.json tells. The config.json is
     that in `config_from`, a file or its directory, else the one beside the checkpoint.
     """
-    config = _config(ckpt, config_from)
+    config = config_of_base(ckpt, config_from)
     if config is None or not _has_head(config) or not _is_headless(ckpt):
         return None
     stems = {fqn: stem(fqn) for fqn in ckpt if fqn.endswith(".weight")}
@@ -63,7 +63,9 @@ def tied_in(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None = None)
 def may_be_tied(ckpt: Checkpoint, fqn: str, config_from: str | os.PathLike[str] | None) -> bool:
     """Return whether a head could be tied to this embedding: the base has no head, and no config.json
     that tells."""
-    return stem(fqn) in EMBEDDINGS and _is_headless(ckpt) and _config(ckpt, config_from) is None
+    return (
+        stem(fqn) in EMBEDDINGS and _is_headless(ckpt) and config_of_base(ckpt, config_from) is None
+    )
 
 
 def _is_headless(ckpt: Checkpoint) -> bool:
@@ -91,7 +93,7 @@ def _head(embedding: str, config: Mapping[str, object]) -> str:
     return f"{_TOWER if embedding.startswith(_TOWER) else ''}{name}.weight"
 
 
-def _config(
+def config_of_base(
     ckpt: Checkpoint, config_from: str | os.PathLike[str] | None
 ) -> dict[str, object] | None:
     """Return the config.json asked for, or that beside the weights, or what a GGUF file says; None: none can be read."""

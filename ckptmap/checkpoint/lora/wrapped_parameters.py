@@ -4,8 +4,8 @@
     mlp.experts.lora_A            [e r, i], lora_B [h, e r]    ->  mlp.experts.down_proj    [e, h, i]
 
 `target_parameters` puts one wrapper around the other, in an order that no file has: shapes tell
-which is whose, or nothing does. peft takes a stack as [e, out, in], or as [e, in, out] where the
-module says `is_transposed`, which is again told by shapes.
+which is whose, or nothing does. peft takes a stack as [e, out, in] or as [e, in, out], which is again told by shapes, and
+where its matrices are square by `expert_order`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,22 @@ from ckptmap.protocols import Group
 
 
 class WrappedParameters:
-    """The parameters that one adapter wraps; `named`: the adapter's names -> the base's."""
+    """The parameters that one adapter wraps.
 
-    def __init__(self, adapter: Adapter, ckpt: Checkpoint, named: Callable[[str], str]) -> None:
-        self.adapter, self.ckpt, self.named = adapter, ckpt, named
+    named       the adapter's names -> the base's
+    in_out      whether square matrices of stacks are [in, out], where no shape tells; None: nothing does
+    by_release  whether a stack was merged by `in_out`
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        ckpt: Checkpoint,
+        named: Callable[[str], str],
+        in_out: bool | None = None,
+    ) -> None:
+        self.adapter, self.ckpt, self.named, self.in_out = adapter, ckpt, named, in_out
+        self.by_release = False
 
     def name(self, key: str) -> str:
         """Return the parameter that an update changes, by the adapter's name.
@@ -81,9 +93,13 @@ class WrappedParameters:
             orders = {way.pop() for way in ways if len(way) == 1}
             if len(orders) == 1:
                 return orders.pop()
+        if self.in_out is not None:
+            self.by_release = True
+            return self.in_out
         raise self._undecided(
             low,
-            "its matrices are square, so their shape does not tell whether they are stored [in, out]",
+            "its matrices are square, so their shape does not tell whether they are stored [in, out], nor do peft_version"
+            " in the adapter's config and model_type in the base's config.json",
         )
 
     def _shape(self, name: str) -> tuple[int, ...]:
