@@ -52,7 +52,7 @@ SHARED = {
     "formats.torch_save.foreign_archives", "formats.huggingface.loaded_names",
     "formats.huggingface.tied_embeddings", "formats.huggingface.tied_heads",
     "quantization.activation_statements", "quantization.blockwise", "quantization.linear_weights", "quantization.dense",
-    "quantization.stray_parts", "quantization.unsupported_schemes", "sharding",
+    "quantization.stray_parts", "quantization.unread_statements", "quantization.unsupported_schemes", "sharding",
 }  # fmt: skip
 """What in the rooms of adapters is no adapter: any room above may import it."""
 

@@ -81,7 +81,8 @@ def group_parts(
     mine = EncodingRecords(records_below(records, root))
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
     left = StoredParts(stored, infos, extents)
-    for scheme in registry.schemes_in(left.lasts, mine.by_scheme):
+    unread = "" if mine or _is_plain(met(infos)) else _unread(stored, mounts)
+    for scheme in () if unread else registry.schemes_in(left.lasts, mine.by_scheme):
         groups = Groups.of(through(scheme, mounts).group(left, mine))
         modules = left.table.modules(groups.fqns)
         for form, at in groups.by_form():
@@ -96,6 +97,22 @@ def group_parts(
     dense = dict(zip(keys, map(left.table.tensors.__getitem__, numbers), strict=True))
     at_places = map(places.__getitem__, numbers)
     return LogicalTensors.in_order(placed, at_places, dense, shares=columns is None)
+
+
+def _unread(stored: Mapping[str, StoredTensor], mounts: Mounts) -> str:
+    """Return the name of the form of codes that config.json states, where nobody decodes it; "" elsewhere."""
+    from ckptmap.quantization.unread_statements import unread_statement  # few have codes
+
+    return unread_statement(stored, mounts)
+
+
+def _unread_notes(groups: LogicalTensors, mounts: Mounts) -> list[str]:
+    """Return a note on codes that config.json states to be of a form that nobody decodes."""
+    dense = {} if groups.forms() else groups.dense()
+    unread = "" if all(t.info.dtype in VALUES for t in dense.values()) else _unread(dense, mounts)
+    return (
+        [f"config.json states codes that are {unread}: they move as bytes only"] if unread else []
+    )
 
 
 def _among_leaves(
@@ -149,7 +166,7 @@ def without_stray_parts(
     """
     strays, notes = stray_parts(groups.dense(), groups.infos(), records, mounts)
     refused += [RefusedLeaf(key, why, droppable=True, repair=REPAIR) for key, why in strays]
-    notes += activation_notes(groups.forms(), mounts)
+    notes += [*activation_notes(groups.forms(), mounts), *_unread_notes(groups, mounts)]
     return (groups.without({key for key, _ in strays}) if strays else groups), notes
 
 

@@ -110,8 +110,12 @@ def _by_scheme(request: Request, selection: Selection) -> WeightEncodings:
     demands = request.setup.demands
     stored_dense = _stored_dense(ckpt) if scheme is None and demands is None else {}
     foreign = foreign_tensors(ckpt.infos()) if scheme is not None else {}
-    if scheme is not None and not foreign and not ckpt.groups.forms():
-        foreign = _codes_of_a_method(request)
+    if scheme is not None and not ckpt.groups.forms():
+        foreign = _named_by_config(request, foreign) if foreign else _codes_of_a_method(request)
+    unstated = _unstated(request, selection)
+    if unstated:
+        remarks = Remarks({}, unstated, [])
+        return WeightEncodings({}, _dense(ckpt.infos(), selection), foreign, {}, {}, remarks)
     beside = beside_ties(ckpt, scheme, request.options)
     if scheme is not None and not request.options.encode:
         beside |= read_by_code(ckpt, scheme, types_within(_config(request)))
@@ -232,9 +236,47 @@ def _codes_of_a_method(request: Request) -> dict[str, str]:
     infos = request.ckpt.infos()
     if CODES.isdisjoint(info.dtype for info in few(infos)):
         return {}
-    stated = (_config_of(request, None) or {}).get("quantization_config")
-    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+    method = _stated_quantization(request).get("quant_method")
     return codes_of_method(infos, str(method)) if method else {}
+
+
+def _named_by_config(request: Request, foreign: dict[str, str]) -> dict[str, str]:
+    """Return foreign parts under the name of the form that config.json states, if their names are of a form that is read."""
+    stated = _unread(request)
+    return dict.fromkeys(foreign, stated) if stated else foreign
+
+
+def _unstated(request: Request, selection: Selection) -> list[Unresolved]:
+    """Return the parts of a form that config.json alone tells from another, for an output without one.
+
+    There the codes would be decoded as the other form.
+    """
+    if request.setup.carrier is not None or request.ckpt.groups.forms():
+        return []
+    infos = request.ckpt.infos()
+    if CODES.isdisjoint(info.dtype for info in few(infos)):
+        return []
+    stated = _unread(request)
+    parts = foreign_tensors(infos) if stated else {}
+    why = f"is part of a {stated} tensor, which only config.json tells, and {request.aim.text} has none"
+    return [
+        Unresolved(fqn, why, "keep it beside its config.json: --to hf")
+        for fqn in selection.written
+        if fqn in parts
+    ]
+
+
+def _unread(request: Request) -> str:
+    from ckptmap.quantization.unread_statements import (
+        unread_form,  # few have codes that nobody decodes
+    )
+
+    return unread_form(_stated_quantization(request))
+
+
+def _stated_quantization(request: Request) -> Mapping[str, object]:
+    stated = (_config_of(request, None) or {}).get("quantization_config")
+    return stated if isinstance(stated, Mapping) else {}
 
 
 def _decoded(ckpt: Checkpoint, anew: Mapping[str, Encoding], scheme: Scheme | None) -> list[str]:

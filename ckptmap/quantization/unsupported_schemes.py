@@ -151,6 +151,8 @@ READERS: Mapping[str, str] = {
     "SINQ": "the package sinq loads it",
     "NVFP4 with swizzled scales": "transformers runs it on a GPU",
     "quanto": "optimum-quanto loads it; put the model's config.json beside the weights",
+    "MXINT4": "auto-round runs it",
+    "rotated": "the library that wrote it computes with it",
     "sparse compressed-tensors": "compressed-tensors before 0.14 decompresses it",
 }
 """Who can read a scheme, as a hint says it. Look for the checkpoint it was made from first: it has the values."""
@@ -158,11 +160,8 @@ READERS: Mapping[str, str] = {
 
 def who_reads(scheme: str) -> str:
     """Return a sentence of a hint on who reads tensors of a scheme; "" where nobody is named."""
-    return (
-        f"{READERS[scheme]}; convert the dense checkpoint it was made from; or "
-        if scheme in READERS
-        else ""
-    )
+    reader = READERS.get(scheme) or READERS.get(scheme.partition(" (")[0])
+    return f"{reader}; convert the dense checkpoint it was made from; or " if reader else ""
 
 
 WITHOUT_SCALES = "bitsandbytes 4-bit, without its scales"

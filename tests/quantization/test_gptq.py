@@ -92,6 +92,17 @@ def test_more_kinds_of_config(tmp_path: Path) -> None:
             assert digest(ckpt[DOWN].read()) == TRUTH["gptq-4"][DOWN][0]
 
 
+def test_autorounds_second_version(tmp_path: Path) -> None:
+    """`auto_round:gptqmodel` stores zero points as they are, as auto-round 0.16 decodes them. Once it moved as bytes."""
+    own = stating(quant_method="auto-round", packing_format="auto_round:gptqmodel")
+    second = stating(checkpoint_format="gptq_v2")
+    paths = [edited("gptq-3", tmp_path / str(n), change) for n, change in enumerate((own, second))]
+    with ckptmap.open(paths[0]) as ckpt, ckptmap.open(paths[1]) as wanted:
+        assert ckpt[DOWN].encoding == "gptq"
+        same(ckpt[DOWN].read(), wanted[DOWN].read())
+        assert digest(ckpt[DOWN].read()) != TRUTH["gptq-3"][DOWN][0]
+
+
 def test_scales_in_bfloat16(tmp_path: Path) -> None:
     def narrow(state: Tensors) -> None:
         for key in [key for key in state if key.endswith(".scales")]:

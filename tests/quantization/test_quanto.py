@@ -251,3 +251,18 @@ def test_a_map_of_another_save_is_refused(kind: str, stated: object, tmp_path: P
     with pytest.raises(SourceError, match=f"{stated!r} for b, and its codes are {kind}") as caught:
         ckptmap.open(tmp_path / "in")
     assert caught.value.code == "CKM115"
+
+
+@pytest.mark.parametrize("kind", ["qint4", "qint2"])
+def test_the_head_of_a_gpt2(kind: str, tmp_path: Path) -> None:
+    """Its config.json has `n_embd` for the hidden size. Once the head was refused, with a hint to put config.json there."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    config = GPT2Config(vocab_size=160, n_embd=256, n_layer=1, n_head=2, n_positions=8)
+    made = nn.ModuleDict({"lm_head": GPT2LMHeadModel(config).lm_head})
+    truth = written(tmp_path / "in", made, kind)
+    config.save_pretrained(tmp_path / "in")
+    with ckptmap.open(tmp_path / "in") as ckpt:
+        assert ckpt["lm_head.weight"].encoding == name_of(kind)
+        same(ckpt["lm_head.weight"].read(), truth["lm_head.weight"])

@@ -32,7 +32,9 @@ from ckptmap.tensors import StoredTensor, TensorInfo
 
 BITS = range(2, 9)
 Kind: TypeAlias = type[GroupedColumns]
-_PACKING: Mapping[str, Kind] = {"auto_round:auto_gptq": Gptq, "auto_round:auto_awq": Awq}
+_PACKING: Mapping[str, Kind] = {
+    "auto_round:auto_gptq": Gptq, "auto_round:gptqmodel": GptqV2, "auto_round:auto_awq": Awq,
+}  # fmt: skip
 _GPTQ_FORMATS: Mapping[str, Kind] = {"gptq": Gptq, "gptq_v2": GptqV2, "gptq_p": GptqPlanes}
 _OVERRIDES = ("dynamic", "extra_config")
 Infos: TypeAlias = Mapping[str, StoredTensor]

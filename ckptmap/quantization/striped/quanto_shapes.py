@@ -3,7 +3,7 @@
     fc.weight [out, in]  ->  codes [out * in / group, group]
 
 quanto takes it from the model that it loads into. Here it follows from the bias of the layer ([out]), or, for the
-layers of the usual decoders, from the sizes in config.json; both must agree with the number of codes.
+layers of the usual decoders and the head of GPT-2 (`n_embd`), from the sizes in config.json; both must agree with the number of codes.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _stated(module: list[str], config: Mapping[str, object]) -> tuple[int, int] 
     shapes = {
         "q_proj": (heads * head, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden),
         "o_proj": (hidden, heads * head), "gate_proj": (inner, hidden), "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner), "lm_head": (vocab, hidden),
+        "down_proj": (hidden, inner), "lm_head": (vocab, hidden or _size(config, "n_embd")),
     }  # fmt: skip
     return shapes.get(module[0]) if module else None
 
