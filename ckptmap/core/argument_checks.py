@@ -225,7 +225,7 @@ def state_dict(name: str, value: object) -> None:
             raise _refusal(f"{name} key", key, "a name", "pass model.state_dict()")
 
 
-def weights(value: Mapping[object, object], names: Collection[str]) -> None:
+def weights(value: Mapping[Any, object], names: Collection[str]) -> None:
     """Raise ArgumentError CKM516 for a dict that is given to `load_state_dict` and holds the weights in an entry, or
     other values than tensors under `names`, those of the model."""
     import torch

@@ -49,9 +49,7 @@ def lightning_callback(manager: CheckpointManager, **load_options: Any) -> Any:
 
 @cache
 def _lightning_class() -> Any:
-    Callback: type = importlib.import_module(f"{_lightning()}.callbacks").Callback
-
-    class ManagerCallback(Callback):  # type: ignore[misc]
+    class ManagerCallback(_base()):  # type: ignore[misc]
         """See `lightning_callback`."""
 
         def __init__(self, manager: CheckpointManager, load_options: Mapping[str, Any]) -> None:
@@ -109,6 +107,15 @@ def _lightning() -> str:
             "CKM516", "lightning_callback: Lightning is not installed", "pip install lightning"
         )
     return found[0]
+
+
+def _base() -> Any:
+    """Return the class Callback of the Lightning that the program uses."""
+    if _lightning() == "lightning.pytorch":
+        from lightning.pytorch import callbacks
+    else:
+        from pytorch_lightning import callbacks
+    return callbacks.Callback
 
 
 class _AlreadyLoaded:
