@@ -7,7 +7,7 @@ was expected. Some return the value in the form that the library uses.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
 from typing import Any, TypeGuard
@@ -223,6 +223,23 @@ def state_dict(name: str, value: object) -> None:
     for key in value:
         if not isinstance(key, str):
             raise _refusal(f"{name} key", key, "a name", "pass model.state_dict()")
+
+
+def weights(value: Mapping[Any, object], names: Collection[str]) -> None:
+    """Raise ArgumentError CKM516 for a dict that is given to `load_state_dict` and holds the weights in an entry, or
+    other values than tensors under `names`, those of the model."""
+    import torch
+
+    for key, one in value.items():
+        if not isinstance(key, str):
+            raise _refusal("state_dict key", key, "a name", "pass model.state_dict()")
+        if isinstance(one, torch.Tensor) or not (isinstance(one, Mapping) or key in names):
+            continue
+        hint = "pass tensors: torch.from_numpy(value) makes one of an array"
+        if isinstance(one, Mapping):
+            hint = "pass the dict of the weights alone: the entry of this dict that holds them"
+        what = f"state_dict[{key!r}]: is a {type(one).__name__}, expected a tensor"
+        raise ArgumentError("CKM516", what, hint)
 
 
 def extra(value: object, reserved: Sequence[str], argument: str = "extra") -> dict[str, object]:

@@ -10,6 +10,8 @@ Nothing of a framework is imported before a callback of it is made.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -47,9 +49,7 @@ def lightning_callback(manager: CheckpointManager, **load_options: Any) -> Any:
 
 @cache
 def _lightning_class() -> Any:
-    from pytorch_lightning.callbacks import Callback
-
-    class ManagerCallback(Callback):
+    class ManagerCallback(_base()):  # type: ignore[misc]
         """See `lightning_callback`."""
 
         def __init__(self, manager: CheckpointManager, load_options: Mapping[str, Any]) -> None:
@@ -94,6 +94,28 @@ def _lightning_class() -> Any:
             )  # fmt: skip
 
     return ManagerCallback
+
+
+def _lightning() -> str:
+    """Return the package that Lightning is imported from, by the name that the program uses where it has imported
+    one already. Raises ArgumentError CKM516 where none is installed."""
+    names = ("lightning.pytorch", "pytorch_lightning")
+    found = [name for name in names if name in sys.modules]
+    found += [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
+    if not found:
+        raise ArgumentError(
+            "CKM516", "lightning_callback: Lightning is not installed", "pip install lightning"
+        )
+    return found[0]
+
+
+def _base() -> Any:
+    """Return the class Callback of the Lightning that the program uses."""
+    if _lightning() == "lightning.pytorch":
+        from lightning.pytorch import callbacks
+    else:
+        from pytorch_lightning import callbacks
+    return callbacks.Callback
 
 
 class _AlreadyLoaded:

@@ -4,6 +4,8 @@ stopped. The trainer of torchtitan is an imitation of its calls."""
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import nn
 
 import ckptmap
 from ckptmap.errors import ArgumentError, LoadError
-from ckptmap.integrations import trainer_manager
+from ckptmap.integrations import manager, trainer_manager
 from ckptmap.integrations.manager import TitanManager, trainer_callback
 from ckptmap.integrations.transformers import resume
 from tests.corpus.ranks import run_ranks
@@ -153,3 +155,19 @@ def test_torchtitans_own_trainer_on_two_ranks(tmp_path: Path) -> None:
 def test_parts_of_torchtitan_on_two_ranks(tmp_path: Path) -> None:
     """Its containers, its data loader, and what its own manager saved: tests/ranks/torchtitan_parts.py."""
     run_ranks("tests.ranks.torchtitan_parts", 2, [str(tmp_path)], timeout=240)
+
+
+def test_lightning_is_taken_from_the_package_that_the_program_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lightning comes as `lightning` and as `pytorch_lightning`; one of them may be all that is installed."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "lightning" or None)
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert manager._lightning() == "lightning.pytorch"
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", sys)
+    assert manager._lightning() == "pytorch_lightning"
+    monkeypatch.delitem(sys.modules, "pytorch_lightning")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ArgumentError, match="Lightning is not installed"):
+        manager._lightning()

@@ -154,15 +154,14 @@ class _Emitter:
             self._composite(kind, value, path)
 
     def _composite(self, kind: type, value: object, path: tuple[object, ...]) -> None:
-        handler = self._handlers.get(kind)
-        if handler is None and isinstance(value, OrderedDict):
-            handler = self._ordered_dict
+        is_ordered = isinstance(value, OrderedDict)
+        handler = self._handlers.get(kind, self._ordered_dict if is_ordered else None)
         if handler is None:
-            text = " ".join(f"{value!r:.200}".split())  # a model has one line a layer
-            self.refusals.append((_path_text(path), f"{text} cannot be written"))
+            said = " ".join(f"{value!r:.200} cannot be written".split())
+            self.refusals.append((_path_text(path), said))
         elif len(path) > MAX_DEPTH:
-            where = f"{_path_text(path[:8])}..."
-            self.refusals.append((where, f"nested deeper than {MAX_DEPTH} containers"))
+            said = f"nested deeper than {MAX_DEPTH} containers"
+            self.refusals.append((f"{_path_text(path[:8])}...", said))
         else:
             handler(value, path)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.core import argument_checks
 from ckptmap.core.signatures import nearest_keyword
 from ckptmap.core.sizes import Size
+from ckptmap.errors import ArgumentError
 from ckptmap.live.model.collective_errors import peer_groups
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.flat_params import is_fsdp1
@@ -70,6 +71,13 @@ def install(
     argument_checks.module("model", model)
     argument_checks.choice("precision", precision, PRECISIONS)
     max_memory = argument_checks.nbytes("max_memory", max_memory)
+    argument_checks.optimizer(optimizer)
+    if isinstance(optimizer, Mapping | list | tuple):
+        raise ArgumentError(
+            "CKM516",
+            f"optimizer: is a {type(optimizer).__name__}, expected one torch.optim.Optimizer",
+            "call install for each part of the model with its own optimizer, or use ckptmap.load",
+        )
     if optimizer is not None:
         # `owners` refuses an optimizer of another model.
         owners(unwrapped(optimizer), find_targets(model)[0])
@@ -100,6 +108,7 @@ class _ModuleHooks:
         """Load what matches. torch does not tell a pre-hook whether `strict` is set, so that its own
         message reports the names that do not match."""
         self._prefix = None
+        argument_checks.weights(state_dict, module.state_dict().keys() if not prefix else ())
         own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         weights = {k: v for k, v in own.items() if not k.endswith(EXTRA_STATE)}
         targets, buffers_on_meta = find_targets(module)

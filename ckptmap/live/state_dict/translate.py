@@ -92,6 +92,8 @@ def translate(
     """
     argument_checks.state_dict("state_dict", state_dict)
     max_memory = argument_checks.nbytes("max_memory", max_memory)
+    if to is not None:
+        argument_checks.path("to", to)
     if encoding is not None:
         argument_checks.choice("encoding", encoding, (DENSE, *DTYPES, *quantizing_schemes()))
     _refuse_nested(state_dict)

@@ -16,7 +16,7 @@ from torchao.optim import AdamW4bit, AdamW8bit
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 import ckptmap
-from ckptmap.errors import CkptmapError
+from ckptmap.errors import ArgumentError, CkptmapError
 from ckptmap.live.state_dict.fsdp1_hooks import set_extra_state
 from ckptmap.live.state_dict.hooks import name_by_live
 from tests.corpus.ranks import run_ranks
@@ -257,3 +257,31 @@ def test_into_fsdp1(world: int) -> None:
     """translate() and hooks, both use_orig_params, whole and sharded state dicts, from foreign
     names, encodings, shards and optimizer keys; compared as torch gathers FSDP1."""
     run_ranks("tests.ranks.hooks_fsdp1", world, timeout=300)
+
+
+def test_what_is_no_state_dict_of_tensors_is_refused_before_anything_is_loaded() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    ckptmap.hooks.install(model)
+    before = model.weight.detach().clone()
+    arrays = {name: value.numpy() for name, value in other.state_dict().items()}
+    for given, text in (
+        ({"model": other.state_dict(), "step": 3}, r"state_dict\['model'\]: is a OrderedDict"),
+        (arrays, r"state_dict\['weight'\]: is a ndarray, expected a tensor"),
+        ({1: torch.zeros(2)}, "state_dict key=1, expected a name"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            model.load_state_dict(given)  # type: ignore[arg-type]
+    assert torch.equal(model.weight, before)
+    model.load_state_dict({**other.state_dict(), "step": 3}, strict=False)  # as torch takes it
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_install_takes_one_optimizer() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match="is a list, expected one torch"):
+        ckptmap.hooks.install(model, [optimizer])
+    with pytest.raises(ArgumentError, match=r"a StepLR is no torch\.optim\.Optimizer"):
+        ckptmap.hooks.install(model, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    with pytest.raises(ArgumentError, match="to=3, expected a path"):
+        ckptmap.translate(model.state_dict(), to=3)  # type: ignore[arg-type]
