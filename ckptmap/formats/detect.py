@@ -114,6 +114,11 @@ def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, t
         if len(checkpoints) == 1:
             only = look(Path(place.path) / checkpoints[0], place.mounts)
             _refuse_part(only)
+            folder = look(Path(only.path).parent, place.mounts)
+            if (
+                not only.is_dir and _mark(folder) is not None
+            ):  # what a save left that did not finish
+                raise refuse_place(folder, is_checkpoint)
             return only, (
                 f"opened {checkpoints[0]}, the only checkpoint in the directory",
                 *_left_beside(only),

@@ -40,6 +40,7 @@ MARKS: tuple[tuple[str, str, str], ...] = (
     (r"__\d+\.metadata", "a DCP save with one metadata file per rank (use_collectives=False)", "save it again with use_collectives=True"),
     (r"adapter_config\.json", "a peft adapter without its base weights", ""),  # merge_step
     (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; if there is none, the save did not finish: use an earlier checkpoint"),
+    (r"common\.pt", "the directory of a Megatron save without its .metadata: the save did not finish", "use an earlier checkpoint"),
     (r".*\.ggml", "GGML weights", "convert them from the original safetensors"),
     (OTHER_FRAMEWORKS, "a directory of weights of another framework", PYTORCH),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from ckptmap.core import argument_checks
 from ckptmap.core.printable import advised
 from ckptmap.errors import PlanError
 from ckptmap.mapping.rename_pattern import RenamePattern, parse_pattern
-from ckptmap.mapping.wrappers import ANYWHERE, HEAD, SEGMENTS
+from ckptmap.mapping.wrappers import ANYWHERE, HEAD, LIGHTNING, SEGMENTS
 
 Patterns: TypeAlias = Sequence[str] | Mapping[str, str]
 """Patterns as a caller gives them: `"OLD=NEW"`, several of these, or a dict of OLD to NEW. A string is
@@ -224,11 +224,19 @@ def _prefix(name: str, text: str) -> str:
     if name == "add_prefix" and (wrapper := _wrapper(segments)):
         raise PlanError(
             "CKM618",
-            f"{shown}: readers take the segment {SEGMENTS[wrapper]!r} for a wrapper",
-            f"name the weights as below that wrapper: {advised(wrap=wrapper)}",
+            f"{shown}: readers take the segment {SEGMENTS.get(wrapper, LIGHTNING)!r} for a wrapper",
+            f"name the weights as below that wrapper: {advised(wrap=wrapper)}"
+            if wrapper in SEGMENTS
+            else "choose another prefix: Lightning puts this one on by itself",
         )
     kept = [segment for segment in segments if segment not in ANYWHERE]
-    if not kept or not all(kept):
+    if not kept:
+        raise PlanError(
+            "CKM618",
+            f"{shown}: the segments of wrappers come off by themselves",
+            f"leave --{name.replace('_', '-')} out",
+        )
+    if not all(kept):
         raise PlanError(
             "CKM618",
             f"{shown}: expected segments of a name, with dots between them",
@@ -239,8 +247,9 @@ def _prefix(name: str, text: str) -> str:
 
 def _wrapper(segments: Collection[str]) -> str | None:
     """Return the wrapper that puts one of these segments into names; DDP's may be an attribute, too."""
+    names = {"Lightning's": LIGHTNING, **SEGMENTS}
     return next(
-        (name for name, segment in SEGMENTS.items() if segment in ANYWHERE and segment in segments),
+        (name for name, segment in names.items() if segment in ANYWHERE and segment in segments),
         None,
     )
 

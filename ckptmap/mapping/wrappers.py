@@ -3,7 +3,7 @@
     module.layers.0._orig_mod.fc.weight -> layers.0.fc.weight
 
 Names change by path segment, never by substring. No user names an attribute `_orig_mod`,
-`_fsdp_wrapped_module` or `_checkpoint_wrapped_module`, so these go wherever they stand. `module` is a
+`_fsdp_wrapped_module`, `_checkpoint_wrapped_module` or `_forward_module`, so these go wherever they stand. `module` is a
 legal attribute: it goes only from the head of the path, and only where every key has it there. Two keys
 that would become one are refused.
 """
@@ -27,7 +27,10 @@ SEGMENTS: Mapping[str, str] = {
 BASE_LAYER, ADAPTER = ".base_layer.", ".lora_"
 """Parts of names that peft gives the weights of a layer that it has wrapped, and those of its adapter. They do not come
 off: the weights of such a layer are another model's without its adapter."""
-ANYWHERE = frozenset(segment for name, segment in SEGMENTS.items() if name != "ddp")
+LIGHTNING = "_forward_module"
+"""The attribute by which Lightning before 2.0, its strategy for DeepSpeed and Fabric hold the module that they wrap. They
+take it off by themselves when they load, so `--wrap` does not put it on."""
+ANYWHERE = frozenset({LIGHTNING, *SEGMENTS.values()} - {SEGMENTS["ddp"]})
 HEAD = SEGMENTS["ddp"]
 
 

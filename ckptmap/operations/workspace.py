@@ -49,9 +49,9 @@ from ckptmap.storage.publish_by_marker import is_pending
 from ckptmap.storage.recover import clear_published
 from ckptmap.storage.source_changes import file_states, require_unchanged
 
-FUTILE = REFUSED_VALUES | {"CKM105", "CKM115"}
-"""Errors that every run of the same command meets again: of values that the output cannot hold, of damage, and of parts
-whose values contradict each other."""
+FUTILE = REFUSED_VALUES | {"CKM105", "CKM115", "CKM403"}
+"""Errors that every run of the same command meets again: of values that the output cannot hold, of a damaged source or
+a damaged manifest of it, and of parts whose values contradict each other."""
 TOUCHED = (
     "began anew: the files of the source were written, copied or linked since the run that was"
     " interrupted"

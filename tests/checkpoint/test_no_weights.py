@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import shlex
 import subprocess
@@ -124,3 +125,14 @@ def test_a_packed_file_of_another_name_is_unpacked(tmp_path: Path) -> None:
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
     with ckptmap.open(tmp_path / "b c.bin.unpacked") as ckpt:
         assert list(ckpt) == ["w"]
+
+
+@pytest.mark.parametrize("above", [False, True], ids=["directory", "run"])
+def test_a_megatron_save_that_did_not_finish(above: bool, tmp_path: Path) -> None:
+    """Megatron core writes common.pt first. This one is an imitation: its values are those that Megatron keeps there."""
+    folder = tmp_path / "run" / "iter_0000003"
+    folder.mkdir(parents=True)
+    torch.save({"iteration": 3, "args": argparse.Namespace(lr=1.0)}, folder / "common.pt")
+    error = refusal(folder.parent if above else folder)
+    assert "iter_0000003: is the directory of a Megatron save" in error.message
+    assert error.hint == "use an earlier checkpoint"

@@ -71,7 +71,9 @@ def test_a_source_with_a_damaged_manifest(capsys: pytest.CaptureFixture[str]) ->
     assert main(["convert", "one.pt", "out", "--to", "hf"]) == 0
     Path("out/ckptmap.manifest.json").write_text("{")
     again = ("convert", "out", "again", "--to", "full")
+    before = sorted(path.name for path in Path().iterdir())
     hint = refused(capsys, *again, code="CKM403")
+    assert sorted(path.name for path in Path().iterdir()) == before, "a refused run leaves no work"
     option = re.search(r"add (--check-source none) ", hint)
     assert option is not None
     assert main([*again, *option[1].split()]) == 0

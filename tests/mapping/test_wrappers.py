@@ -86,3 +86,12 @@ def test_wrap_prefix() -> None:
     assert wrap_prefix([]) == ""
     with pytest.raises(PlanError, match="unknown wrapper 'dpp'"):
         wrap_prefix(["dpp"])
+
+
+def test_the_segment_of_lightning() -> None:
+    """Fabric's own class holds the module by it; so did Lightning before 2.0, and DeepSpeed's files of it."""
+    fabric = pytest.importorskip("lightning_fabric.wrappers")
+    wrapped = fabric._FabricModule(torch.nn.Linear(2, 1), None)
+    names = [name for name, _ in wrapped.named_parameters()]
+    assert names == ["_forward_module.weight", "_forward_module.bias"]
+    assert list(strip_wrappers([f"module.{name}" for name in names]).values()) == ["weight", "bias"]

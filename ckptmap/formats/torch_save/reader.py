@@ -188,10 +188,15 @@ class _Storages:
         return storage
 
     def _look(self, pid: object) -> StorageRef:
-        """Return the storage after all checks. Raise UnpicklingError for a malformed persistent id."""
+        """Return the storage after all checks. Raise UnpicklingError for a malformed persistent id.
+
+        litgpt's `incremental_save` numbers storages with integers, which torch.load takes, too.
+        """
         if not (type(pid) is tuple and len(pid) == 5 and pid[0] == "storage"):
             raise UnpicklingError(f"unknown persistent id {pid!r:.80}")
         _, cls, key, _, numel = pid
+        if type(key) is int and 0 <= key < MAX_NUMEL:
+            key = str(key)
         if not (isinstance(cls, Opaque) and isinstance(key, str) and type(numel) is int):
             raise UnpicklingError("malformed persistent id of a storage")
         nbytes = self.records.nbytes(f"data/{key}")
