@@ -15,7 +15,7 @@ from ckptmap.core.columns import distinct, few, met
 from ckptmap.core.encoding_records import EncodingRecords
 from ckptmap.core.formatting import some
 from ckptmap.core.quantized_codes import Repairs
-from ckptmap.core.state_paths import class_of, described, join, opaques
+from ckptmap.core.state_paths import described, join, opaques
 from ckptmap.core.stored_parts import StoredParts
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.core.weight_columns import Groups, LoneWeight, WeightForm
@@ -191,7 +191,7 @@ def _adopted(key: str, leaf: Leaf, refused: list[RefusedLeaf]) -> Group | None:
             if group is not None:
                 return group
     first = leaf.pieces[0][1] if isinstance(leaf, Cut) else next(opaques(leaf), None)
-    name = class_of(leaf) if first is None else first.class_name
+    name = type(leaf).__name__ if first is None else first.class_name
     # Its class may be known, and the form of its codes not: float8_e5m2, for one.
     reason = f"a tensor of unknown class or form, {name}"
     if first is not None and first.is_unresolved:

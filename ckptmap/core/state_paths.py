@@ -221,12 +221,6 @@ def described(value: Opaque) -> str:
     return f"an object of unknown class {value.class_name}"
 
 
-def class_of(leaf: Leaf) -> str:
-    """Return the class name of the first foreign object in a leaf, else of the leaf itself."""
-    foreign = next(opaques(leaf), None)
-    return foreign.class_name if foreign else type(leaf).__name__
-
-
 # ------------------------------------------------------------------ compared
 
 

@@ -12,6 +12,7 @@ import torch
 
 import ckptmap
 from ckptmap.errors import PlanError
+from ckptmap.optim.lowbit_bnb import HIDDEN
 from tests.corpus.ranks import run_alone
 from tests.support.live_model import bits
 from tests.support.resume_model import net, train
@@ -82,6 +83,40 @@ def test_what_no_loader_could_take_is_refused(name: str, tmp_path: Path) -> None
     assert ckptmap.plan(tmp_path / "run.pt", to="trainer", optimizer="drop")
     again = net(1, torch.bfloat16 if name in ROUNDING else torch.float32)
     report = ckptmap.load(tmp_path / "run.pt", again, ALL[name](again.parameters()))
+    assert report.state is not None and not report.state.initialised
+
+
+def _in_bf16(state: dict[str, Any]) -> None:
+    for name in ("state1", "state2"):
+        state[HIDDEN][name] = state[HIDDEN][name].bfloat16()
+
+
+def _with_amsgrad(state: dict[str, Any]) -> None:
+    state["max_exp_avg_sq"] = state[HIDDEN]["state2"].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_in_bf16, r"is dense bfloat16, expected float32 or 8-bit codes"),
+        (_with_amsgrad, r"bitsandbytes has no optimizer with exp_avg, exp_avg_sq, max_exp_avg_sq"),
+    ],
+)
+def test_state_that_bitsandbytes_could_not_go_on_with_is_refused(
+    change: Any, problem: str, tmp_path: Path
+) -> None:
+    """As a script has changed it to save space, or by another algorithm; a live optimizer takes it."""
+    stepped("bnb32", tmp_path)
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    for state in saved["optimizer"]["state"].values():
+        change(state)
+    torch.save(saved, tmp_path / "changed.pt")
+    with pytest.raises(PlanError, match=problem) as no:
+        ckptmap.plan(tmp_path / "changed.pt", to="full", optimizer_keys="index")
+    assert no.value.code == "CKM203" and "ckptmap.load(path, model, optimizer)" in no.value.hint
+    again = net(1)
+    optimizer = ALL["bnb32"](again.parameters())
+    report = ckptmap.load(tmp_path / "changed.pt", again, optimizer)
     assert report.state is not None and not report.state.initialised
 
 

@@ -56,6 +56,22 @@ def scales(path: Path) -> set[str]:
     return {key for key in load_file(path / FILE) if key.endswith(("_scale", "_act"))}
 
 
+def test_scales_by_the_names_of_two_writers_in_one_file(tmp_path: Path) -> None:
+    """As a merge of two checkpoints leaves them: DeepSeek-V3's name in attention, V4's in the MLP."""
+    truth = static(tmp_path / "src")
+    tensors = load_file(tmp_path / "src" / FILE)
+    one, other = ".mlp.", ".weight_scale_inv"
+    names = {key: key.replace(other, ".scale") if one in key else key for key in tensors}
+    assert len({name.rpartition(".")[2] for name in names.values() if "scale" in name}) == 3
+    save_file({names[key]: value for key, value in tensors.items()}, tmp_path / "src" / FILE)
+    with ckptmap.open(tmp_path / "src") as ckpt:
+        assert ckpt.encodings == ("dense", "fp8")
+        assert {key for key in truth if not torch.equal(ckpt[key].read(), truth[key])} == set()
+    ckptmap.convert(tmp_path / "src", tmp_path / "out", to="hf-bf16")
+    state = loaded(tmp_path / "out").state_dict()
+    assert {key for key in truth if not torch.equal(state[key], truth[key])} == set()
+
+
 @pytest.mark.parametrize("name", ["activation_scale", "input_scale", "qscale_act"])
 def test_scales_of_activations_go_where_their_weight_goes(name: str, tmp_path: Path) -> None:
     truth = static(tmp_path / "in", name)

@@ -332,6 +332,12 @@ def test_config_json_gives_shapes_order_and_ties(tmp_path: Path) -> None:
         match=r"architecture 'os\.system', which the installed transformers does not have",
     ):
         like_config(tmp_path / "config.json", Mounts())
+    unfit = json.dumps(document | {"architectures": [type(model).__name__], "hidden_size": -8})
+    for text, problem in (('{"a": 1,', "cannot be read as JSON: line 1"), (unfit, r"\w+Error: .+")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(SourceError, match=rf"config\.json: {problem}") as refused:
+            like_config(tmp_path / "config.json", Mounts())
+        assert refused.value.code == "CKM101"
     assert transformers is not None
 
 

@@ -359,6 +359,28 @@ def test_what_fails_is_continued_in_the_same_pull_request(
     assert holds(repo.tree(), other) and len(shown_on(repo)) == 3
 
 
+@pytest.mark.parametrize(
+    "foreign", [False, True], ids=["as it was left", "with a file of somebody"]
+)
+def test_what_fails_is_continued_in_the_same_work_branch(
+    hub: Hub, model: Path, other: Path, foreign: bool
+) -> None:
+    """A work branch into which somebody has written is made anew: nothing of theirs is published."""
+    repo = hub.add("org/m", model)
+    repo.refs["v2"] = repo.refs[MAIN]
+    hub.faults.append(Fault("POST .*/commit/", status=500, times=1))
+    with pytest.raises(RunError, match="the Hub answers 500 while uploading"):
+        ckptmap.push(other, "hf://org/m@v2")
+    (work,) = set(repo.refs) - {MAIN, "v2"}
+    assert work.startswith("ckptmap-") and holds(repo.tree("v2"), model)
+    if foreign:
+        repo.commit(work, {**repo.tree(work), "modeling_llama.py": Blob(b"import os", False)})
+    done = ckptmap.push(other, "hf://org/m@v2")
+    assert (f"continued branch {work}" in done.notes) is not foreign
+    assert holds(repo.tree("v2"), other) and "modeling_llama.py" not in repo.tree("v2")
+    assert holds(repo.tree(), model) and set(repo.refs) == {MAIN, "v2"}
+
+
 def test_files_that_are_there_are_not_sent_again(hub: Hub, other: Path) -> None:
     hub.faults.append(Fault("POST .*/commit/", status=500, times=1))
     with pytest.raises(RunError, match="the Hub answers 500 while uploading"):

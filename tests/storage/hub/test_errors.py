@@ -26,6 +26,16 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 NOT_THE_HUB = {"a login page": b"<html>log in</html>", "other JSON": b'{"error": "told to fail"}'}
 
+SAID = {
+    "disabled": (
+        "GET /api/models",
+        403,
+        {"X-Error-Message": "Access to this resource is disabled."},
+    ),
+    "no entry": ("/resolve/", 404, {"X-Error-Code": "EntryNotFound"}),
+}
+"""What the Hub says in headers: of which requests, with which status."""
+
 
 def failing(hub: Hub, large: Path, wrong: str) -> str:
     """The name to open, once the Hub is such that this goes wrong."""
@@ -39,6 +49,9 @@ def failing(hub: Hub, large: Path, wrong: str) -> str:
     if wrong in NOT_THE_HUB:  # a login page of the network, or another server
         body = NOT_THE_HUB[wrong]
         hub.faults.append(Fault("GET /api/models", status=200, body=body, times=99))
+    if wrong in SAID:
+        what, status, headers = SAID[wrong]
+        hub.faults.append(Fault(what, status=status, headers=headers, times=99))
     return {
         "missing": "hf://org/nothing", "revision": "hf://org/m@v9", "folder": "hf://org/m/sub",
         "no revision": "hf://org/m@..",
@@ -58,6 +71,8 @@ WRONG = {
     "500": ("CKM708", "the Hub answers 500", "run the same command again"),
     "a login page": ("CKM708", "what answers is not the Hub", "check HF_ENDPOINT, proxies, and"),
     "other JSON": ("CKM708", "what answers is not the Hub: KeyError", "check HF_ENDPOINT"),
+    "disabled": ("CKM703", "the Hub has disabled it", "see http"),
+    "no entry": ("CKM705", "has no such file", "/org/m/tree"),
     "no revision": ("CKM701", "the revision is '..', expected a branch", "write hf://org/name"),
 }
 
