@@ -230,14 +230,14 @@ def _digest(view: torch.Tensor) -> str:
 
 
 def _arrive() -> None:
-    """Let the copies arrive that the host has waited for."""
-    for copy in list(_under_way):
-        if not HOST.clock.knows(copy.access.stream, copy.access.count):
-            continue
+    """Let the copies arrive that the host has waited for, in their order: one may come to the place of another."""
+    known = [copy for copy in _under_way if HOST.clock.knows(copy.access.stream, copy.access.count)]
+    for copy in known:
         _under_way[:] = [one for one in _under_way if one is not copy]
         if _digest(copy.view) != copy.digest:
             way = "from" if copy.values is None else "to"
             race(f"the host wrote to memory while a copy {way} it was under way: {copy.access.at}")
+    for copy in known:
         if copy.values is not None:
             copy.view.copy_(copy.values)
 
