@@ -106,6 +106,14 @@ def landed(writes: Iterable[Write], device: str) -> Iterator[Write]:
         yield from writes
         return
     coming = deque[_Coming]()
+    try:
+        yield from _landed(way, writes, coming)
+    finally:  # after an error, the next attempt finds no copy under way to the blocks
+        for result in coming:
+            result.arrival.synchronize()
+
+
+def _landed(way: Lanes, writes: Iterable[Write], coming: deque[_Coming]) -> Iterator[Write]:
     for write in writes:  # whoever makes the first one has bounded the blocks
         blocks = way.blocks("down")
         if write.values.device.type != way.device.type or not write.values.numel():

@@ -274,3 +274,22 @@ def test_dense_values_that_become_dense_ones_use_no_device(
     monkeypatch.setattr(encode, "_device", device)
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to=to)
     assert used == where
+
+
+def test_after_an_error_no_copy_is_under_way_to_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of the device runs out, and the tensor begins anew in the same blocks."""
+    way = Late()
+    pretend(monkeypatch, lambda device: way)
+    download, arrivals = way.download, []
+    monkeypatch.setattr(
+        way, "download", lambda *copy: arrivals.append(download(*copy)) or arrivals[-1]
+    )
+
+    def writes() -> Any:
+        for at in (0, 8):
+            yield Write("", Box((at,), (8,)), torch.ones(8))
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        list(ring.landed(writes(), "cpu"))
+    assert [arrival.waited for arrival in arrivals] == [True, True]
