@@ -80,8 +80,8 @@ class GgufWriter:
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
         """Return the one file, or those of a split model.
 
-        Raise PlanError CKM114 if two tensors have one name, CKM203 for a name that llama.cpp cannot read, or for
-        more dims than GGUF holds.
+        Raise PlanError CKM114 if two tensors have one name, CKM202 for a name that llama.cpp cannot read, CKM203 for a
+        dtype or encoding that GGUF has no type for.
         """
         assert not state.extra, "a GGUF file has no place for what is not a tensor"
         with paused_gc():
@@ -128,7 +128,13 @@ def _entry(tensor: OutTensor, records: Mapping[str, Mapping[str, object]]) -> Fi
     if record is not None and record.get("scheme") == GGUF.name:
         shape: tuple[int, ...] = tuple(record["shape"])  # type: ignore[arg-type]
         return FileEntry(name, shape, BY_NAME[str(record["type"])], info.nbytes, tensor)
-    assert record is None and info.dtype in DTYPES, f"{name}: GgufDemands refuses others"
+    if record is not None or info.dtype not in DTYPES:
+        what = info.dtype if record is None else f"the encoding {record.get('scheme')}"
+        raise PlanError(
+            "CKM203",
+            f"{name}: GGUF has no type of tensor for {what}, only {', '.join(DTYPES)}, and blocks",
+            f"leave it out with {advised(exclude=name)}, or write floating values in another dtype: --to gguf-bf16",
+        )
     return FileEntry(name, info.shape, DTYPES[info.dtype], info.nbytes, tensor)
 
 
@@ -140,17 +146,16 @@ def _require_names(entries: Sequence[FileEntry]) -> None:
             "CKM114", f"two tensors would be written as {twice!r}", "drop or rename one of them"
         )
     for entry in entries:
-        problem, instead = "", ""
+        problem = ""
         if len(entry.name.encode(errors="replace")) > MAX_NAME_NBYTES:
             problem = f"a name of {len(entry.name.encode(errors='replace'))} bytes, of which llama.cpp reads {MAX_NAME_NBYTES}"  # fmt: skip
-            instead = ", or name the scheme of this model: --names-from SCHEME"
         elif len(entry.shape) > MAX_DIMS:
             problem = f"{len(entry.shape)} dims, of which GGUF holds {MAX_DIMS}"
         if problem:
             raise PlanError(
                 "CKM203",
                 f"{entry.name}: found {problem}",
-                f"leave it out with {advised(exclude=entry.name)}{instead}",
+                f"leave it out with {advised(exclude=entry.name)}, or name the scheme of this model: --names-from SCHEME",
             )
 
 

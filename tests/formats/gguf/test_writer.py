@@ -197,14 +197,6 @@ def test_refusals(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2, dtype=torch.bool)}, tmp_path / "bool.pt")
     with refused(PlanError, "CKM203", "type of tensor for bool; leave it out with --exclude w"):
         ckptmap.plan(tmp_path / "bool.pt", "gguf")
-    torch.save({"w": torch.ones(2), "conv": torch.ones(8, 3, 2, 4, 4)}, tmp_path / "conv3d.pt")
-    with refused(
-        PlanError, "CKM203", "5 dims, of which GGUF holds 4; leave it out with --exclude conv$"
-    ):
-        ckptmap.plan(tmp_path / "conv3d.pt", "gguf")
-    assert [
-        step.fqn for step in ckptmap.plan(tmp_path / "conv3d.pt", "gguf", exclude=["conv"]).steps
-    ] == ["w"]
 
 
 def test_a_manifest_of_another_size_is_refused(tmp_path: Path) -> None:
