@@ -141,7 +141,7 @@ def test_where_no_thread_can_be_started_the_save_makes_its_memory(
         pinned_memory.reserve_pageable([1 << 12])
         pinned_memory.reserve_pinned([1 << 12])
     assert not pinned_memory._reserving
-    assert Slabs.take([1 << 12], pinned=False).places[0].numel() == 1 << 12
+    assert Slabs.take([1 << 12], pinned=False).place(0).numel() == 1 << 12
 
 
 def test_several_wait_for_the_same_threads() -> None:
