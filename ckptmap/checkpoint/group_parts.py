@@ -108,8 +108,8 @@ def _unread(stored: Mapping[str, StoredTensor], mounts: Mounts) -> str:
 
 def _unread_notes(groups: LogicalTensors, mounts: Mounts) -> list[str]:
     """Return a note on codes that config.json states to be of a form that nobody decodes."""
-    dense = {} if groups.forms() else groups.dense()
-    unread = "" if all(t.info.dtype in VALUES for t in dense.values()) else _unread(dense, mounts)
+    plain = groups.forms() or _is_plain(few(groups.infos()))
+    unread = "" if plain else _unread(groups.dense(), mounts)
     return (
         [f"config.json states codes that are {unread}: they move as bytes only"] if unread else []
     )
